@@ -1,0 +1,50 @@
+"""Rung 2: one nn.Linear with bias, and where its transpose and its bias add went.
+
+You will see that aten::t moves no data, that the bias is added inside the matrix product's own
+kernel, and how little is left for torch.compile to do about a single layer.
+"""
+
+import sys
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from common import cli, harness, report
+
+EXAMPLES = ("", "--batch 1024 --in_dim 32 --out_dim 64 --compile")
+
+
+@cli.command
+def main(argv=None):
+    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    lesson.add_argument("--batch", type=cli.positive, default=1024, metavar="N", help="rows of the input (1024)")
+    lesson.add_argument("--in_dim", type=cli.positive, default=32, metavar="N", help="input features (32)")
+    lesson.add_argument("--out_dim", type=cli.positive, default=64, metavar="N", help="output features (64)")
+    args = parser.parse_args(argv)
+
+    device, dtype = harness.prepare(
+        args,
+        x=(args.batch, args.in_dim),
+        weight=(args.out_dim, args.in_dim),
+        bias=(args.out_dim,),
+        out=(args.batch, args.out_dim),
+    )
+    linear = nn.Linear(args.in_dim, args.out_dim, bias=True, device=device, dtype=dtype)
+    x = torch.randn(args.batch, args.in_dim, device=device, dtype=dtype)
+    fn = torch.compile(linear, mode=args.compile) if args.compile else linear
+
+    def step():
+        with record_function("linear_fwd"):
+            return fn(x)
+
+    run = harness.profile(
+        step, args, device,
+        name=harness.tag(args, device, f"{args.batch}x{args.in_dim}x{args.out_dim}"),
+        reference=(lambda: linear(x)) if args.compile else None,
+    )
+    report.header(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

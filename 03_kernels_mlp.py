@@ -1,0 +1,56 @@
+"""Rung 3, by hand: the same GeGLU MLP, its GELU and product in one kernel that a person wrote.
+
+You will see the fusion that torch.compile finds, without torch.compile: Liger's Triton kernel,
+built beforehand and fetched from the Hub, between the same three matrix products.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from kernels import get_kernel
+from torch.profiler import record_function
+
+from common import cli, harness, mlp, report
+
+EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --warmup")
+REPO = "kernels-community/liger-kernels"
+
+
+@cli.command
+def main(argv=None):
+    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    mlp.add_flags(lesson)
+    args = parser.parse_args(argv)
+
+    device, dtype = harness.prepare(args, **mlp.tensors(args))
+    if device.type == "cpu":
+        raise cli.BadInput(
+            "Liger's kernel is written in Triton, which needs a GPU, and this run is on the CPU: "
+            "03_simple_mlp.py is the same MLP and runs here"
+        )
+    with harness.hub_errors(REPO):
+        layers = get_kernel(REPO, version=1).layers
+    config = SimpleNamespace(hidden_size=args.dim, intermediate_size=args.hidden)
+    model = layers.LigerGEGLUMLP(config).to(device, dtype).eval()
+    x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
+    fn = torch.compile(model, mode=args.compile) if args.compile else model
+
+    def step():
+        with record_function("kernels_mlp_fwd"):
+            return fn(x)
+
+    def eager():
+        return model.down_proj(F.gelu(model.gate_proj(x), approximate="tanh") * model.up_proj(x))
+
+    run = harness.profile(
+        step, args, device,
+        name=harness.tag(args, device, mlp.shape_token(args)),
+        reference=eager,
+    )
+    report.header(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

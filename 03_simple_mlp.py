@@ -1,0 +1,55 @@
+"""Rung 3: three linears and a GELU, the GeGLU MLP of a transformer.
+
+You will see five kernels in one forward pass, two kinds of matrix product for three layers of the
+same arithmetic, and what torch.compile merges once there is something to merge.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import record_function
+
+from common import cli, harness, mlp, report
+
+EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup")
+
+
+class SimpleGeGLUMLP(nn.Module):
+    def __init__(self, dim, hidden, **factory):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False, **factory)
+        self.up_proj = nn.Linear(dim, hidden, bias=False, **factory)
+        self.down_proj = nn.Linear(hidden, dim, bias=False, **factory)
+
+    def forward(self, x):
+        gate = F.gelu(self.gate_proj(x), approximate="tanh")
+        return self.down_proj(gate * self.up_proj(x))
+
+
+@cli.command
+def main(argv=None):
+    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    mlp.add_flags(lesson)
+    args = parser.parse_args(argv)
+
+    device, dtype = harness.prepare(args, **mlp.tensors(args))
+    model = SimpleGeGLUMLP(args.dim, args.hidden, device=device, dtype=dtype).eval()
+    x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
+    fn = torch.compile(model, mode=args.compile) if args.compile else model
+
+    def step():
+        with record_function("mlp_fwd"):
+            return fn(x)
+
+    run = harness.profile(
+        step, args, device,
+        name=harness.tag(args, device, mlp.shape_token(args)),
+        reference=(lambda: model(x)) if args.compile else None,
+    )
+    report.header(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

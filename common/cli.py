@@ -1,0 +1,133 @@
+"""The flags that all rungs share, and what a wrong value gets."""
+
+import argparse
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common import report
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DTYPES = ("bf16", "fp16", "fp32")
+DEVICES = ("auto", "cuda", "xpu", "cpu")
+
+
+class BadInput(Exception):
+    """Something the user can mend. Printed as one line; exit status 2."""
+
+
+class RunFailed(Exception):
+    """The run finished but must not be trusted. Printed as one line; exit status 1."""
+
+
+def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
+    """Make `main` return an exit status: 0, 1 (RunFailed), 2 (BadInput) or 130 (Ctrl-C)."""
+
+    @functools.wraps(main)
+    def guarded(argv: Sequence[str] | None = None) -> int:
+        # A reader can do nothing about a library's warnings, and they bury what the run says.
+        logging.disable(logging.WARNING)
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            try:
+                main(argv)
+            except SystemExit as stop:  # argparse: --help, or a flag that it refused
+                return stop.code if isinstance(stop.code, int) else 0
+            except BadInput as problem:
+                report.error(problem)
+                return 2
+            except RunFailed as problem:
+                report.error(problem)
+                return 1
+            except KeyboardInterrupt:
+                report.error("interrupted: no file was written")
+                return 130
+            finally:
+                logging.disable(logging.NOTSET)
+        return 0
+
+    return guarded
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise BadInput(f"{message} (--help lists the flags)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    return _whole(text, least=1)
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0 up."""
+    return _whole(text, least=0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is too small: {least} is the least")
+    if number >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is too large")
+    return number
+
+
+def lesson_parser(doc: str, file: str, examples: Sequence[str]):
+    """The parser of one rung, and the group that takes the rung's own flags.
+
+    doc: the script's docstring; its first line opens the help page. file: its __file__.
+    examples: flags to show. The parsed result has the script's name as `script`.
+    """
+    script = Path(file)
+    shown = "\n".join(f"  uv run {script.name} {flags}" for flags in examples)
+    parser = OneLineParser(
+        prog=script.name,
+        description=doc.strip().splitlines()[0],
+        epilog=f"examples:\n{shown}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(script=script.stem)
+    lesson = parser.add_argument_group("what is profiled")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument(
+        "--compile", nargs="?", const="default", choices=COMPILE_MODES, metavar="MODE",
+        help=f"torch.compile it; MODE is {', '.join(COMPILE_MODES)} (default when left out)",
+    )
+    how.add_argument(
+        "--warmup", nargs="?", const=3, default=0, type=not_negative, metavar="N",
+        help="call it N times before the profiler starts (3 when left out); without it: cold",
+    )
+    how.add_argument("--dtype", choices=DTYPES, default="bf16", help="element type (bf16)")
+    how.add_argument(
+        "--device", choices=DEVICES, default="auto",
+        help="auto: the accelerator that is there, else the CPU; cuda includes ROCm (auto)",
+    )
+    how.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of the random inputs (0)")
+
+    schedule = parser.add_argument_group("the profiler's schedule, in steps")
+    schedule.add_argument("--wait", type=not_negative, default=1, metavar="N", help="not profiled (1)")
+    schedule.add_argument(
+        "--schedule-warmup", type=not_negative, default=1, metavar="N",
+        help="profiled, then thrown away (1)",
+    )
+    schedule.add_argument("--active", type=positive, default=3, metavar="N", help="recorded (3)")
+
+    record = parser.add_argument_group("what is recorded besides, and where")
+    record.add_argument("--record-shapes", action="store_true", help="the shapes of every op's inputs")
+    record.add_argument("--with-stack", action="store_true", help="Python call stacks (and file paths)")
+    record.add_argument("--profile-memory", action="store_true", help="allocations")
+    record.add_argument(
+        "--out", type=Path, default=ROOT / "traces", metavar="DIR",
+        help="where the trace and the table go (traces/ beside the scripts)",
+    )
+    return parser, lesson

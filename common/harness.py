@@ -1,0 +1,332 @@
+"""Profile one step function: schedule, record_function, table, Chrome trace; returns a Run."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Kineto writes to stderr as it starts and stops, on every machine; this is its own switch, read
+# when the first profiler starts. What it would report as an error shows in the trace: see check().
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from common import report, trace
+from common.cli import BadInput, RunFailed
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Relative error past which a result is wrong rather than rounded: bf16 keeps 8 bits.
+TOLERANCE = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
+TABLE_ROWS = 15
+
+
+@dataclass(frozen=True)
+class Run:
+    """One profiled run: its two files, and the facts that no trace holds."""
+
+    title: str
+    trace: Path
+    table: Path
+    totals: tuple[str, ...]  # the table's last lines
+    first_call_s: float
+    error: float | None  # ‖out − ref‖ / ‖ref‖ in float32; None where eager is itself the reference
+    peak_bytes: int | None
+    device_type: str
+    device_name: str
+    torch_version: str
+
+
+def prepare(args, **tensors: tuple[int, ...]) -> tuple[torch.device, torch.dtype]:
+    """Choose the device, refuse what cannot run there, seed: everything short of allocating.
+
+    tensors: the shape of every tensor alive at once in the step, by name; the largest are named
+    in the refusal when they cannot fit. Raises BadInput.
+    """
+    device = _device(args.device)
+    if args.compile and device.type == "cpu" and not _cxx_compiler():
+        raise BadInput(
+            "--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, "
+            "or set CXX"
+        )
+    dtype = DTYPES[args.dtype]
+    _require_memory(tensors, dtype, device)
+    torch.manual_seed(args.seed)
+    return device, dtype
+
+
+def _auto_device() -> str:
+    # torch.accelerator would also answer mps, which the profiler cannot trace.
+    return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def _device(name: str) -> torch.device:
+    chosen = _auto_device() if name == "auto" else name
+    if chosen != "cpu" and not torch.get_device_module(chosen).is_available():
+        raise BadInput(
+            f"--device {chosen}: torch {torch.__version__} sees no such device here "
+            "(no GPU, or a driver too old for this build); --device cpu works everywhere"
+        )
+    return torch.device(chosen)
+
+
+def _cxx_compiler() -> str | None:
+    # The names that Inductor itself tries.
+    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return shutil.which(os.environ.get("CXX", default))
+
+
+def _require_memory(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    free = _free_bytes(device)
+    if free is None:
+        return
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in tensors.items()}
+    # The check holds the reference beside the step's tensors and compares the two in float32.
+    *_, last = tensors.values()
+    needed = sum(sizes.values()) + math.prod(last) * (dtype.itemsize + 3 * 4)
+    if needed <= free:
+        return
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    where = "this machine" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    raise BadInput(
+        f"these shapes need about {report.size(needed)} and {where} has {report.size(free)} free "
+        f"({', '.join(f'{name}: {report.size(sizes[name])}' for name in largest)}, …): make them smaller"
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that tensors can take without swapping; None where the system does not say."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).mem_get_info()[0]
+    limits = []
+    with contextlib.suppress(OSError, ValueError):  # Linux
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        limits.append(int(available[1]) * 1024)
+        group = Path("/sys/fs/cgroup")  # a container's own limit, cgroup v2
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    if not limits:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # macOS: all there is
+            limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
+
+
+def tag(args, device: torch.device, shape: str, *own: str | None) -> str:
+    """The file name of a run: shape, dtype, cold or warm, path, then what is not the default.
+
+    own: the tokens of the rung's own flags, None or "" for one that has its default.
+    """
+    tokens = [shape, args.dtype, "warm" if args.warmup else "cold", "compile" if args.compile else "eager", *own]
+    if args.compile not in (None, "default"):
+        tokens.append(args.compile)
+    for name, value, default in (
+        ("warmup", args.warmup, (0, 3)),
+        ("wait", args.wait, (1,)),
+        ("schedwarmup", args.schedule_warmup, (1,)),
+        ("active", args.active, (3,)),
+        ("seed", args.seed, (0,)),
+    ):
+        if value not in default:
+            tokens.append(f"{name}{value}")
+    for token, given in (
+        (device.type, device.type != _auto_device()),
+        ("shapes", args.record_shapes),
+        ("stack", args.with_stack),
+        ("memory", args.profile_memory),
+    ):
+        if given:
+            tokens.append(token)
+    return "_".join(token for token in tokens if token)
+
+
+@contextlib.contextmanager
+def _known_failures() -> Iterator[None]:
+    """Turn what torch raises for a machine that is too small or lacks a compiler into BadInput."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise BadInput("the device ran out of memory: make the shapes smaller") from None
+    except RuntimeError as problem:
+        # The CPU allocator and Triton raise no type of their own.
+        if "can't allocate memory" in str(problem) or "not enough memory" in str(problem):
+            raise BadInput("the machine ran out of memory: make the shapes smaller") from None
+        if "Failed to find C compiler" in str(problem):
+            raise BadInput("Triton needs a C compiler and found none: install gcc, or set CC") from None
+        raise
+
+
+@contextlib.contextmanager
+def hub_errors(repo: str) -> Iterator[None]:
+    """Turn what get_kernel raises where the Hub or the kernel is out of reach into BadInput."""
+    try:
+        yield
+    except Exception as problem:  # its errors have no common type
+        raise BadInput(
+            f"{repo} could not be loaded ({str(problem).strip().splitlines()[0]}). Without a way to the "
+            "Hub: run this once on a machine with a connection and copy its ~/.cache/huggingface here, "
+            "then set HF_HUB_OFFLINE=1; or set "
+            f"LOCAL_KERNELS={repo}=FOLDER. README's Troubleshooting has both, step by step"
+        ) from None
+
+
+@contextlib.contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder to write in, beside the final place, so that a rename publishes whole files only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
+    except OSError as problem:
+        raise BadInput(f"cannot write to {folder}: {problem.strerror or problem}") from None
+    with staging as name:
+        yield Path(name)
+
+
+def profile(
+    step: Callable[[], torch.Tensor],
+    args,
+    device: torch.device,
+    *,
+    name: str,
+    reference: Callable[[], torch.Tensor] | None = None,
+) -> Run:
+    """Run `step` through the schedule, write its trace and table under args.out, check its result.
+
+    step: one annotated step; returns its output. reference: computes the same in eager mode, or
+    None where the step is eager itself. name: see tag(). Raises BadInput and RunFailed; then no
+    file has been written or replaced.
+    """
+    folder = args.out / args.script
+    with _staging(folder) as staging, _known_failures(), torch.no_grad():
+        prof, out, first_call_s, peak = _record(step, args, device)
+        trace_file, table_file = staging / f"{name}.json", staging / f"{name}.txt"
+        table = profiler_table(prof, device)
+        table_file.write_text(table)
+        prof.export_chrome_trace(str(trace_file))
+        _check_recording(trace_file, device)
+        error = None if reference is None else relative_error(out, reference())
+        if error is not None and not error <= TOLERANCE[args.dtype]:  # so that NaN fails too
+            raise RunFailed(
+                f"the profiled step does not compute what eager computes: relative error {error:.1e}, "
+                f"at most {TOLERANCE[args.dtype]:.0e} is rounding in {args.dtype}; no file was written"
+            )
+        for file in (trace_file, table_file):
+            os.replace(file, folder / file.name)
+    return Run(
+        title=f"{args.script} · {name.replace('_', ' · ')}",
+        trace=folder / trace_file.name,
+        table=folder / table_file.name,
+        totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
+        first_call_s=first_call_s,
+        error=error,
+        peak_bytes=peak,
+        device_type=device.type,
+        device_name=device_name(device),
+        torch_version=torch.__version__,
+    )
+
+
+def _record(step, args, device) -> tuple[torch.profiler.profile, torch.Tensor, float, int | None]:
+    """Warm up, then profile: the profiler, the last output, the first call's seconds, peak bytes."""
+    device_module = torch.get_device_module(device)
+    prof = torch.profiler.profile(
+        activities=_activities(device),
+        schedule=torch.profiler.schedule(
+            wait=args.wait, warmup=args.schedule_warmup, active=args.active, repeat=1
+        ),
+        record_shapes=args.record_shapes,
+        with_stack=args.with_stack,
+        profile_memory=args.profile_memory,
+    )
+    prof.preset_metadata_json("lesson", json.dumps(_facts(args, device)))
+    first_call_s = None
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(report.status("compiling …" if args.compile else "first call …"))
+
+        def first_call():
+            # Until Python has control again: compiling and loading happen in there, and waiting
+            # for the GPU would put a synchronization into a cold run's trace.
+            nonlocal first_call_s
+            start = time.perf_counter()
+            out = step()
+            first_call_s = time.perf_counter() - start
+            waiting.close()
+            return out
+
+        if args.warmup:
+            first_call()
+            for _ in range(args.warmup - 1):
+                step()
+        if device.type != "cpu":
+            device_module.synchronize()  # what warm-up queued must not run into the first step
+            device_module.reset_peak_memory_stats()
+        with prof:
+            for _ in range(args.wait + args.schedule_warmup + args.active):
+                out = step() if first_call_s is not None else first_call()
+                prof.step()
+    peak = device_module.max_memory_allocated() if device.type != "cpu" else None
+    return prof, out, first_call_s, peak
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    accelerator = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+    return [ProfilerActivity.CPU, *([accelerator] if accelerator else [])]
+
+
+def _facts(args, device: torch.device) -> dict:
+    """What ran, stored in the trace itself: a reader of the file has nothing else."""
+    # --out is a path of this machine, and no part of what was profiled.
+    flags = {key: value for key, value in vars(args).items() if key not in ("script", "out")}
+    return {"script": args.script, "flags": flags, "device": device_name(device), "torch": torch.__version__}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    return torch.get_device_module(device).get_device_name()
+
+
+def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
+    """torch's own table, without the GPU-side spans that it adds under the labels' names."""
+    averages = prof.key_averages()
+    spans = {row.key for row in averages if row.is_user_annotation and row.device_type != DeviceType.CPU}
+    averages[:] = [row for row in averages if row.key not in spans or row.device_type == DeviceType.CPU]
+    by = "cpu_time_total" if device.type == "cpu" else "device_time_total"
+    table = averages.table(sort_by=by, row_limit=TABLE_ROWS)
+    if spans:
+        rows, totals = table.split("\nSelf CPU time total", 1)
+        note = (
+            f"Left out: a second row for {', '.join(sorted(spans))}, the span on the GPU from its first "
+            "kernel's start to its last one's end, idle gaps included; its percentage misleads."
+        )
+        table = f"{rows}\n{note}\nSelf CPU time total{totals}"
+    return table.rstrip("\n") + "\n"
+
+
+def _check_recording(file: Path, device: torch.device) -> None:
+    """Refuse a trace that would teach nonsense. Raises RunFailed."""
+    events = trace.events(trace.read_json(file))
+    if device.type != "cpu" and not any(trace.is_gpu_work(event) for event in events):
+        raise RunFailed(
+            "the profiler recorded no GPU work at all, though the step ran on the GPU: CUPTI did not "
+            "start (another profiler attached, or no permission for it); no file was written"
+        )
+    zeroed = sum(trace.is_zeroed(event) for event in events)
+    if zeroed:
+        raise RunFailed(
+            f"{zeroed} of {len(events)} events carry neither a time stamp nor a duration (pytorch issue "
+            "188481): run again, or with another torch; no file was written"
+        )
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """‖out − ref‖ / ‖ref‖, in float32."""
+    ref = ref.float()
+    return (torch.linalg.vector_norm(out.float() - ref) / torch.linalg.vector_norm(ref)).item()

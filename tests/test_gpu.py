@@ -1,0 +1,95 @@
+"""Every rung on an NVIDIA GPU, with the real kernels loader and the real Liger kernel."""
+
+import pytest
+from conftest import names, only_trace
+
+pytestmark = pytest.mark.gpu
+
+LABELS = {"01_matmul_add": "matmul_add", "02_linear": "linear_fwd", "03_simple_mlp": "mlp_fwd"}
+
+
+def gpu_work(document):
+    return [e for e in document["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+@pytest.mark.parametrize("warmup", [(), ("--warmup",)])
+@pytest.mark.parametrize("compiled", [(), ("--compile",)])
+@pytest.mark.parametrize("script", list(LABELS))
+def test_rung(run, tmp_path, capfd, script, compiled, warmup):
+    assert run(script, *compiled, *warmup) == 0
+    screen = capfd.readouterr()
+    assert screen.err == ""
+    assert "peak device memory" in screen.out
+    assert any(name for name in names(only_trace(tmp_path), "kernel"))
+    table = next(tmp_path.rglob("*.txt")).read_text()
+    assert [line.split(":")[0] for line in table.splitlines()[-2:]] == ["Self CPU time total", "Self CUDA time total"]
+    rows = [line.split()[0] for line in table.splitlines() if line.startswith((" ", "#"))]
+    assert rows.count(LABELS[script]) == 1
+    assert "Left out: a second row for " in table
+
+
+@pytest.mark.parametrize("compiled", [(), ("--compile",)])
+def test_liger(run, tmp_path, capfd, local_liger, compiled):
+    assert run("03_kernels_mlp", *compiled) == 0
+    screen = capfd.readouterr()
+    assert screen.err == ""
+    assert "matches eager: relative error" in screen.out
+    kernels = names(only_trace(tmp_path), "kernel")
+    assert kernels.count("_geglu_tanh_forward_kernel") == 3
+    assert len(kernels) == 3 * 4
+
+
+def test_eager_mlp_runs_five_kernels_a_step(run, tmp_path):
+    assert run("03_simple_mlp") == 0
+    assert len(names(only_trace(tmp_path), "kernel")) == 3 * 5
+
+
+def test_compiled_mlp_merges_gelu_and_product(run, tmp_path):
+    assert run("03_simple_mlp", "--compile") == 0
+    kernels = names(only_trace(tmp_path), "kernel")
+    assert len(kernels) == 3 * 4
+    assert sum("gelu_mul" in name for name in kernels) == 3
+
+
+@pytest.mark.parametrize("flags", [("--compile",), ("--op", "addmm")])
+def test_addmm_copies_the_bias_first(run, tmp_path, flags):
+    assert run("01_matmul_add", "--size", "4096", *flags) == 0
+    copies = names(only_trace(tmp_path), "gpu_memcpy")
+    assert copies == ["Memcpy DtoD (Device -> Device)"] * 3
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_compile_modes_print_nothing_of_their_own(run, tmp_path, capfd, mode):
+    assert run("01_matmul_add", "--size", "256", "--compile", mode, "--warmup") == 0
+    assert capfd.readouterr().err == ""
+    assert gpu_work(only_trace(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_other_types(run, dtype, capfd):
+    assert run("01_matmul_add", "--size", "256", "--dtype", dtype, "--compile") == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_more_than_the_gpu_holds_is_refused(run, capsys):
+    assert run("01_matmul_add", "--size", "200000") == 2
+    assert "free" in capsys.readouterr().err
+
+
+def test_out_of_memory_while_running(run, capsys, tmp_path):
+    import torch
+
+    # Taken after the estimate would have passed: by another tensor of this process's own.
+    _free, _ = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(0.001)
+    try:
+        assert run("01_matmul_add", "--size", "16384") == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "ran out of memory" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
+    assert run("01_matmul_add", "--device", "cpu") == 0
+    assert next(tmp_path.rglob("*.json")).name == "64_bf16_cold_eager_cpu.json"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Records the reference traces of one machine: every rung, one process a run, as a reader would type it.
+# Usage: traces/reference/record.sh FOLDER [PYTHON]   FOLDER gets <script>/<tag>.json.gz and .txt
+# Without a way to the Hub, set LOCAL_KERNELS (README, Troubleshooting).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+folder=${1:?usage: record.sh FOLDER [PYTHON]}
+python=${2:-python}
+
+while read -r script flags; do
+  echo "== $script $flags"
+  # The flags are words of this list, to be split.
+  # shellcheck disable=SC2086
+  "$python" "$script" $flags --out "$folder" </dev/null
+done <<'RUNS'
+01_matmul_add.py --size 64
+01_matmul_add.py --size 64 --warmup
+01_matmul_add.py --size 64 --compile
+01_matmul_add.py --size 64 --batch 8 --warmup
+01_matmul_add.py --size 64 --wait 0 --schedule-warmup 0
+01_matmul_add.py --size 64 --wait 0 --schedule-warmup 0 --active 20
+01_matmul_add.py --size 4096
+01_matmul_add.py --size 4096 --warmup
+01_matmul_add.py --size 4096 --warmup --record-shapes
+01_matmul_add.py --size 4096 --wait 0 --schedule-warmup 0 --active 20
+01_matmul_add.py --size 4096 --warmup --compile
+01_matmul_add.py --size 4096 --warmup --compile reduce-overhead
+01_matmul_add.py --size 4096 --warmup --compile max-autotune
+01_matmul_add.py --size 4096 --warmup --op addmm
+02_linear.py
+02_linear.py --warmup
+02_linear.py --warmup --compile
+03_simple_mlp.py
+03_simple_mlp.py --warmup
+03_simple_mlp.py --warmup --record-shapes
+03_simple_mlp.py --warmup --compile
+03_kernels_mlp.py
+03_kernels_mlp.py --warmup
+03_kernels_mlp.py --warmup --compile
+RUNS
+gzip -9 -n -f "$folder"/*/*.json
