@@ -1,6 +1,6 @@
 """The harness against the same profile written inline with plain torch, interleaved in one process.
 
-    uv run python benchmarks/harness_overhead.py [--device cuda]
+    uv run python benchmarks/harness_overhead.py [--device cuda] [--size 1024]
 
 Prints, for both, the median CPU time of a recorded step and the median wall time of a whole run,
 and their ratios. The bars: 1.03 and 1.10.
@@ -21,10 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from common import cli, harness
 
-SIZE = 256
 
-
-def inline(step, device, folder: Path) -> Path:
+def inline(step, device, folder: Path, name: str) -> Path:
     accelerator = [] if device.type == "cpu" else [ProfilerActivity.CUDA]
     with (
         torch.no_grad(),
@@ -37,9 +35,10 @@ def inline(step, device, folder: Path) -> Path:
             step()
             prof.step()
     by = "cpu_time_total" if device.type == "cpu" else "device_time_total"
-    (folder / "inline.txt").write_text(prof.key_averages().table(sort_by=by, row_limit=15))
-    prof.export_chrome_trace(str(folder / "inline.json"))
-    return folder / "inline.json"
+    (folder / f"{name}.txt").write_text(prof.key_averages().table(sort_by=by, row_limit=15))
+    trace = folder / f"{name}.json"
+    prof.export_chrome_trace(str(trace))
+    return trace
 
 
 def step_us(trace: Path) -> list[float]:
@@ -50,22 +49,23 @@ def step_us(trace: Path) -> list[float]:
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--device", default="auto")
+    options.add_argument("--size", type=int, default=1024)
     options.add_argument("--rounds", type=int, default=60)
     options = options.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         parser, _ = cli.lesson_parser("Benchmark.", "benchmark.py", ())
         args = parser.parse_args(["--device", options.device, "--out", folder])
-        device, dtype = harness.prepare(args, x=(SIZE, SIZE))
-        x, w, b = (torch.randn(SIZE, SIZE, device=device, dtype=dtype) for _ in range(3))
+        device, dtype = harness.prepare(args, x=(options.size, options.size))
+        x, w, b = (torch.randn(options.size, options.size, device=device, dtype=dtype) for _ in range(3))
 
         def step():
             with record_function("matmul_add"):
                 return torch.add(torch.matmul(x, w), b)
 
         ways = {
-            "inline": lambda: inline(step, device, Path(folder)),
-            "harness": lambda: harness.profile(step, args, device, name="run").trace,
+            "inline": lambda name: inline(step, device, Path(folder), name),
+            "harness": lambda name: harness.profile(step, args, device, name=name).trace,
         }
         steps = {way: [] for way in ways}
         runs = {way: [] for way in ways}
@@ -73,13 +73,13 @@ def main() -> None:
             # Alternating who goes first, so that neither always finds the other's caches.
             for way in list(ways)[:: 1 if round_ % 2 else -1]:
                 start = time.perf_counter()
-                trace = ways[way]()
+                trace = ways[way](f"run{round_}")
                 runs[way].append(time.perf_counter() - start)
                 if round_ >= 5:
                     steps[way] += step_us(trace)
             if round_ < 5:
                 runs = {way: [] for way in ways}
-    print(f"{harness.device_name(device)} · torch {torch.__version__} · {options.rounds - 5} runs each")
+    print(f"{harness.device_name(device)} · torch {torch.__version__} · size {options.size} · {options.rounds - 5} runs each")
     for what, unit, times in (("recorded step, CPU", "µs", steps), ("whole run", "ms", runs)):
         scale = 1 if unit == "µs" else 1e3
         inline_, ours = (statistics.median(times[way]) * scale for way in ("inline", "harness"))

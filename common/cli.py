@@ -30,7 +30,8 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
         # A reader can do nothing about a library's warnings, and they bury what the run says.
-        logging.disable(logging.WARNING)
+        # What they log as an error and survive (a candidate that max-autotune drops) is no news.
+        logging.disable(logging.ERROR)
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
@@ -47,11 +48,28 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
             except KeyboardInterrupt:
                 report.error("interrupted: no file was written")
                 return 130
+            except RuntimeError as problem:
+                if advice := _advice(str(problem)):
+                    report.error(advice)
+                    return 2
+                raise
             finally:
                 logging.disable(logging.NOTSET)
         return 0
 
     return guarded
+
+
+def _advice(problem: str) -> str | None:
+    """What to do about an error of torch's or Triton's that only the user can mend."""
+    # By their texts: the CPU allocator and Triton raise no type of their own.
+    if "CUDA out of memory" in problem or "XPU out of memory" in problem or "HIP out of memory" in problem:
+        return "the device ran out of memory: make the shapes smaller"
+    if "can't allocate memory" in problem or "not enough memory" in problem:
+        return "the machine ran out of memory: make the shapes smaller"
+    if "Failed to find C compiler" in problem:
+        return "Triton needs a C compiler and found none: install gcc, or set CC"
+    return None
 
 
 class OneLineParser(argparse.ArgumentParser):

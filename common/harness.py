@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,6 +60,10 @@ def prepare(args, **tensors: tuple[int, ...]) -> tuple[torch.device, torch.dtype
     dtype = DTYPES[args.dtype]
     _require_memory(tensors, dtype, device)
     torch.manual_seed(args.seed)
+    if args.compile and args.compile.startswith("max-autotune"):
+        from torch._inductor import select_algorithm
+
+        select_algorithm.PRINT_AUTOTUNE = False  # Inductor's own switch for its tables on stderr
     return device, dtype
 
 
@@ -148,22 +151,6 @@ def tag(args, device: torch.device, shape: str, *own: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _known_failures() -> Iterator[None]:
-    """Turn what torch raises for a machine that is too small or lacks a compiler into BadInput."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise BadInput("the device ran out of memory: make the shapes smaller") from None
-    except RuntimeError as problem:
-        # The CPU allocator and Triton raise no type of their own.
-        if "can't allocate memory" in str(problem) or "not enough memory" in str(problem):
-            raise BadInput("the machine ran out of memory: make the shapes smaller") from None
-        if "Failed to find C compiler" in str(problem):
-            raise BadInput("Triton needs a C compiler and found none: install gcc, or set CC") from None
-        raise
-
-
-@contextlib.contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
     """Turn what get_kernel raises where the Hub or the kernel is out of reach into BadInput."""
     try:
@@ -178,15 +165,27 @@ def hub_errors(repo: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A folder to write in, beside the final place, so that a rename publishes whole files only."""
+def _published(folder: Path, *names: str) -> Iterator[list[Path]]:
+    """Paths to write to, renamed to `names` at the end: files appear whole or not at all.
+
+    Raises BadInput where the folder cannot be written; on any error nothing is published.
+    """
+    # Hidden names beside the final ones: a rename within one folder is atomic.
+    files = [folder / f".unfinished-{os.getpid()}-{name}" for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
     except OSError as problem:
         raise BadInput(f"cannot write to {folder}: {problem.strerror or problem}") from None
-    with staging as name:
-        yield Path(name)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"cannot write to {folder}: no permission")
+    try:
+        yield files
+        for file, name in zip(files, names, strict=True):
+            os.replace(file, folder / name)
+    except BaseException:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def profile(
@@ -204,9 +203,9 @@ def profile(
     file has been written or replaced.
     """
     folder = args.out / args.script
-    with _staging(folder) as staging, _known_failures(), torch.no_grad():
+    names = (f"{name}.json", f"{name}.txt")
+    with _published(folder, *names) as (trace_file, table_file), torch.no_grad():
         prof, out, first_call_s, peak = _record(step, args, device)
-        trace_file, table_file = staging / f"{name}.json", staging / f"{name}.txt"
         table = profiler_table(prof, device)
         table_file.write_text(table)
         prof.export_chrome_trace(str(trace_file))
@@ -217,12 +216,10 @@ def profile(
                 f"the profiled step does not compute what eager computes: relative error {error:.1e}, "
                 f"at most {TOLERANCE[args.dtype]:.0e} is rounding in {args.dtype}; no file was written"
             )
-        for file in (trace_file, table_file):
-            os.replace(file, folder / file.name)
     return Run(
         title=f"{args.script} · {name.replace('_', ' · ')}",
-        trace=folder / trace_file.name,
-        table=folder / table_file.name,
+        trace=folder / names[0],
+        table=folder / names[1],
         totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
         first_call_s=first_call_s,
         error=error,

@@ -29,11 +29,10 @@ def error(problem: object) -> None:
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
     """Say what is going on, at a terminal, while it lasts longer than STATUS_AFTER_S."""
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
+    if not sys.stderr.isatty():
         yield
         return
-    spinner = screen.status(text)
+    spinner = Console(stderr=True).status(text)
     timer = threading.Timer(STATUS_AFTER_S, spinner.start)
     timer.daemon = True
     timer.start()
