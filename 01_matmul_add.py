@@ -9,7 +9,7 @@ import sys
 import torch
 from torch.profiler import record_function
 
-from common import cli, harness, report
+from common import cli, guesses, harness, quiz, report
 
 EXAMPLES = ("--size 64", "--size 4096 --warmup --compile")
 
@@ -20,6 +20,33 @@ def matmul_add(x, w, b):
 
 def addmm(x, w, b):
     return torch.addmm(b, x, w)
+
+
+def what_we_guess(args):
+    small = args.size < 1024 and not args.batch
+    yield guesses.regime_is("overhead-bound" if small else "compute-bound")
+    yield guesses.records_steps(args.wait + args.schedule_warmup, args.active)
+    yield guesses.self_time_excludes_children()
+    yield guesses.steps_are_alike() if args.warmup else guesses.first_step_is_wider()
+    if args.wait == args.schedule_warmup == 0 and not args.warmup:
+        yield guesses.one_buffer_request()
+    if args.compile:
+        yield guesses.compiled_rows()
+        yield guesses.ops_are(1, "aten::addmm", "16", gone=("aten::matmul", "aten::add"))
+        yield guesses.dynamo_costs_more_than_the_op("aten::addmm")
+        yield guesses.bias_copy_then_gemm("17")
+        if args.compile == "reduce-overhead":
+            yield guesses.graph_replay_without_copies()
+    elif args.op == "addmm":
+        yield guesses.ops_are(1, "aten::addmm", "20", gone=("aten::matmul", "aten::add"))
+        yield guesses.bias_copy_then_gemm("20")
+    else:
+        yield guesses.dispatches("aten::matmul", "aten::bmm" if args.batch else "aten::mm")
+        yield guesses.ops_are(1, "aten::add", "09")
+        yield guesses.kernels_are(2, "09")
+        yield guesses.query_before_gemms()
+        yield guesses.gemm_is_heavy()
+    yield guesses.long_final_sync() if small else guesses.duration_varies()
 
 
 @cli.command
@@ -38,6 +65,7 @@ def main(argv=None):
     shape = (args.batch, args.size, args.size) if args.batch else (args.size, args.size)
     device, dtype = harness.prepare(args, x=shape, w=shape, b=shape, product=shape, out=shape)
     x, w, b = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    given = quiz.ask(args, device)
     fn = addmm if args.op == "addmm" else matmul_add
     if args.compile:
         fn = torch.compile(fn, mode=args.compile)
@@ -48,13 +76,11 @@ def main(argv=None):
 
     run = harness.profile(
         step, args, device,
-        name=harness.tag(
-            args, device, f"{args.size}",
-            args.batch and f"batch{args.batch}", args.op == "addmm" and "addmm",
-        ),
+        name=harness.tag(args, device, f"{args.size}", args.batch and f"batch{args.batch}",
+                         args.op == "addmm" and "addmm"),
         reference=None if fn is matmul_add else lambda: matmul_add(x, w, b),
     )
-    report.header(run)
+    report.run(run, list(what_we_guess(args)), given)
 
 
 if __name__ == "__main__":

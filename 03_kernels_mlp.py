@@ -12,10 +12,19 @@ import torch.nn.functional as F
 from kernels import get_kernel
 from torch.profiler import record_function
 
-from common import cli, harness, mlp, report
+from common import cli, guesses, harness, mlp, quiz, report
 
 EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --warmup")
 REPO = "kernels-community/liger-kernels"
+
+
+def what_we_guess(args):
+    yield guesses.fused_into_one("hand", "geglu", claims="34")
+    yield guesses.kernels_are(4, "34", ": three GEMMs and Liger's")
+    if not args.compile:
+        yield guesses.no_compile_rows()
+    yield guesses.launch_settings(256, args.batch * args.seq)
+    yield from mlp.gemm_guesses(args)
 
 
 @cli.command
@@ -33,6 +42,7 @@ def main(argv=None):
     with harness.hub_errors(REPO):
         layers = get_kernel(REPO, version=1).layers
     config = SimpleNamespace(hidden_size=args.dim, intermediate_size=args.hidden)
+    given = quiz.ask(args, device)
     model = layers.LigerGEGLUMLP(config).to(device, dtype).eval()
     x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
     fn = torch.compile(model, mode=args.compile) if args.compile else model
@@ -41,15 +51,16 @@ def main(argv=None):
         with record_function("kernels_mlp_fwd"):
             return fn(x)
 
-    def eager():
+    def eager(x):
         return model.down_proj(F.gelu(model.gate_proj(x), approximate="tanh") * model.up_proj(x))
 
     run = harness.profile(
         step, args, device,
         name=harness.tag(args, device, mlp.shape_token(args)),
-        reference=eager,
+        reference=lambda: eager(x),
     )
-    report.header(run)
+    report.run(run, list(what_we_guess(args)), given)
+    mlp.then_seq(fn, eager, args, device, dtype)
 
 
 if __name__ == "__main__":

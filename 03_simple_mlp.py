@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from common import cli, harness, mlp, report
+from common import cli, guesses, harness, mlp, quiz, report
 
 EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup")
 
@@ -24,8 +24,21 @@ class SimpleGeGLUMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False, **factory)
 
     def forward(self, x):
-        gate = F.gelu(self.gate_proj(x), approximate="tanh")
-        return self.down_proj(gate * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+
+
+def what_we_guess(args):
+    if args.compile:
+        yield guesses.ops_are(3, "aten::mm", "31", gone=("aten::linear", "aten::matmul", "aten::t", "aten::reshape"))
+        yield guesses.compiled_rows()
+        yield guesses.fused_into_one("Inductor", "gelu", "mul", claims="32 33")
+    else:
+        yield guesses.ops_are(3, "aten::linear", "27")
+        yield guesses.kernels_are(5, "27", ": three GEMMs, gelu and mul")
+        yield guesses.launch_nothing("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view")
+        yield guesses.pointwise_round_trip(args.batch * args.seq, args.hidden, harness.DTYPES[args.dtype].itemsize)
+    yield from mlp.gemm_guesses(args)
 
 
 @cli.command
@@ -35,6 +48,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     device, dtype = harness.prepare(args, **mlp.tensors(args))
+    given = quiz.ask(args, device)
     model = SimpleGeGLUMLP(args.dim, args.hidden, device=device, dtype=dtype).eval()
     x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
     fn = torch.compile(model, mode=args.compile) if args.compile else model
@@ -48,7 +62,8 @@ def main(argv=None):
         name=harness.tag(args, device, mlp.shape_token(args)),
         reference=(lambda: model(x)) if args.compile else None,
     )
-    report.header(run)
+    report.run(run, list(what_we_guess(args)), given)
+    mlp.then_seq(fn, model, args, device, dtype)
 
 
 if __name__ == "__main__":

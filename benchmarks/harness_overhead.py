@@ -79,7 +79,8 @@ def main() -> None:
                     steps[way] += step_us(trace)
             if round_ < 5:
                 runs = {way: [] for way in ways}
-    print(f"{harness.device_name(device)} · torch {torch.__version__} · size {options.size} · {options.rounds - 5} runs each")
+    runs_each = options.rounds - 5
+    print(f"{harness.device_name(device)} · torch {torch.__version__} · size {options.size} · {runs_each} runs each")
     for what, unit, times in (("recorded step, CPU", "µs", steps), ("whole run", "ms", runs)):
         scale = 1 if unit == "µs" else 1e3
         inline_, ours = (statistics.median(times[way]) * scale for way in ("inline", "harness"))

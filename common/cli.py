@@ -3,12 +3,11 @@
 import argparse
 import functools
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from common import report
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -40,24 +39,30 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
             except SystemExit as stop:  # argparse: --help, or a flag that it refused
                 return stop.code if isinstance(stop.code, int) else 0
             except BadInput as problem:
-                report.error(problem)
-                return 2
+                return _stop(problem, 2)
             except RunFailed as problem:
-                report.error(problem)
-                return 1
+                return _stop(problem, 1)
             except KeyboardInterrupt:
-                report.error("interrupted: no file was written")
-                return 130
+                return _stop("interrupted: no file was written", 130)
+            except BrokenPipeError:  # the reader of a pipe has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
             except RuntimeError as problem:
                 if advice := _advice(str(problem)):
-                    report.error(advice)
-                    return 2
+                    return _stop(advice, 2)
                 raise
             finally:
                 logging.disable(logging.NOTSET)
         return 0
 
     return guarded
+
+
+def _stop(problem: object, status: int) -> int:
+    from common import report  # late: --help has no use for what it imports
+
+    report.error(problem)
+    return status
 
 
 def _advice(problem: str) -> str | None:
@@ -85,6 +90,11 @@ def positive(text: str) -> int:
 def not_negative(text: str) -> int:
     """A whole number from 0 up."""
     return _whole(text, least=0)
+
+
+def whole_list(text: str) -> list[int]:
+    """Whole numbers from 1 up, with commas between them."""
+    return [positive(part) for part in text.split(",")]
 
 
 def _whole(text: str, least: int) -> int:
@@ -130,6 +140,7 @@ def lesson_parser(doc: str, file: str, examples: Sequence[str]):
         "--device", choices=DEVICES, default="auto",
         help="auto: the accelerator that is there, else the CPU; cuda includes ROCm (auto)",
     )
+    how.add_argument("--guess", action="store_true", help="ask for your own guesses first, and mark them afterwards")
     how.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of the random inputs (0)")
 
     schedule = parser.add_argument_group("the profiler's schedule, in steps")

@@ -280,7 +280,7 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 def _facts(args, device: torch.device) -> dict:
     """What ran, stored in the trace itself: a reader of the file has nothing else."""
     # --out is a path of this machine, and no part of what was profiled.
-    flags = {key: value for key, value in vars(args).items() if key not in ("script", "out")}
+    flags = {key: value for key, value in vars(args).items() if key not in ("script", "out", "guess")}
     return {"script": args.script, "flags": flags, "device": device_name(device), "torch": torch.__version__}
 
 
@@ -309,7 +309,7 @@ def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
 
 def _check_recording(file: Path, device: torch.device) -> None:
     """Refuse a trace that would teach nonsense. Raises RunFailed."""
-    events = trace.events(trace.read_json(file))
+    events = trace.read_json(file)["traceEvents"]
     if device.type != "cpu" and not any(trace.is_gpu_work(event) for event in events):
         raise RunFailed(
             "the profiler recorded no GPU work at all, though the step ran on the GPU: CUPTI did not "
@@ -321,6 +321,39 @@ def _check_recording(file: Path, device: torch.device) -> None:
             f"{zeroed} of {len(events)} events carry neither a time stamp nor a duration (pytorch issue "
             "188481): run again, or with another torch; no file was written"
         )
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first call of a function with an input that it has not seen, after the profile."""
+
+    name: str
+    seconds: float
+    again: float
+    graphs: int  # that Dynamo has made in this process up to here
+    error: float
+
+
+def first_calls(
+    fn: Callable, inputs: dict[str, torch.Tensor], reference: Callable, device: torch.device
+) -> list[FirstCall]:
+    """Call `fn` twice with each input in turn: does it compile again, and is the result right?"""
+    from torch._dynamo.utils import counters
+
+    found = []
+    synchronize = torch.get_device_module(device).synchronize
+    with torch.no_grad():
+        for name, x in inputs.items():
+            times = []
+            for _ in range(2):
+                synchronize()
+                start = time.perf_counter()
+                out = fn(x)
+                synchronize()
+                times.append(time.perf_counter() - start)
+            graphs = counters["stats"]["unique_graphs"]
+            found.append(FirstCall(name, *times, graphs, relative_error(out, reference(x))))
+    return found
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -1,24 +1,36 @@
 """All that is printed; nothing else prints."""
 
 import contextlib
+import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from common import cheatsheet, compare, kernel_names, reading, trace
+from common.guesses import NO_GPU
+from common.trace import STEP, Op, Trace
 
 if TYPE_CHECKING:
-    from common.harness import Run
+    from common.guesses import Guess
+    from common.harness import FirstCall, Run
+    from common.quiz import Question
 
 # Shorter waits would only flicker.
 STATUS_AFTER_S = 1.5
+PIPE_WIDTH = 140
+STEPS_SHOWN = 8
+TREE_LINES = 45
 
 
 def console() -> Console:
     # Made on demand, so that a redirected stdout is the one written to.
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def error(problem: object) -> None:
@@ -44,6 +56,16 @@ def status(text: str) -> Iterator[None]:
         spinner.stop()
 
 
+def run(done: "Run", guesses: "Sequence[Guess]", given: "Sequence[Question]" = ()) -> None:
+    """All that a numbered script says of its run, read back from the file on disk."""
+    header(done)
+    recorded = trace.read(done.trace)
+    explain(recorded)
+    verdicts(guesses, recorded)
+    if given:
+        marked(given, recorded)
+
+
 def header(run: "Run") -> None:
     """What ran, what it cost to get going, whether it computed the right thing, and its files."""
     out = console()
@@ -54,39 +76,290 @@ def header(run: "Run") -> None:
         facts.append("eager: the reference itself")
     else:
         facts.append(f"matches eager: relative error {run.error:.1e}")
-    _two_columns(
-        out,
-        [
-            (f"[bold]{run.title}[/bold]", f"{run.device_name} · torch {run.torch_version}"),
-            (" · ".join(facts), ""),
-        ],
-    )
+    out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.device_name)} · torch {run.torch_version}")
+    out.print(" · ".join(facts))
     if run.device_type == "cpu":
         out.print("no accelerator in this run: the trace has a CPU lane and no GPU lane")
     out.print()
-    _two_columns(
-        out,
-        [
-            (f"  {shown_path(run.trace)}", "the trace: open it at ui.perfetto.dev"),
-            (f"  {shown_path(run.table)}", "the profiler table"),
-        ],
-    )
+    files = _columns()
+    files.add_row(f"  {escape(shown_path(run.trace))}", "the trace: open it at ui.perfetto.dev")
+    files.add_row(f"  {escape(shown_path(run.table))}", "the profiler table")
+    out.print(files)
     out.print()
     for line in run.totals:
         out.print(line)
 
 
-def _two_columns(out: Console, rows: list[tuple[str, str]]) -> None:
-    lefts = [out.render_str(left) for left, _ in rows]
-    width = max(left.cell_len for left in lefts)
-    for left, (_, right) in zip(lefts, rows, strict=True):
-        left.pad_right(width - left.cell_len)
-        out.print(left, right, sep="   ")
+def explain(trace: Trace) -> None:
+    """What one trace shows, from the file alone."""
+    out = console()
+    out.print()
+    for line in _recorded(trace):
+        out.print(line)
+    out.print()
+    _steps(out, trace)
+    if any(step.work for step in trace.steps):
+        _gpu_work(out, trace)
+    _dispatch(out, trace)
+    _regime(out, trace)
+    _patterns(out, trace)
+
+
+def _recorded(trace: Trace) -> list[str]:
+    first, last = trace.steps[0], trace.steps[-1]
+    steps = (
+        f"{_steps_word(len(trace.steps))}, {_number(first.name)} to {_number(last.name)}"
+        if trace.has_steps
+        else "no profiler steps: the whole trace is read as one"
+    )
+    where = ", ".join(dict.fromkeys(trace.devices)) or "CPU only, no GPU work"
+    if len(trace.devices) > 1:
+        where += f" ({len(trace.devices)} GPUs)"
+    window = reading.regime(trace).window_us
+    shapes = "shapes recorded" if trace.has_shapes else "no shapes (--record-shapes adds sizes and TFLOP/s)"
+    lines = [f"[bold]recorded[/bold]   {escape(where)} · {steps} · window {window:,.1f} µs · {shapes}"]
+    return lines + [f"[yellow]warning[/yellow]    {escape(text)}" for text in reading.warnings(trace)]
+
+
+def _steps_word(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _number(name: str) -> str:
+    return name.removeprefix(STEP[:-1])
+
+
+def _steps(out: Console, trace: Trace) -> None:
+    facts = reading.step_facts(trace)
+    gpu = any(one.step.work for one in facts)
+    columns = ["CPU µs", "label to first op µs"]
+    if gpu:
+        columns += ["launches", "GPU busy µs", "GPU span µs", "GPU idle", "launch to start µs"]
+    table = _columns("[bold]step[/bold]", *columns, numbers_from=1)
+    shown = facts if len(facts) <= STEPS_SHOWN else facts[: STEPS_SHOWN - 3]
+    for one in shown:
+        mark = " *" if one.ratio else ""
+        row = [f"{_number(one.step.name)}{mark}", us(one.step.us), us(one.gap_us)]
+        if gpu:
+            row += [str(one.launches), us(one.busy_us), us(one.span_us), percent(one.idle), us(one.offset_us)]
+        table.add_row(*row)
+    out.print(table)
+    if len(shown) < len(facts):
+        middle = reading.typical(trace)
+        out.print(f"… and {len(facts) - len(shown)} more; the median step took {us(middle.us)} µs")
+    wide = [one for one in facts if one.ratio]
+    for one in wide[:3]:
+        out.print(
+            f"* {_number(one.step.name)} took {one.ratio:,.1f} times the median step"
+            + (f": {escape(one.cause)}" if one.cause else "; the trace does not show why")
+        )
+    out.print()
+
+
+def _gpu_work(out: Console, trace: Trace) -> None:
+    rows = reading.work_rows(trace)
+    step = reading.typical(trace)
+    name_width = 44 if out.width >= 120 else 28
+    table = _columns(f"[bold]GPU work of one step ({_number(step.name)})[/bold]", "from", "µs", "range", "launched by",
+                     "regs, shared, grid x block", numbers_from=None)  # fmt: skip
+    table.columns[2].justify = "right"
+    said = {}
+    for row in rows[:TREE_LINES]:
+        launched = row.launched_by + (" after an occupancy query" if row.queries else "")
+        table.add_row(
+            escape(kernel_names.short(row.work.name, name_width)), escape(kernel_names.short(row.asked_by, 28)),
+            us(row.us), f"{us(row.low_us)}–{us(row.high_us)}", launched, _footprint(row),
+        )  # fmt: skip
+        said.setdefault(row.work.name, []).append(row)
+    out.print(table)
+    if len(rows) > TREE_LINES:
+        out.print(f"… and {len(rows) - TREE_LINES} more")
+    out.print()
+    out.print("[bold]what the names say[/bold]")
+    for name, same in said.items():
+        out.print(f"  {escape(kernel_names.short(name, out.width - 4))}")
+        out.print(f"      {escape('; '.join([str(same[0].says), *_measured(same)]))}")
+    out.print()
+
+
+def _footprint(row: reading.WorkRow) -> str:
+    if row.work.kind != "kernel":
+        return ""
+    args = row.work.args
+    values = [args.get("registers per thread"), args.get("shared memory")]
+    dims = [args.get("grid"), args.get("block")]
+    if not all(type(value) is int for value in values) or not all(isinstance(dim, list) for dim in dims):
+        return ""
+    grid, block = ("·".join(str(n) for n in dim if n != 1) or "1" for dim in dims)
+    return f"{values[0]}, {values[1] / 1024:.0f} KB, {grid} x {block}"
+
+
+def _measured(rows: Sequence[reading.WorkRow]) -> list[str]:
+    """Sizes and rates, where the trace has what they are made of; one entry for each distinct size."""
+    found = {}
+    for row in rows:
+        if row.shape:
+            batch = f"{row.shape.batch} x " if row.shape.batch > 1 else ""
+            found[row.shape] = (
+                f"{batch}M {row.shape.m} · K {row.shape.k} · N {row.shape.n}, {row.shape.flops / 1e9:,.3g} GFLOP"
+                f" at {row.tflops:,.3g} TFLOP/s"
+            )
+        elif row.moved and row.gb_s:
+            found[row.moved] = f"{size(row.moved)} moved at {row.gb_s:,.0f} GB/s"
+    return list(found.values())
+
+
+def _dispatch(out: Console, trace: Trace) -> None:
+    step = reading.typical(trace)
+    out.print(f"[bold]dispatch chain of {'step ' * trace.has_steps}{_number(step.name)}[/bold]")
+    lines = 0
+    has_gpu = bool(trace.work)
+    stack = [(root, 1) for root in reversed(step.roots)]
+    while stack:
+        op, depth = stack.pop()
+        if op.kind == "python":  # frames: hundreds of them, and none of them a dispatch
+            stack.extend((child, depth) for child in reversed(op.children))
+            continue
+        if lines == TREE_LINES:
+            out.print("  …")
+            break
+        lines += 1
+        out.print("  " * depth + _chain_line(op, has_gpu))
+        stack.extend((child, depth + 1) for child in reversed(op.children))
+    out.print()
+
+
+def _chain_line(op: Op, has_gpu: bool) -> str:
+    line = f"{escape(kernel_names.short(op.name, 70))}  [dim]{us(op.us)} µs[/dim]"
+    if op.work:
+        names = " + ".join(kernel_names.short(one.name, 48) for one in op.work[:4])
+        more = f" + {len(op.work) - 4} more" if len(op.work) > 4 else ""
+        return f"{line}  → {escape(names)}{more}"
+    if has_gpu and op.kind == "op" and reading.launches_nothing(op):
+        return f"{line}  · no GPU work"
+    return line
+
+
+def _regime(out: Console, trace: Trace) -> None:
+    found = reading.regime(trace)
+    if found.share is None:
+        out.print("[bold]regime[/bold]   CPU only: no GPU work to set against the CPU's time")
+    else:
+        out.print(
+            f"[bold]regime[/bold]   {found.name}: the GPU is busy {found.share:.0%} of the window "
+            f"({us(found.busy_us)} of {us(found.window_us)} µs)"
+        )
+    out.print()
+
+
+def _patterns(out: Console, trace: Trace) -> None:
+    out.print("[bold]patterns from the cheatsheet in this trace[/bold]")
+    for pattern, figure in cheatsheet.found(trace):
+        out.print(f"  {pattern.where}: {escape(pattern.see)} [dim]({escape(figure)})[/dim]")
+        out.print(f"      {escape(pattern.means)}")
+
+
+def verdicts(guesses: "Sequence[Guess]", trace: Trace) -> None:
+    """Each guess, whether the trace bears it out, and what was seen."""
+    out = console()
+    out.print()
+    out.print("[bold]guess first, then look[/bold]")
+    words = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+    answers = [(guess, guess.ask(trace)) for guess in guesses]
+    for guess, answer in sorted(answers, key=lambda pair: pair[1].seen == NO_GPU):
+        out.print(f"  {words[answer.holds]}  {escape(guess.text)}")
+        if answer.seen != NO_GPU:
+            out.print(f"       [dim]{escape(answer.seen)}[/dim]")
+        if answer.because and not answer.holds:
+            out.print(f"       {escape(answer.because)}")
+    if any(answer.seen == NO_GPU for _, answer in answers):
+        out.print(f"       [dim]{NO_GPU}; traces/reference has a GPU's traces to read[/dim]")
+
+
+def marked(given: "Sequence[Question]", recorded: Trace) -> None:
+    """The reader's own guesses, and what the trace says."""
+    out = console()
+    out.print()
+    out.print("[bold]your guesses[/bold]")
+    for question in given:
+        right, seen = question.mark(recorded)
+        out.print(f"  {'[green]yes[/green]' if right else '[red]no [/red]'}  {escape(question.text)}")
+        out.print(f"       you: {escape(question.given)}; the trace: {escape(seen)}")
+
+
+def ask(question: str) -> str:
+    """One question at the terminal."""
+    console().print(f"[bold]{escape(question)}[/bold] ", end="")
+    return input().strip()
+
+
+def first_calls(title: str, calls: "Sequence[FirstCall]") -> None:
+    """What was measured after the profile, with inputs not seen before."""
+    out = console()
+    out.print()
+    out.print(f"[bold]{escape(title)}[/bold]")
+    table = _columns("input", "first call", "again", "graphs by then", "relative error", numbers_from=1)
+    for call in calls:
+        times = (seconds(call.seconds), seconds(call.again))
+        table.add_row(escape(call.name), *times, str(call.graphs), f"{call.error:.1e}")
+    out.print(table)
+
+
+def side_by_side(traces: Sequence[Trace]) -> None:
+    """Several runs: their figures with the ratio to the first, then what changed and what did not."""
+    out = console()
+    sides = [compare.Side(trace) for trace in traces]
+    first = sides[0]
+    table = _columns("[bold]typical step[/bold]", "CPU µs", "", "GPU busy µs", "", "launches", "kernels", "copies",
+                     "memsets", numbers_from=1)  # fmt: skip
+    for side in sides:
+        table.add_row(
+            escape(side.name), us(side.cpu_us), ratio(side.cpu_us, first.cpu_us), us(side.busy_us),
+            ratio(side.busy_us, first.busy_us), str(side.launches),
+            *(str(side.count(kind)) for kind in ("kernel", "memcpy", "memset")),
+        )  # fmt: skip
+    out.print(table)
+    out.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
+    for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
+        table.add_column(title, ratio=share, overflow="fold")
+    table.add_row(escape(first.name), escape(compare.setup(first)), "(the first: what the others are set against)")
+    for side in sides[1:]:
+        found = compare.difference(first, side)
+        cells = ("\n".join(f"· {text}" for text in texts) or "nothing" for texts in (found.changed, found.same))
+        table.add_row(escape(side.name), *(escape(cell) for cell in cells))
+    # Wrapped in columns here, so no soft wrapping.
+    Console(highlight=False, width=out.width).print(table)
+
+
+def as_json(facts: dict) -> None:
+    print(json.dumps(facts, indent=1))
+
+
+def _columns(*headers: str, numbers_from: int | None = None) -> Table:
+    """A table without lines; from column `numbers_from` on, right-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="")
+    for index, text in enumerate(headers):
+        right = numbers_from is not None and index >= numbers_from
+        table.add_column(text, justify="right" if right else "left", no_wrap=True)
+    return table
 
 
 def shown_path(path: Path) -> str:
     """The path as the user would type it: relative where it lies below the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def us(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+def ratio(value: float, base: float) -> str:
+    return f"x {value / base:.2f}" if base else ""
 
 
 def seconds(value: float) -> str:

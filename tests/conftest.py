@@ -10,6 +10,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+# What the steering repository measured, where it lies beside this one, and what this one holds.
+REAL_TRACES = sorted([*ROOT.glob("traces/reference/*/*/*.json.gz"), *ROOT.glob("../shared/h200/*.json.gz")])
 LIGER = "kernels-community/liger-kernels"
 
 
@@ -40,6 +42,7 @@ def run(scripts, tmp_path):
     def run_script(name: str, *flags: str) -> int:
         # Each run compiles afresh, as it does from the command line.
         torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
         return scripts[name].main([*flags, "--out", str(tmp_path)])
 
     return run_script

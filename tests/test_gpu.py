@@ -76,11 +76,46 @@ def test_more_than_the_gpu_holds_is_refused(run, capsys):
     assert "free" in capsys.readouterr().err
 
 
-def test_out_of_memory_while_running(run, capsys, tmp_path):
+def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
+    assert run("01_matmul_add", "--device", "cpu") == 0
+    assert next(tmp_path.rglob("*.json")).name == "64_bf16_cold_eager_cpu.json"
+
+
+def verdicts(screen: str) -> dict[str, str]:
+    """Each guess and its verdict."""
+    _, _, part = screen.partition("guess first, then look")
+    lines = [line for line in part.splitlines() if line[2:5] in ("yes", "no ", " – ")]
+    return {line[7:]: line[2:5].strip() for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("01_matmul_add", ()), ("01_matmul_add", ("--size", "4096", "--warmup")),
+        ("01_matmul_add", ("--compile",)), ("02_linear", ()), ("02_linear", ("--compile",)),
+        ("03_simple_mlp", ("--record-shapes",)), ("03_simple_mlp", ("--compile", "--record-shapes")),
+        ("03_kernels_mlp", ("--record-shapes",)),
+    ],
+)  # fmt: skip
+def test_every_guess_gets_a_verdict(run, capsys, local_liger, script, flags):
+    assert run(script, *flags) == 0
+    found = verdicts(capsys.readouterr().out)
+    assert len(found) >= 5
+    assert "–" not in found.values(), "with a GPU and shapes, every guess can be told"
+
+
+def test_then_seq_compiled_against_liger(run, capsys, local_liger):
+    assert run("03_simple_mlp", "--compile", "--then-seq", "256,64,200") == 0
+    compiled = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seq ")]
+    assert [row[-2] for row in compiled] == ["2", "2", "2"]
+    assert run("03_kernels_mlp", "--then-seq", "256,64,200") == 0
+    liger = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seq ")]
+    assert [row[-2] for row in liger] == ["0", "0", "0"]
+
+
+def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
     import torch
 
-    # Taken after the estimate would have passed: by another tensor of this process's own.
-    _free, _ = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         assert run("01_matmul_add", "--size", "16384") == 2
@@ -88,8 +123,3 @@ def test_out_of_memory_while_running(run, capsys, tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "ran out of memory" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
-
-
-def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
-    assert run("01_matmul_add", "--device", "cpu") == 0
-    assert next(tmp_path.rglob("*.json")).name == "64_bf16_cold_eager_cpu.json"

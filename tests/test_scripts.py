@@ -145,3 +145,69 @@ def test_scripts_stay_short():
 
     for script in ROOT.glob("0*.py"):
         assert len(script.read_text().splitlines()) <= 90, script.name
+
+
+def test_then_strides_shows_what_a_compiled_layer_does(run, capsys):
+    assert run("02_linear", "--device", "cpu", "--compile", "--then-strides") == 0
+    screen = capsys.readouterr().out
+    _, _, table = screen.partition("then other strides")
+    same, transposed = (line.split() for line in table.splitlines()[2:4])
+    assert same[:2] == ["the", "same"] and same[-2] == "1"
+    assert transposed[0] == "transposed" and transposed[-2] == "2", "one graph more: compiled again"
+    assert float(transposed[-1]) < 2e-2
+
+
+def test_then_strides_needs_compile(run, capsys):
+    assert run("02_linear", "--then-strides") == 2
+    assert "add --compile" in capsys.readouterr().err
+
+
+def test_then_seq_counts_graphs(run, capsys):
+    assert run("03_simple_mlp", *SMALL_MLP, "--device", "cpu", "--compile", "--then-seq", "16,4,12") == 0
+    _, _, table = capsys.readouterr().out.partition("then other sequence lengths")
+    rows = [line.split() for line in table.splitlines()[2:5]]
+    assert [row[1] for row in rows] == ["16", "4", "12"]
+    assert [row[-2] for row in rows] == ["2", "2", "2"], "one more graph, with a symbolic size, for all of them"
+
+
+def test_then_seq_without_compile_makes_no_graph(run, capsys):
+    assert run("03_simple_mlp", *SMALL_MLP, "--device", "cpu", "--then-seq", "16") == 0
+    _, _, table = capsys.readouterr().out.partition("then other sequence lengths")
+    assert table.splitlines()[2].split()[-2] == "0"
+
+
+def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
+    assert run("01_matmul_add", "--size", "8", "--guess") == 2
+    assert "no terminal" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_guess_at_a_terminal(tmp_path):
+    """The real script under a pseudo-terminal: asked first, marked afterwards."""
+    import os
+    import pty
+    import sys
+    import warnings
+
+    from conftest import ROOT
+
+    script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--guess", "--out", str(tmp_path)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
+        pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, script)
+    seen = ""
+    while True:
+        try:
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        except OSError:
+            break
+        if "most CPU time of its own" in seen and not os.path.exists(tmp_path / "asked"):
+            assert not list(tmp_path.rglob("*.json")), "asked before the run"
+            (tmp_path / "asked").touch()
+            os.write(terminal, b"mm\n")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "your guesses" in seen
+    assert "you: mm; the trace: aten::mm" in seen

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Records the reference traces of one machine: every rung, one process a run, as a reader would type it.
-# Usage: traces/reference/record.sh FOLDER [PYTHON]   FOLDER gets <script>/<tag>.json.gz and .txt
+# Usage: traces/reference/record.sh FOLDER [PYTHON]   FOLDER gets <script>/<tag>.json.gz and .txt, and
+# then-*.screen.txt with what the calls after a profile showed
 # Without a way to the Hub, set LOCAL_KERNELS (README, Troubleshooting).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,7 +12,7 @@ while read -r script flags; do
   echo "== $script $flags"
   # The flags are words of this list, to be split.
   # shellcheck disable=SC2086
-  "$python" "$script" $flags --out "$folder" </dev/null
+  "$python" "$script" $flags --out "$folder" </dev/null || [ "$script" = 03_kernels_mlp.py ]  # needs a GPU
 done <<'RUNS'
 01_matmul_add.py --size 64
 01_matmul_add.py --size 64 --warmup
@@ -38,4 +39,13 @@ done <<'RUNS'
 03_kernels_mlp.py --warmup
 03_kernels_mlp.py --warmup --compile
 RUNS
+screen() { # what a run prints from "then" on
+  "$python" "$@" --out "$folder/then" </dev/null | sed -n '/^then /,$p'
+}
+screen 02_linear.py --compile --then-strides >"$folder/02_linear/then-strides.screen.txt"
+screen 03_simple_mlp.py --compile --then-seq 256,64,200 >"$folder/03_simple_mlp/then-seq.screen.txt"
+if [ -d "$folder/03_kernels_mlp" ]; then
+  screen 03_kernels_mlp.py --then-seq 256,64,200 >"$folder/03_kernels_mlp/then-seq.screen.txt"
+fi
+rm -rf "$folder/then"
 gzip -9 -n -f "$folder"/*/*.json

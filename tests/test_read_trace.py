@@ -1,0 +1,368 @@
+"""read_trace.py on traces of every kind, and on what is no trace: one line, status 2, no traceback."""
+
+import copy
+import gzip
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, load_script
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common import cheatsheet, reading, trace
+
+H200 = ROOT / "traces/reference/nvidia-h200"
+SMALL = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
+read_trace = load_script("read_trace")
+
+
+@pytest.fixture(scope="module")
+def document():
+    return json.loads(gzip.decompress(SMALL.read_bytes()))
+
+
+def event(name="aten::mm", cat="cpu_op", ts=1.0, dur=2.0, tid=1, **rest):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": {}, **rest}
+
+
+def written(tmp_path, events, **top):
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events, **top}))
+    return file
+
+
+# What is refused.
+
+BAD_FILES = {
+    "text": b"just some text",
+    "empty file": b"",
+    "binary": bytes(range(256)),
+    "truncated JSON": b'{"traceEvents": [{"ph": "X"',
+    "truncated gzip": gzip.compress(b'{"traceEvents": []}' * 1000)[:40],
+    "gzip of text": gzip.compress(b"just some text"),
+    "no trace": b'{"a": 1}',
+    "a number": b"3",
+    "a list": b'[{"ph": "X", "name": "a", "ts": 1, "dur": 1}]',
+    "traceEvents is no list": b'{"traceEvents": {}}',
+    "empty trace": b'{"traceEvents": []}',
+    "one event": json.dumps({"traceEvents": [event()]}).encode(),
+    "events are no objects": b'{"traceEvents": [1, 2]}',
+    "no dur": json.dumps({"traceEvents": [{k: v for k, v in event().items() if k != "dur"}] * 2}).encode(),
+    "string time stamps": json.dumps({"traceEvents": [event(ts="12"), event(ts="14")]}).encode(),
+    "NaN": json.dumps({"traceEvents": [event(ts=float("nan")), event()]}).encode(),
+    "negative duration": json.dumps({"traceEvents": [event(dur=-1), event()]}).encode(),
+    "all zeroed": json.dumps({"traceEvents": [event(ts=0, dur=0), event(ts=0, dur=0)]}).encode(),
+    "another program": json.dumps({"traceEvents": [event("Layout", cat="blink"), event("Paint", cat="cc")]}).encode(),
+    "deep nesting": b'{"traceEvents": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+}
+
+
+def refused(capsys, *arguments):
+    status = read_trace.main([str(argument) for argument in arguments])
+    screen = capsys.readouterr()
+    assert status == 2
+    assert screen.err.count("\n") == 1, screen.err
+    assert screen.out == ""
+    return screen.err
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
+    file = tmp_path / "file.json"
+    file.write_bytes(BAD_FILES[kind])
+    assert str(file) in refused(capsys, file)
+
+
+def test_missing_file_folder_and_device(tmp_path, capsys):
+    assert "no such file" in refused(capsys, tmp_path / "none.json")
+    assert "a folder" in refused(capsys, tmp_path)
+    assert "not a plain file" in refused(capsys, "/dev/null")
+    assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
+
+
+def test_one_bad_file_among_several(tmp_path, capsys):
+    refused(capsys, SMALL, tmp_path / "none.json")
+
+
+def test_a_gzip_bomb_is_refused_before_memory_is_gone(tmp_path):
+    bomb = tmp_path / "bomb.json.gz"
+    with gzip.open(bomb, "wb", compresslevel=9) as file:
+        for _ in range(600):
+            file.write(bytes(1 << 20))
+    program = (
+        "import resource, runpy, sys; sys.argv[0] = 'read_trace.py'\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))\n"
+        "runpy.run_path('read_trace.py', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(bomb), "--limit", "500000000"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "more than 500000000 bytes" in done.stderr
+
+
+def test_limit_counts_plain_files_too(tmp_path, capsys):
+    assert "more than 10 bytes" in refused(capsys, SMALL, "--limit", 10)
+    plain = tmp_path / "plain.json"
+    plain.write_bytes(gzip.decompress(SMALL.read_bytes()))
+    assert "more than 10 bytes" in refused(capsys, plain, "--limit", 10)
+
+
+# Anything else is either explained or refused: never a traceback.
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just([]), st.just({}),
+    st.just([1, "x"]), st.just({"a": 1}), st.just(10**30), st.just("kernel"), st.just("cpu_op"),
+    st.just("user_annotation"), st.just("cuda_runtime"), st.just("ProfilerStep#2"), st.just([[2, 3], "x", [4]]),
+)  # fmt: skip
+EVENT_KEYS = st.sampled_from(["ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id"])
+ARG_KEYS = st.sampled_from(
+    ["correlation", "External id", "device", "stream", "bytes", "grid", "block", "registers per thread",
+     "shared memory", "Input Dims", "Input type"]
+)  # fmt: skip
+MUTATIONS = st.lists(
+    st.tuples(st.sampled_from(["set", "delete", "drop", "repeat", "arg", "top", "shift"]), st.integers(0, 10**6),
+              EVENT_KEYS, ARG_KEYS, VALUES),
+    min_size=1, max_size=6,
+)  # fmt: skip
+SOURCES = [
+    SMALL,
+    H200 / "01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0.json.gz",
+    H200 / "01_matmul_add/4096_bf16_warm_compile_reduce-overhead.json.gz",
+    H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz",
+]
+DOCUMENTS = [json.loads(gzip.decompress(file.read_bytes())) for file in SOURCES]
+
+
+def mutate(document, mutations):
+    events = document["traceEvents"]
+    for what, where, key, arg, value in mutations:
+        if not events:
+            break
+        index = where % len(events)
+        chosen = events[index]
+        if what == "set":
+            chosen[key] = value
+        elif what == "delete":
+            chosen.pop(key, None)
+        elif what == "drop":
+            del events[index : index + 1 + where % 40]
+        elif what == "repeat":
+            events.insert(index, copy.deepcopy(chosen))
+        elif what == "arg":
+            if isinstance(chosen.get("args"), dict):
+                chosen["args"][arg] = value
+        elif what == "shift":
+            if isinstance(chosen.get("ts"), float):
+                chosen["ts"] += where % 500 - 250
+        else:
+            document[["deviceProperties", "lesson", "traceEvents", "schemaVersion"][where % 4]] = value
+            if not isinstance(document["traceEvents"], list):
+                break
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"]))
+def test_a_mutated_trace_is_explained_or_refused(tmp_path_factory, capsys, source, mutations, flag):
+    document = copy.deepcopy(DOCUMENTS[source])
+    mutate(document, mutations)
+    file = tmp_path_factory.getbasetemp() / "mutated.json"
+    file.write_text(json.dumps(document))
+    arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
+    status = read_trace.main([str(argument) for argument in arguments])
+    screen = capsys.readouterr()
+    assert status in (0, 2)
+    if status == 2:
+        assert screen.err.count("\n") == 1 and screen.out == ""
+    else:
+        assert screen.err == "" and screen.out
+
+
+# Traces of other kinds.
+
+
+def test_a_trace_without_steps_is_one_step(tmp_path, capsys):
+    file = written(tmp_path, [event("aten::mm", ts=10, dur=5), event("aten::add", ts=16, dur=4)])
+    ours = trace.read(file)
+    assert [step.name for step in ours.steps] == ["whole trace"]
+    assert ours.steps[0].us == 10
+    assert read_trace.main([str(file)]) == 0
+    assert "no profiler steps" in capsys.readouterr().out
+
+
+def test_older_category_names(tmp_path):
+    file = written(
+        tmp_path,
+        [
+            event("aten::mm", cat="Operator", ts=10, dur=9),
+            event("cudaLaunchKernel", cat="Runtime", ts=12, dur=2, args={"correlation": 7}),
+            event("volta_sgemm_128x64_nn", cat="Kernel", ts=20, dur=5, tid="stream 7", args={"correlation": 7}),
+            event("Memcpy DtoH (Device -> Pageable)", cat="Memcpy", ts=26, dur=1, tid="stream 7", args={}),
+        ],
+    )
+    ours = trace.read(file)
+    assert [row.asked_by for row in reading.work_rows(ours)] == ["aten::mm", ""]
+    assert ours.unlaunched == 1
+
+
+def test_rocm_names(tmp_path, capsys):
+    file = written(
+        tmp_path,
+        [
+            event("aten::mm", ts=10, dur=9),
+            event("hipExtModuleLaunchKernel", cat="cuda_runtime", ts=12, dur=2, args={"correlation": 7}),
+            event("Cijk_Ailk_Bljk_BBS_BH_MT128x128x32", cat="kernel", ts=20, dur=5, tid=9, args={"correlation": 7}),
+        ],
+    )
+    (row,) = reading.work_rows(trace.read(file))
+    assert (row.asked_by, row.launched_by, row.says.family) == ("aten::mm", "hipExtModuleLaunchKernel", "GEMM")
+
+
+def test_streams_and_gpus_are_united_not_added(tmp_path):
+    def on(device, stream, ts, dur, correlation):
+        return event("k", cat="kernel", ts=ts, dur=dur, tid=stream, pid=device,
+                     args={"device": device, "stream": stream, "correlation": correlation})  # fmt: skip
+
+    calls = [event("cudaLaunchKernel", cat="cuda_runtime", ts=n, dur=0.5, args={"correlation": n}) for n in range(1, 5)]
+    kernels = [on(0, 7, 10, 10, 1), on(0, 8, 15, 10, 2), on(1, 7, 12, 4, 3)]
+    file = written(tmp_path, [event("aten::mm", ts=0.5, dur=9), *calls, *kernels])
+    ours = trace.read(file)
+    assert reading.busy_us(ours.work) == 15  # two streams of GPU 0: 10 to 25; GPU 1 was less busy
+    assert len(ours.devices) == 2
+
+
+def test_work_launched_from_another_thread_belongs_to_the_step(tmp_path):
+    file = written(
+        tmp_path,
+        [
+            event("ProfilerStep#0", cat="user_annotation", ts=10, dur=100),
+            event("aten::mm_backward", ts=30, dur=20, tid=2),
+            event("cudaLaunchKernel", cat="cuda_runtime", ts=35, dur=2, tid=2, args={"correlation": 7}),
+            event("k", cat="kernel", ts=150, dur=5, tid=9, args={"correlation": 7, "device": 0}),
+            event("ProfilerStep#1", cat="user_annotation", ts=120, dur=50),
+        ],
+    )
+    ours = trace.read(file)
+    assert [len(step.work) for step in ours.steps] == [1, 0]
+    assert ours.steps[0].work[0].op.name == "aten::mm_backward"
+
+
+def test_crossing_slices_are_counted(tmp_path, capsys):
+    slices = [event("outer", ts=10, dur=10), event("crosses", ts=15, dur=10), event("in", ts=11, dur=2)]
+    file = written(tmp_path, slices)
+    ours = trace.read(file)
+    assert ours.crossing == {"crosses": 1}
+    assert read_trace.main([str(file)]) == 0
+    assert "1 slices cross" in capsys.readouterr().out
+
+
+def test_zeroed_events_are_counted(document, tmp_path, capsys):
+    changed = copy.deepcopy(document)
+    for one in [one for one in changed["traceEvents"] if one["ph"] == "X"][-5:]:
+        one["ts"] = one["dur"] = 0
+    file = written(tmp_path, changed["traceEvents"])
+    assert read_trace.main([str(file)]) == 0
+    assert "pytorch issue 188481" in capsys.readouterr().out
+
+
+def test_stacks_do_not_hide_the_steps(tmp_path):
+    file = written(
+        tmp_path,
+        [
+            event("main.py(1): main", cat="python_function", ts=1, dur=500),
+            event("ProfilerStep#0", cat="user_annotation", ts=10, dur=100),
+            event("label", cat="user_annotation", ts=12, dur=90),
+            event("main.py(7): fn", cat="python_function", ts=14, dur=80),
+            event("aten::mm", ts=20, dur=50),
+        ],
+    )
+    ours = trace.read(file)
+    assert reading.label_gap_us(ours.steps[0]) == 8
+    assert reading.op_counts(ours) == {"aten::mm": 1}
+
+
+# The program itself.
+
+
+def test_the_report_of_a_file_is_what_the_run_printed(run, tmp_path, capsys):
+    """read_trace.py on the file says the same thing tomorrow."""
+    assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    assert read_trace.main([str(next(tmp_path.rglob("*.json")))]) == 0
+    assert capsys.readouterr().out.strip() in printed
+
+
+def test_help_is_quick_and_imports_no_torch():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "read_trace.py", "--help"], cwd=ROOT, check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3
+    program = (
+        "import runpy, sys; sys.argv[0] = 'read_trace.py'\n"
+        "try: runpy.run_path('read_trace.py', run_name='__main__')\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(SMALL)], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_json_has_the_reports_figures(capsys):
+    assert read_trace.main([str(SMALL), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [step["name"] for step in found["steps"]] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    assert found["gpu_work"][0]["family"] == "GEMM"
+
+
+def test_a_pipe_gets_plain_text(capsys):
+    assert read_trace.main([str(SMALL)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_patterns_find_what_is_there_and_nothing_else():
+    def seen(name):
+        return {pattern.see for pattern, _ in cheatsheet.found(trace.read(H200 / f"{name}.json.gz"))}
+
+    eager = seen("03_simple_mlp/64x128x768x3072_bf16_warm_eager")
+    compiled = seen("03_simple_mlp/64x128x768x3072_bf16_warm_compile")
+    assert "a triton_poi_fused_… kernel" in compiled - eager
+    assert "t, view, reshape, … with no GPU work" in eager - compiled
+    assert "an Activity Buffer Request" in seen("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0")
+    assert "an Activity Buffer Request" not in seen("01_matmul_add/64_bf16_cold_eager")
+    assert "copies before a cudaGraphLaunch" in seen("01_matmul_add/4096_bf16_warm_compile_reduce-overhead")
+    assert "a device-to-device copy before a GEMM" in seen("01_matmul_add/4096_bf16_warm_eager_addmm")
+
+
+def test_every_pattern_is_found_in_some_trace():
+    """A pattern that no real trace shows is one that nobody has seen work."""
+    from conftest import REAL_TRACES
+
+    shown = {pattern.see for file in REAL_TRACES for pattern, _ in cheatsheet.found(trace.read(file))}
+    never = {pattern.see for pattern in cheatsheet.PATTERNS} - shown
+    assert never <= {"an occupancy query before a launch", "a row with very many calls",
+                     "Torch-Compiled Region n/1 or higher"}  # fmt: skip
+
+
+def test_the_patterns_that_no_reference_shows(tmp_path):
+    calls = [event("aten::add", ts=30 + n, dur=0.5) for n in range(40)]
+    file = written(
+        tmp_path,
+        [
+            event("Torch-Compiled Region: 0/1", ts=1, dur=100),
+            event("aten::mm", ts=10, dur=15),
+            event("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cat="cuda_runtime", ts=11, dur=1),
+            event("cudaLaunchKernel", cat="cuda_runtime", ts=13, dur=2, args={"correlation": 7}),
+            event("ampere_sgemm_128x64_nn", cat="kernel", ts=20, dur=5, tid=9, args={"correlation": 7}),
+            *calls,
+        ],
+    )
+    ours = trace.read(file)
+    shown = {pattern.see: figure for pattern, figure in cheatsheet.found(ours)}
+    assert shown["an occupancy query before a launch"] == "before ampere_sgemm_128x64_nn"
+    assert shown["a row with very many calls"] == "aten::add: 40 calls a step"
+    assert shown["Torch-Compiled Region n/1 or higher"] == "Torch-Compiled Region: 0/1"
