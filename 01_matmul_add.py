@@ -9,7 +9,7 @@ import sys
 import torch
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, quiz, report
+from common import cli, guesses, harness, lesson
 
 EXAMPLES = ("--size 64", "--size 4096 --warmup --compile")
 
@@ -51,36 +51,34 @@ def what_we_guess(args):
 
 @cli.command
 def main(argv=None):
-    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
-    lesson.add_argument("--size", type=cli.positive, default=64, metavar="N", help="x, w and b are N x N (64)")
-    lesson.add_argument("--batch", type=cli.positive, metavar="B", help="make them B x N x N (off)")
-    lesson.add_argument(
-        "--op", choices=("matmul_add", "addmm"), default="matmul_add",
-        help="addmm: torch.addmm does both in one call (matmul_add)",
-    )
+    parser, group = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    group.add_argument("--size", type=cli.positive, nargs="+", default=[64], metavar="N",
+                       help="x, w and b are N x N (64); several: a run for each, and a picture")  # fmt: skip
+    group.add_argument("--batch", type=cli.positive, metavar="B", help="make them B x N x N (off)")
+    group.add_argument("--op", choices=("matmul_add", "addmm"), default="matmul_add",
+                       help="addmm: torch.addmm does both in one call (matmul_add)")  # fmt: skip
     args = parser.parse_args(argv)
     if args.batch and args.op == "addmm":
         raise cli.BadInput("torch.addmm takes 2-D matrices: leave out --batch or --op addmm")
+    largest = (args.batch or 1, max(args.size), max(args.size))
+    device, dtype = harness.prepare(args, x=largest, w=largest, b=largest, product=largest, out=largest)
 
-    shape = (args.batch, args.size, args.size) if args.batch else (args.size, args.size)
-    device, dtype = harness.prepare(args, x=shape, w=shape, b=shape, product=shape, out=shape)
-    x, w, b = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    given = quiz.ask(args, device)
-    fn = addmm if args.op == "addmm" else matmul_add
-    if args.compile:
-        fn = torch.compile(fn, mode=args.compile)
+    def profiled(args):
+        shape = (args.batch, args.size, args.size) if args.batch else (args.size, args.size)
+        x, w, b = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        eager = addmm if args.op == "addmm" else matmul_add
+        fn = torch.compile(eager, mode=args.compile) if args.compile else eager
 
-    def step():
-        with record_function("matmul_add"):
-            return fn(x, w, b)
+        def step():
+            with record_function("matmul_add"):
+                return fn(x, w, b)
 
-    run = harness.profile(
-        step, args, device,
-        name=harness.tag(args, device, f"{args.size}", args.batch and f"batch{args.batch}",
-                         args.op == "addmm" and "addmm"),
-        reference=None if fn is matmul_add else lambda: matmul_add(x, w, b),
-    )
-    report.run(run, list(what_we_guess(args)), given)
+        batch, op = args.batch and f"batch{args.batch}", args.op == "addmm" and "addmm"
+        name = harness.tag(args, device, f"{args.size}", batch, op)
+        reference = None if fn is matmul_add else lambda: matmul_add(x, w, b)
+        return harness.profile(step, args, device, name=name, reference=reference)
+
+    lesson.teach(args, device, profiled, what_we_guess, over="size")
 
 
 if __name__ == "__main__":

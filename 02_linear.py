@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, quiz, report
+from common import cli, guesses, harness, lesson, report
 
 EXAMPLES = ("", "--batch 1024 --in_dim 32 --out_dim 64 --compile")
 
@@ -30,11 +30,11 @@ def what_we_guess(args):
 
 @cli.command
 def main(argv=None):
-    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
-    lesson.add_argument("--batch", type=cli.positive, default=1024, metavar="N", help="rows of the input (1024)")
-    lesson.add_argument("--in_dim", type=cli.positive, default=32, metavar="N", help="input features (32)")
-    lesson.add_argument("--out_dim", type=cli.positive, default=64, metavar="N", help="output features (64)")
-    lesson.add_argument(
+    parser, group = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    group.add_argument("--batch", type=cli.positive, default=1024, metavar="N", help="rows of the input (1024)")
+    group.add_argument("--in_dim", type=cli.positive, default=32, metavar="N", help="input features (32)")
+    group.add_argument("--out_dim", type=cli.positive, default=64, metavar="N", help="output features (64)")
+    group.add_argument(
         "--then-strides", action="store_true",
         help="after the profile, call the compiled layer with an input of other strides",
     )
@@ -49,7 +49,6 @@ def main(argv=None):
         bias=(args.out_dim,),
         out=(args.batch, args.out_dim),
     )
-    given = quiz.ask(args, device)
     linear = nn.Linear(args.in_dim, args.out_dim, bias=True, device=device, dtype=dtype)
     x = torch.randn(args.batch, args.in_dim, device=device, dtype=dtype)
     fn = torch.compile(linear, mode=args.compile) if args.compile else linear
@@ -58,12 +57,12 @@ def main(argv=None):
         with record_function("linear_fwd"):
             return fn(x)
 
-    run = harness.profile(
-        step, args, device,
-        name=harness.tag(args, device, f"{args.batch}x{args.in_dim}x{args.out_dim}"),
-        reference=(lambda: linear(x)) if args.compile else None,
-    )
-    report.run(run, list(what_we_guess(args)), given)
+    def profiled(args):
+        name = harness.tag(args, device, f"{args.batch}x{args.in_dim}x{args.out_dim}")
+        reference = (lambda: linear(x)) if args.compile else None
+        return harness.profile(step, args, device, name=name, reference=reference)
+
+    lesson.teach(args, device, profiled, what_we_guess)
     if args.then_strides:
         transposed = torch.randn(args.in_dim, args.batch, device=device, dtype=dtype).t()
         calls = harness.first_calls(fn, {"the same input": x, "transposed": transposed}, linear, device)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kernels import get_kernel
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, mlp, quiz, report
+from common import cli, guesses, harness, lesson, mlp
 
 EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --warmup")
 REPO = "kernels-community/liger-kernels"
@@ -29,8 +29,8 @@ def what_we_guess(args):
 
 @cli.command
 def main(argv=None):
-    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
-    mlp.add_flags(lesson)
+    parser, group = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    mlp.add_flags(group)
     args = parser.parse_args(argv)
 
     device, dtype = harness.prepare(args, **mlp.tensors(args))
@@ -42,24 +42,23 @@ def main(argv=None):
     with harness.hub_errors(REPO):
         layers = get_kernel(REPO, version=1).layers
     config = SimpleNamespace(hidden_size=args.dim, intermediate_size=args.hidden)
-    given = quiz.ask(args, device)
     model = layers.LigerGEGLUMLP(config).to(device, dtype).eval()
-    x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
     fn = torch.compile(model, mode=args.compile) if args.compile else model
-
-    def step():
-        with record_function("kernels_mlp_fwd"):
-            return fn(x)
 
     def eager(x):
         return model.down_proj(F.gelu(model.gate_proj(x), approximate="tanh") * model.up_proj(x))
 
-    run = harness.profile(
-        step, args, device,
-        name=harness.tag(args, device, mlp.shape_token(args)),
-        reference=lambda: eager(x),
-    )
-    report.run(run, list(what_we_guess(args)), given)
+    def profiled(args):
+        x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
+
+        def step():
+            with record_function("kernels_mlp_fwd"):
+                return fn(x)
+
+        name = harness.tag(args, device, mlp.shape_token(args))
+        return harness.profile(step, args, device, name=name, reference=lambda: eager(x))
+
+    lesson.teach(args, device, profiled, what_we_guess, over="seq")
     mlp.then_seq(fn, eager, args, device, dtype)
 
 

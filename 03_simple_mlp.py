@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, mlp, quiz, report
+from common import cli, guesses, harness, lesson, mlp
 
 EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup")
 
@@ -43,26 +43,26 @@ def what_we_guess(args):
 
 @cli.command
 def main(argv=None):
-    parser, lesson = cli.lesson_parser(__doc__, __file__, EXAMPLES)
-    mlp.add_flags(lesson)
+    parser, group = cli.lesson_parser(__doc__, __file__, EXAMPLES)
+    mlp.add_flags(group)
     args = parser.parse_args(argv)
 
     device, dtype = harness.prepare(args, **mlp.tensors(args))
-    given = quiz.ask(args, device)
     model = SimpleGeGLUMLP(args.dim, args.hidden, device=device, dtype=dtype).eval()
-    x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
     fn = torch.compile(model, mode=args.compile) if args.compile else model
 
-    def step():
-        with record_function("mlp_fwd"):
-            return fn(x)
+    def profiled(args):
+        x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
 
-    run = harness.profile(
-        step, args, device,
-        name=harness.tag(args, device, mlp.shape_token(args)),
-        reference=(lambda: model(x)) if args.compile else None,
-    )
-    report.run(run, list(what_we_guess(args)), given)
+        def step():
+            with record_function("mlp_fwd"):
+                return fn(x)
+
+        name = harness.tag(args, device, mlp.shape_token(args))
+        reference = (lambda: model(x)) if args.compile else None
+        return harness.profile(step, args, device, name=name, reference=reference)
+
+    lesson.teach(args, device, profiled, what_we_guess, over="seq")
     mlp.then_seq(fn, model, args, device, dtype)
 
 

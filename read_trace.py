@@ -24,11 +24,14 @@ def main(argv=None):
         "--limit", type=cli.positive, default=trace.DEFAULT_LIMIT, metavar="BYTES",
         help="the most JSON to read from one file, unpacked (4 GB)",
     )
+    cli.add_view_flags(parser)
     args = parser.parse_args(argv)
+    if args.open and len(args.traces) > 1:
+        raise cli.BadInput("--open takes one trace")
     if args.json and len(args.traces) > 1:
         raise cli.BadInput("--json takes one trace")
 
-    from common import facts, report  # after --help, which is then there at once
+    from common import facts, perfetto, report  # after --help, which is then there at once
 
     try:
         traces = [trace.read(path, args.limit) for path in args.traces]
@@ -37,9 +40,11 @@ def main(argv=None):
     if args.json:
         report.as_json(facts.facts(traces[0]))
     elif len(traces) == 1:
-        report.explain(traces[0])
+        report.explain(traces[0], report.View(args.lanes, args.step))
     else:
         report.side_by_side(traces)
+    if args.open:
+        perfetto.hand_over(args.traces[0])
 
 
 if __name__ == "__main__":

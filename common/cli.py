@@ -109,6 +109,13 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
+def add_view_flags(group) -> None:
+    """What the numbered scripts and read_trace.py alike show, and where."""
+    group.add_argument("--lanes", action="store_true", help="draw the lanes of a step even into a pipe")
+    group.add_argument("--step", type=not_negative, metavar="N", help="draw those of step #N (a typical one)")
+    group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")
+
+
 def lesson_parser(doc: str, file: str, examples: Sequence[str]):
     """The parser of one rung, and the group that takes the rung's own flags.
 
@@ -150,6 +157,8 @@ def lesson_parser(doc: str, file: str, examples: Sequence[str]):
         help="profiled, then thrown away (1)",
     )
     schedule.add_argument("--active", type=positive, default=3, metavar="N", help="recorded (3)")
+
+    add_view_flags(parser.add_argument_group("how it is shown"))
 
     record = parser.add_argument_group("what is recorded besides, and where")
     record.add_argument("--record-shapes", action="store_true", help="the shapes of every op's inputs")

@@ -1,11 +1,13 @@
 """Profile one step function: schedule, record_function, table, Chrome trace; returns a Run."""
 
 import contextlib
+import io
 import json
 import math
 import os
 import re
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error past which a result is wrong rather than rounded: bf16 keeps 8 bits.
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-4}
 TABLE_ROWS = 15
+# Flags that change nothing in the trace (--out is a path of this machine, and stays out of it).
+NOT_PROFILED = ("script", "out", "guess", "lanes", "step", "open", "then_seq", "then_strides")
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,6 @@ def prepare(args, **tensors: tuple[int, ...]) -> tuple[torch.device, torch.dtype
     dtype = DTYPES[args.dtype]
     _require_memory(tensors, dtype, device)
     torch.manual_seed(args.seed)
-    if args.compile and args.compile.startswith("max-autotune"):
-        from torch._inductor import select_algorithm
-
-        select_algorithm.PRINT_AUTOTUNE = False  # Inductor's own switch for its tables on stderr
     return device, dtype
 
 
@@ -246,6 +246,9 @@ def _record(step, args, device) -> tuple[torch.profiler.profile, torch.Tensor, f
     first_call_s = None
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(report.status("compiling …" if args.compile else "first call …"))
+        if args.compile and args.compile.startswith("max-autotune"):
+            # Inductor prints its candidates there, and has no switch for all of it.
+            waiting.enter_context(contextlib.redirect_stderr(io.StringIO()))
 
         def first_call():
             # Until Python has control again: compiling and loading happen in there, and waiting
@@ -279,8 +282,7 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 
 def _facts(args, device: torch.device) -> dict:
     """What ran, stored in the trace itself: a reader of the file has nothing else."""
-    # --out is a path of this machine, and no part of what was profiled.
-    flags = {key: value for key, value in vars(args).items() if key not in ("script", "out", "guess")}
+    flags = {key: value for key, value in vars(args).items() if key not in NOT_PROFILED}
     return {"script": args.script, "flags": flags, "device": device_name(device), "torch": torch.__version__}
 
 
@@ -321,6 +323,42 @@ def _check_recording(file: Path, device: torch.device) -> None:
             f"{zeroed} of {len(events)} events carry neither a time stamp nor a duration (pytorch issue "
             "188481): run again, or with another torch; no file was written"
         )
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What this device reached just now: a large matrix product, and a large copy (read plus written)."""
+
+    tflops: float
+    gb_s: float
+
+
+def roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
+    """Measure both, as the median of ten after three to warm up."""
+    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
+    n, length = (8192, 2**30) if device.type != "cpu" else (1024, 2**28)
+    free = _free_bytes(device)
+    while free is not None and 3 * n * n * dtype.itemsize + 2 * length > free / 2:
+        n, length = n // 2, length // 4
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    source = torch.ones(length, device=device, dtype=torch.int8)
+    target = torch.empty_like(source)
+    with torch.no_grad():
+        product = _median_seconds(lambda: torch.mm(a, b), device)
+        copy = _median_seconds(lambda: target.copy_(source), device)
+    return Roofs(tflops=2 * n**3 / product / 1e12, gb_s=2 * length / copy / 1e9)
+
+
+def _median_seconds(fn: Callable, device: torch.device) -> float:
+    synchronize = torch.get_device_module(device).synchronize
+    times = []
+    for _ in range(13):
+        synchronize()
+        start = time.perf_counter()
+        fn()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
 
 
 @dataclass(frozen=True)

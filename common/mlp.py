@@ -7,12 +7,13 @@ import torch
 from common import cli, guesses, harness, report
 
 
-def add_flags(lesson: argparse._ArgumentGroup) -> None:
-    lesson.add_argument("--batch", type=cli.positive, default=64, metavar="N", help="sequences (64)")
-    lesson.add_argument("--seq", type=cli.positive, default=128, metavar="N", help="tokens in each (128)")
-    lesson.add_argument("--dim", type=cli.positive, default=768, metavar="N", help="width of a token (768)")
-    lesson.add_argument("--hidden", type=cli.positive, default=3072, metavar="N", help="width inside (3072)")
-    lesson.add_argument(
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--batch", type=cli.positive, default=64, metavar="N", help="sequences (64)")
+    group.add_argument("--seq", type=cli.positive, nargs="+", default=[128], metavar="N",
+                       help="tokens in each (128); several: a run for each, and a picture")  # fmt: skip
+    group.add_argument("--dim", type=cli.positive, default=768, metavar="N", help="width of a token (768)")
+    group.add_argument("--hidden", type=cli.positive, default=3072, metavar="N", help="width inside (3072)")
+    group.add_argument(
         "--then-seq", type=cli.whole_list, default=[], metavar="N,N,…",
         help="after the profile, call it with these sequence lengths: does it compile again?",
     )
@@ -24,7 +25,7 @@ def shape_token(args) -> str:
 
 def tensors(args) -> dict[str, tuple[int, ...]]:
     """The tensors alive in one eager forward pass, by name."""
-    seq = max([args.seq, *args.then_seq])
+    seq = max([*args.seq, *args.then_seq])
     outside = (args.batch, seq, args.dim)
     inside = (args.batch, seq, args.hidden)
     weights = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (args.hidden, args.dim))

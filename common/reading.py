@@ -159,7 +159,7 @@ def _cause(trace: Trace, step: Step, usual: Step, gap_excess: float) -> str | No
     slower.subtract(_self_by_name(usual))
     name, more = max(slower.items(), key=lambda item: item[1], default=("", 0.0))
     if more > excess / 3:
-        return f"{more:,.0f} of its {excess:,.0f} µs more are in {name} itself, as on first use" + (
+        return f"{more:,.0f} of its {excess:,.0f} µs more are {name}'s own, as on first use" + (
             f" (in the same step: {told})" if told else ""
         )
     if overheads.total() > excess / 4:
@@ -172,7 +172,9 @@ def _cause(trace: Trace, step: Step, usual: Step, gap_excess: float) -> str | No
 def _self_by_name(step: Step) -> Counter:
     times = Counter()
     for op in step.walk():
-        times[op.name] += self_us(op)
+        # Numbered, so never the same in two steps.
+        name = "the loop around the label" if op.name.startswith(STEP) else op.name
+        times[name] += self_us(op)
     return times
 
 
@@ -282,13 +284,13 @@ def product(work: Work) -> Product | None:
     op = work.op
     if op is None or op.name not in MATMULS or kernel_names.decode(work.name).family != "GEMM":
         return None
-    dims = [dim for dim in _dims(op) if len(dim) >= 2]
-    if len(dims) < 2:
+    # Behind the two factors, compiled code names its output; before them, addmm names its bias.
+    first = 1 if op.name in ("aten::addmm", "aten::baddbmm") else 0
+    factors = _dims(op)[first : first + 2]
+    if len(factors) < 2 or any(len(dim) < 2 for dim in factors) or factors[0][-1] != factors[1][-2]:
         return None
-    *batch, m, k = dims[-2]
-    if dims[-1][-2] != k:
-        return None
-    return Product(math.prod(batch), m, k, dims[-1][-1])
+    *batch, m, k = factors[0]
+    return Product(math.prod(batch), m, k, factors[1][-1])
 
 
 def _dims(op: Op) -> list[list[int]]:

@@ -1,10 +1,13 @@
 """All that is printed; nothing else prints."""
 
 import contextlib
+import getpass
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,20 +15,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from common import cheatsheet, compare, kernel_names, reading, trace
+from common import cheatsheet, compare, kernel_names, lanes, reading, trace
+from common.cli import BadInput
 from common.guesses import NO_GPU
-from common.trace import STEP, Op, Trace
+from common.trace import STEP, Op, Step, Trace
 
 if TYPE_CHECKING:
     from common.guesses import Guess
-    from common.harness import FirstCall, Run
+    from common.harness import FirstCall, Roofs, Run
     from common.quiz import Question
+    from common.sweep import Point
 
 # Shorter waits would only flicker.
 STATUS_AFTER_S = 1.5
 PIPE_WIDTH = 140
 STEPS_SHOWN = 8
 TREE_LINES = 45
+
+
+@dataclass(frozen=True)
+class View:
+    """How a report shows the lanes: drawn at a terminal or where asked for; step: None is the typical one."""
+
+    lanes: bool = False
+    step: int | None = None
 
 
 def console() -> Console:
@@ -44,7 +57,7 @@ def status(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    spinner = Console(stderr=True).status(text)
+    spinner = Console(file=sys.stderr).status(text)
     timer = threading.Timer(STATUS_AFTER_S, spinner.start)
     timer.daemon = True
     timer.start()
@@ -56,11 +69,11 @@ def status(text: str) -> Iterator[None]:
         spinner.stop()
 
 
-def run(done: "Run", guesses: "Sequence[Guess]", given: "Sequence[Question]" = ()) -> None:
+def run(done: "Run", view: View, guesses: "Sequence[Guess]", given: "Sequence[Question]" = ()) -> None:
     """All that a numbered script says of its run, read back from the file on disk."""
     header(done)
     recorded = trace.read(done.trace)
-    explain(recorded)
+    explain(recorded, view)
     verdicts(guesses, recorded)
     if given:
         marked(given, recorded)
@@ -90,19 +103,42 @@ def header(run: "Run") -> None:
         out.print(line)
 
 
-def explain(trace: Trace) -> None:
-    """What one trace shows, from the file alone."""
+def explain(trace: Trace, view: View) -> None:
+    """What one trace shows, from the file alone. Raises BadInput for a step that is not in it."""
+    step = _chosen(trace, view.step)
     out = console()
     out.print()
     for line in _recorded(trace):
         out.print(line)
     out.print()
     _steps(out, trace)
+    if view.lanes or view.step is not None or sys.stdout.isatty():
+        _lanes(out, step)
     if any(step.work for step in trace.steps):
         _gpu_work(out, trace)
     _dispatch(out, trace)
     _regime(out, trace)
     _patterns(out, trace)
+
+
+def _chosen(trace: Trace, number: int | None) -> Step:
+    if number is None:
+        return reading.typical(trace)
+    for step in trace.steps:
+        if step.name == f"{STEP}{number}":
+            return step
+    held = f"{trace.steps[0].name} to {trace.steps[-1].name}" if trace.has_steps else "no steps"
+    raise BadInput(f"--step {number}: the trace holds {held}")
+
+
+def _lanes(out: Console, step: Step) -> None:
+    plain = out.is_dumb_terminal or not (out.encoding or "").lower().startswith("utf")
+    drawn = lanes.draw(step, out.width, lanes.ASCII if plain else lanes.UNICODE)
+    if drawn:
+        out.print(f"[bold]lanes of step {_number(step.name)}[/bold]")
+        for line in drawn:
+            out.print(escape(line))
+        out.print()
 
 
 def _recorded(trace: Trace) -> list[str]:
@@ -305,6 +341,57 @@ def first_calls(title: str, calls: "Sequence[FirstCall]") -> None:
     out.print(table)
 
 
+def progress(what: str, file: Path) -> None:
+    console().print(f"{escape(what)}   {escape(shown_path(file))}")
+
+
+def sweep(over: str, points: "Sequence[Point]", roofs: "Roofs", crossing: float | None) -> None:
+    """A line for each size, the roofs, and where the regimes meet."""
+    out = console()
+    out.print()
+    table = _columns(f"[bold]{over}[/bold]", "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share",
+                     "GEMM TFLOP/s", "pointwise GB/s", "regime", numbers_from=0)  # fmt: skip
+    table.columns[-1].justify = "left"
+    for one in points:
+        share = one.regime.share
+        table.add_row(
+            str(one.size), us(one.cpu_us), us(one.busy_us or None), percent(None if share is None else 1 - share),
+            percent(one.pointwise_share), rate(one.tflops), rate(one.gb_s), one.regime.name,
+        )  # fmt: skip
+    out.print(table)
+    out.print()
+    out.print(
+        f"roofs of this machine, measured just now: {roofs.tflops:,.3g} TFLOP/s (a large matrix product), "
+        f"{roofs.gb_s:,.0f} GB/s (a large copy, read plus written)"
+    )
+    if crossing:
+        out.print(f"a step's GPU work outgrows its CPU time at about {over} {crossing:,.0f}")
+
+
+def saved_picture(file: Path) -> None:
+    console().print(f"picture: {escape(shown_path(file))}")
+
+
+def no_picture() -> None:
+    console().print("no picture without matplotlib: uv run --extra plot … draws it")
+
+
+def serving(url: str, path: Path, port: int, opened: bool) -> None:
+    """Where the page is that hands a trace to Perfetto, and how to reach it."""
+    out = console()
+    out.print()
+    out.print(f"[bold]Perfetto[/bold]   {shown_path(path)} waits at {url}")
+    if not opened:
+        out.print("no browser here: on the machine where yours is, type")
+        out.print(f"  ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}")
+        out.print("and open that address. Nothing is uploaded: the trace goes from here to your browser")
+    out.print("Ctrl-C ends it; it ends by itself after the hand-over")
+
+
+def served(handed_over: bool) -> None:
+    console().print("handed over to Perfetto" if handed_over else "not handed over: no longer waiting")
+
+
 def side_by_side(traces: Sequence[Trace]) -> None:
     """Several runs: their figures with the ratio to the first, then what changed and what did not."""
     out = console()
@@ -360,6 +447,10 @@ def percent(share: float | None) -> str:
 
 def ratio(value: float, base: float) -> str:
     return f"x {value / base:.2f}" if base else ""
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def seconds(value: float) -> str:

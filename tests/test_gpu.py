@@ -123,3 +123,14 @@ def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "ran out of memory" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_sweep_reads_rates_off_the_traces(run, tmp_path, capsys):
+    assert run("01_matmul_add", "--size", "64", "4096", "--warmup") == 0
+    screen = capsys.readouterr().out
+    rows = [line.split() for line in screen.splitlines() if line.endswith(("-bound", "between"))]
+    assert [row[0] for row in rows] == ["64", "4096"]
+    assert rows[0][-1] == "overhead-bound" and rows[1][-1] == "compute-bound"
+    assert float(rows[1][5].replace(",", "")) > 100, "TFLOP/s of a large bf16 product"
+    assert "outgrows its CPU time" in screen
+    assert len(list(tmp_path.rglob("*.png"))) == 1

@@ -1,0 +1,110 @@
+"""One step as the lanes that Perfetto shows, in characters: CPU slices nested, GPU work below."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common import kernel_names
+from common.trace import Op, Step, Work
+
+# Depth past which nesting is no longer drawn: the rungs need 9.
+MAX_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """start and fill draw a slice with room for its name; tiny one that is a single column wide."""
+
+    start: str
+    fill: str
+    tiny: str
+    tick: str
+    unit: str
+
+
+UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
+ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
+
+
+def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
+    """The lines of the picture, at most `width` wide.
+
+    A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
+    of its row.
+    """
+    start = step.start
+    end = max([step.end, *(one.end for one in step.work)])
+    margin = 6
+    columns = width - margin - 14  # room for the count of what is too short
+    if end <= start or columns < 20:
+        return []
+    scale = columns / (end - start)
+
+    def column(time: int) -> int:
+        return min(columns, max(0, round((time - start) * scale)))
+
+    lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
+    for number, rows in enumerate(_cpu_rows(step)):
+        for depth, row in enumerate(rows[:MAX_ROWS]):
+            title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
+            lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs))
+        if len(rows) > MAX_ROWS:
+            lines.append(" " * margin + f"({len(rows) - MAX_ROWS} deeper rows not drawn)")
+    streams: dict[tuple, list[Work]] = {}
+    for one in step.work:
+        streams.setdefault(one.track, []).append(one)
+    for number, work in enumerate(streams.values()):
+        title = "GPU" if number == 0 else f"GPU {number + 1}"
+        lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs))
+    return [line.rstrip() for line in lines]
+
+
+def _cpu_rows(step: Step) -> list[list[list[Op]]]:
+    """For each thread its rows, the outermost slices first. Python frames are left out."""
+    threads: dict[tuple, list[list[Op]]] = {}
+    stack = [(root, 0) for root in reversed(step.roots)]
+    while stack:
+        op, depth = stack.pop()
+        below = depth
+        if op.kind != "python":
+            rows = threads.setdefault(op.track, [])
+            while len(rows) <= depth:
+                rows.append([])
+            rows[depth].append(op)
+            below = depth + 1
+        stack.extend((child, below) for child in reversed(op.children))
+    return list(threads.values())
+
+
+def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> str:
+    cells = [" "] * columns
+    free, hidden = 0, 0
+    for one in sorted(slices, key=lambda one: one.start):
+        left, right = column(one.start), column(one.end)
+        right = max(right, left + 1)
+        left = max(left, free)
+        if left >= min(right, columns):
+            hidden += 1
+            continue
+        room = min(right, columns) - left
+        if room == 1:
+            cells[left] = glyphs.tiny
+        else:
+            name = kernel_names.short(one.name.removeprefix("aten::"), max(1, room - 1)) if room > 3 else ""
+            cells[left : left + room] = (glyphs.start + name).ljust(room, glyphs.fill)
+        free = left + room
+    return "".join(cells) + (f" +{hidden} too short" if hidden else "")
+
+
+def _axis(length_us: float, columns: int, glyphs: Glyphs) -> str:
+    """Ticks at round times, about one in 16 columns."""
+    step = next(
+        one * 10**power for power in range(-3, 18) for one in (1, 2, 5) if one * 10**power * columns / length_us >= 16
+    )
+    cells = [" "] * (columns + 12)
+    tick = 0
+    while tick * step <= length_us:
+        at = round(tick * step * columns / length_us)
+        text = f"{glyphs.tick}{tick * step:g}{'' if tick else glyphs.unit}"
+        cells[at : at + len(text)] = text
+        tick += 1
+    return "".join(cells[: columns + 12]).rstrip()

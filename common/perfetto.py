@@ -1,0 +1,176 @@
+"""Hand one trace to ui.perfetto.dev in the reader's browser, without uploading it anywhere.
+
+A page on 127.0.0.1 opens Perfetto and passes the bytes by its documented postMessage protocol: PING
+until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfetto's documentation,
+"Deep linking to the Perfetto UI".
+"""
+
+import os
+import secrets
+import shutil
+import sys
+import threading
+import webbrowser
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from common import report
+
+ORIGIN = "https://ui.perfetto.dev"
+TIMEOUT_S = 600
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title>
+<style>
+body { font: 16px system-ui; max-width: 40em; margin: 4em auto; padding: 0 1em }
+button { font: inherit; padding: .6em 1.2em }
+</style>
+</head><body>
+<h1>__TITLE__</h1>
+<p>The trace is on your machine and stays there: this page gives it to the Perfetto tab that it opens.</p>
+<p><button id="open">Open in Perfetto</button> <span id="state"></span></p>
+<script nonce="__NONCE__">
+const say = text => { document.getElementById("state").textContent = text; };
+document.getElementById("open").onclick = async () => {
+  const perfetto = window.open("__ORIGIN__");
+  if (!perfetto) { say("The browser blocked the new tab: allow it for this page, and click again."); return; }
+  say("reading the trace …");
+  const buffer = await (await fetch("trace")).arrayBuffer();
+  say("waiting for Perfetto …");
+  const ping = setInterval(() => perfetto.postMessage("PING", "__ORIGIN__"), 50);
+  window.addEventListener("message", async event => {
+    if (event.origin !== "__ORIGIN__" || event.data !== "PONG" || event.source !== perfetto) return;
+    clearInterval(ping);
+    perfetto.postMessage({perfetto: {buffer, title: "__TITLE__", fileName: "__TITLE__"}}, "__ORIGIN__");
+    say("handed over; this tab can be closed.");
+    await fetch("done", {method: "POST"});
+  });
+};
+</script></body></html>
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for one page, its trace and the word that it was handed over: nothing else."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 30  # seconds that one idle connection may hold a thread
+
+    def do_GET(self):
+        if not self._is_ours():
+            return
+        if self.path == f"/{self.server.token}/":
+            self._page()
+        elif self.path == f"/{self.server.token}/trace":
+            self._trace()
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self):
+        if not self._is_ours():
+            return
+        if self.path != f"/{self.server.token}/done":
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        self.send_response(HTTPStatus.NO_CONTENT)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.server.handed_over.set()
+
+    def _is_ours(self) -> bool:
+        # A foreign page can reach this port through the reader's browser, by this or another name.
+        host = f"127.0.0.1:{self.server.server_port}"
+        if self.headers.get("Host") == host and self.headers.get("Origin") in (None, f"http://{host}"):
+            return True
+        self._refuse(HTTPStatus.FORBIDDEN)
+        return False
+
+    def _page(self):
+        nonce = secrets.token_urlsafe(16)
+        page = PAGE
+        for word, value in (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto)):
+            page = page.replace(f"__{word}__", value)
+        body = page.encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(
+            "Content-Security-Policy",
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'",
+        )
+        self._end_private()
+        self.wfile.write(body)
+
+    def _trace(self):
+        with open(self.server.trace, "rb") as file:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self._end_private()
+            shutil.copyfileobj(file, self.wfile, 1 << 20)
+
+    def _end_private(self):
+        for header, value in (
+            ("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"),
+        ):  # fmt: skip
+            self.send_header(header, value)
+        self.end_headers()
+
+    def _refuse(self, status: HTTPStatus):
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+    def send_error(self, code, message=None, explain=None):
+        self._refuse(HTTPStatus(code))  # a wrong method or a broken request: no page of Python's own
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, trace: Path, perfetto: str = ORIGIN):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.trace = trace
+        self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
+        self.perfetto = perfetto
+        self.token = secrets.token_urlsafe(24)
+        self.handed_over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request, client_address):
+        pass  # a browser that hung up
+
+
+def hand_over(trace: Path, timeout_s: float = TIMEOUT_S) -> bool:
+    """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it."""
+    with Server(trace) as server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        report.serving(server.url, trace, server.server_port, opened=_browser(server.url))
+        try:
+            server.handed_over.wait(timeout_s)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.shutdown()
+    report.served(server.handed_over.is_set())
+    return server.handed_over.is_set()
+
+
+def _browser(url: str) -> bool:
+    """Open the page in a graphical browser, if this session has one."""
+    remote = "SSH_CONNECTION" in os.environ
+    headless = sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if remote or headless:
+        return False
+    try:
+        return webbrowser.open(url)
+    except webbrowser.Error:
+        return False

@@ -1,0 +1,257 @@
+"""--open: the page, what it refuses, and the hand-over in a real Chromium."""
+
+import contextlib
+import gzip
+import http.client
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import ROOT
+
+from common import perfetto
+
+TRACE = ROOT / "traces/reference/nvidia-h200/02_linear/1024x32x64_bf16_cold_eager.json.gz"
+
+
+@contextlib.contextmanager
+def serving(trace=TRACE, **options):
+    with perfetto.Server(trace, **options) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def answer(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}", **headers})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def test_serves_the_page_and_the_trace_and_nothing_else():
+    with serving() as server:
+        status, page = answer(server, f"/{server.token}/")
+        assert status == 200 and b"Open in Perfetto" in page
+        assert answer(server, f"/{server.token}/trace") == (200, TRACE.read_bytes())
+        token = server.token
+        for path in (
+            "/", "/trace", f"/{token}", f"/{token}/../trace", f"/{token}/x", "/etc/passwd",
+            f"/{token}/%2e%2e/%2e%2e/etc/passwd", f"/{token[:-1]}x/trace",
+        ):  # fmt: skip
+            assert answer(server, path) == (404, b"")
+        assert not server.handed_over.is_set()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "NONSENSE"])
+def test_refuses_other_methods(method):
+    with serving() as server:
+        status, body = answer(server, f"/{server.token}/trace", method)
+        assert status in (404, 501) and body == b""
+        assert not server.handed_over.is_set()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Host": "evil.example"}, {"Host": "localhost:80"}, {"Origin": "https://evil.example"}, {"Origin": "null"},
+     {"Origin": "https://ui.perfetto.dev"}],
+)  # fmt: skip
+def test_refuses_foreign_hosts_and_origins(headers):
+    with serving() as server:
+        for path, method in ((f"/{server.token}/", "GET"), (f"/{server.token}/trace", "GET"),
+                             (f"/{server.token}/done", "POST")):  # fmt: skip
+            assert answer(server, path, method, **headers) == (403, b"")
+        assert not server.handed_over.is_set()
+
+
+def test_binds_to_loopback_only():
+    with serving() as server:
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_the_path_cannot_be_guessed():
+    with serving() as one, serving() as two:
+        assert one.token != two.token and len(one.token) >= 32
+
+
+def test_no_broken_request_stops_it():
+    import socket
+
+    with serving() as server:
+        for junk in (b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000):
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=5) as link:
+                link.sendall(junk)
+                link.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):
+                    link.recv(1000)
+        assert answer(server, f"/{server.token}/")[0] == 200
+
+
+def test_a_title_cannot_break_out_of_the_page(tmp_path):
+    odd = tmp_path / "a\"><img src=x onerror=alert(1)>'.json"
+    odd.write_text("{}")
+    with serving(odd) as server:
+        assert b"<img" not in answer(server, f"/{server.token}/")[1]
+
+
+def test_a_large_trace_comes_whole_and_two_readers_at_once_too(tmp_path):
+    large = tmp_path / "large.json"
+    with open(large, "wb") as file:
+        for number in range(200):
+            file.write(bytes([number]) * (1 << 20))
+    with serving(large) as server:
+        got = []
+        readers = [
+            threading.Thread(target=lambda: got.append(answer(server, f"/{server.token}/trace")[1])) for _ in range(2)
+        ]  # fmt: skip
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        whole = large.read_bytes()
+        assert [body == whole for body in got] == [True, True]
+
+
+def test_it_ends_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr(perfetto, "_browser", lambda url: True)
+    start = time.monotonic()
+    assert perfetto.hand_over(TRACE, timeout_s=0.3) is False
+    assert time.monotonic() - start < 5
+    assert "not handed over" in capsys.readouterr().out
+
+
+def test_without_a_browser_it_says_what_to_type(monkeypatch, capsys):
+    monkeypatch.setenv("SSH_CONNECTION", "1 2 3 4")
+    perfetto.hand_over(TRACE, timeout_s=0.1)
+    screen = capsys.readouterr().out
+    port = screen.split("ssh -L ")[1].split(":")[0]
+    assert f"ssh -L {port}:127.0.0.1:{port} " in screen
+    assert f"http://127.0.0.1:{port}/" in screen
+
+
+def test_ctrl_c_ends_it_quietly():
+    process = subprocess.Popen(
+        [sys.executable, "-u", "read_trace.py", str(TRACE), "--open"], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("Ctrl-C ends it"):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+    assert "not handed over" in out
+
+
+STAND_IN = b"""<!doctype html><title>stand-in</title><script>
+window.addEventListener("message", event => {
+  if (event.data === "PING") { event.source.postMessage("PONG", event.origin); return; }
+  if (event.data.perfetto) {
+    const {buffer, title, fileName} = event.data.perfetto;
+    fetch("/arrived?title=" + title + "&name=" + fileName + "&from=" + event.origin, {method: "POST", body: buffer});
+  }
+});
+</script>"""
+
+
+@contextlib.contextmanager
+def stand_in(folder):
+    """A page that speaks Perfetto's side of the protocol, over TLS as the real one does."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=ui.perfetto.dev",
+         "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True,
+    )  # fmt: skip
+    arrived = {}
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            # Slow to listen, as a real page is: the first PINGs must be able to get lost.
+            time.sleep(0.3)
+            self.wfile.write(STAND_IN)
+
+        def do_POST(self):
+            arrived["query"] = self.path
+            arrived["bytes"] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, arrived
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    from selenium import webdriver
+
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("needs Chromium and its driver (Debian: chromium chromium-driver)")
+    folder = tmp_path_factory.mktemp("browser")
+    with stand_in(folder) as (port, arrived):
+        options = webdriver.ChromeOptions()
+        options.binary_location = binary
+        for flag in (
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            f"--user-data-dir={folder / 'profile'}", "--ignore-certificate-errors",
+            f"--host-resolver-rules=MAP ui.perfetto.dev 127.0.0.1:{port}",
+        ):  # fmt: skip
+            options.add_argument(flag)
+        browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        yield browser, arrived
+        browser.quit()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_click_in_a_real_browser_hands_the_bytes_over(chromium, tmp_path, packed):
+    from selenium.webdriver.common.by import By
+
+    browser, arrived = chromium
+    arrived.clear()
+    trace = TRACE
+    if not packed:
+        trace = tmp_path / "plain.json"
+        trace.write_bytes(gzip.decompress(TRACE.read_bytes()))
+    with serving(trace) as server:
+        browser.get(server.url)
+        browser.find_element(By.ID, "open").click()
+        assert server.handed_over.wait(20), browser.find_element(By.ID, "state").text
+        deadline = time.monotonic() + 10
+        while "bytes" not in arrived and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert arrived["bytes"] == trace.read_bytes()
+        assert f"title={trace.name}&name={trace.name}&from=http://127.0.0.1:{server.server_port}" in arrived["query"]
+        assert not [one for one in browser.get_log("browser") if one["level"] == "SEVERE" and "favicon" not in str(one)]
+    if not packed:
+        assert json.loads(arrived["bytes"])["traceEvents"]
+
+
+def test_a_foreign_page_learns_nothing(chromium):
+    """A page of another origin in the same browser cannot fetch the trace, even if it knew the path."""
+    browser, _ = chromium
+    with serving() as server:
+        browser.get("https://ui.perfetto.dev/")
+        got = browser.execute_async_script(
+            "const done = arguments[1];"
+            "fetch(arguments[0]).then(r => r.text()).then(t => done('read ' + t.length)).catch(e => done('refused'));",
+            server.url + "trace",
+        )
+        assert got == "refused"
