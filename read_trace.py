@@ -40,7 +40,7 @@ def main(argv=None):
     if args.json:
         report.as_json(facts.facts(traces[0]))
     elif len(traces) == 1:
-        report.explain(traces[0], report.View(args.lanes, args.step))
+        report.explain(traces[0], report.View.of(args))
     else:
         report.side_by_side(traces)
     if args.open:

@@ -109,8 +109,15 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
+SECTIONS = ("steps", "lanes", "work", "names", "chain", "regime", "patterns")
+
+
 def add_view_flags(group) -> None:
     """What the numbered scripts and read_trace.py alike show, and where."""
+    group.add_argument(
+        "--only", nargs="+", choices=SECTIONS, metavar="SECTION",
+        help=f"of the report, only these: {', '.join(SECTIONS)}",
+    )
     group.add_argument("--lanes", action="store_true", help="draw the lanes of a step even into a pipe")
     group.add_argument("--step", type=not_negative, metavar="N", help="draw those of step #N (a typical one)")
     group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")

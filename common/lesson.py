@@ -23,7 +23,7 @@ def teach(
         point = Namespace(**vars(args) | ({over: values[0]} if over else {}))
         given = quiz.ask(args, device)
         run = profiled(point)
-        report.run(run, report.View(args.lanes, args.step), list(what_we_guess(point)), given)
+        report.run(run, report.View.of(args), list(what_we_guess(point)), given)
         if args.open:
             perfetto.hand_over(run.trace)
         return

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from common import cheatsheet, compare, kernel_names, lanes, reading, trace
-from common.cli import BadInput
+from common.cli import SECTIONS, BadInput
 from common.guesses import NO_GPU
 from common.trace import STEP, Op, Step, Trace
 
@@ -39,6 +39,11 @@ class View:
 
     lanes: bool = False
     step: int | None = None
+    only: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, args) -> "View":
+        return cls(args.lanes, args.step, args.only)
 
 
 def console() -> Console:
@@ -97,7 +102,7 @@ def header(run: "Run") -> None:
     files = _columns()
     files.add_row(f"  {escape(shown_path(run.trace))}", "the trace: open it at ui.perfetto.dev")
     files.add_row(f"  {escape(shown_path(run.table))}", "the profiler table")
-    out.print(files)
+    _print(out, files)
     out.print()
     for line in run.totals:
         out.print(line)
@@ -106,19 +111,28 @@ def header(run: "Run") -> None:
 def explain(trace: Trace, view: View) -> None:
     """What one trace shows, from the file alone. Raises BadInput for a step that is not in it."""
     step = _chosen(trace, view.step)
+    wanted = set(view.only or SECTIONS)
+    if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
+        wanted.discard("lanes")
+    if not any(step.work for step in trace.steps):
+        wanted -= {"work", "names"}
+    sections = {
+        "steps": lambda out: _steps(out, trace),
+        "lanes": lambda out: _lanes(out, step),
+        "work": lambda out: _gpu_work(out, trace),
+        "names": lambda out: _names(out, trace),
+        "chain": lambda out: _dispatch(out, trace),
+        "regime": lambda out: _regime(out, trace),
+        "patterns": lambda out: _patterns(out, trace),
+    }
     out = console()
     out.print()
     for line in _recorded(trace):
         out.print(line)
-    out.print()
-    _steps(out, trace)
-    if view.lanes or view.step is not None or sys.stdout.isatty():
-        _lanes(out, step)
-    if any(step.work for step in trace.steps):
-        _gpu_work(out, trace)
-    _dispatch(out, trace)
-    _regime(out, trace)
-    _patterns(out, trace)
+    for name in SECTIONS:
+        if name in wanted:
+            out.print()
+            sections[name](out)
 
 
 def _chosen(trace: Trace, number: int | None) -> Step:
@@ -138,7 +152,6 @@ def _lanes(out: Console, step: Step) -> None:
         out.print(f"[bold]lanes of step {_number(step.name)}[/bold]")
         for line in drawn:
             out.print(escape(line))
-        out.print()
 
 
 def _recorded(trace: Trace) -> list[str]:
@@ -179,7 +192,7 @@ def _steps(out: Console, trace: Trace) -> None:
         if gpu:
             row += [str(one.launches), us(one.busy_us), us(one.span_us), percent(one.idle), us(one.offset_us)]
         table.add_row(*row)
-    out.print(table)
+    _print(out, table)
     if len(shown) < len(facts):
         middle = reading.typical(trace)
         out.print(f"… and {len(facts) - len(shown)} more; the median step took {us(middle.us)} µs")
@@ -189,7 +202,6 @@ def _steps(out: Console, trace: Trace) -> None:
             f"* {_number(one.step.name)} took {one.ratio:,.1f} times the median step"
             + (f": {escape(one.cause)}" if one.cause else "; the trace does not show why")
         )
-    out.print()
 
 
 def _gpu_work(out: Console, trace: Trace) -> None:
@@ -199,23 +211,25 @@ def _gpu_work(out: Console, trace: Trace) -> None:
     table = _columns(f"[bold]GPU work of one step ({_number(step.name)})[/bold]", "from", "µs", "range", "launched by",
                      "regs, shared, grid x block", numbers_from=None)  # fmt: skip
     table.columns[2].justify = "right"
-    said = {}
     for row in rows[:TREE_LINES]:
         launched = row.launched_by + (" after an occupancy query" if row.queries else "")
         table.add_row(
             escape(kernel_names.short(row.work.name, name_width)), escape(kernel_names.short(row.asked_by, 28)),
             us(row.us), f"{us(row.low_us)}–{us(row.high_us)}", launched, _footprint(row),
         )  # fmt: skip
-        said.setdefault(row.work.name, []).append(row)
-    out.print(table)
+    _print(out, table)
     if len(rows) > TREE_LINES:
         out.print(f"… and {len(rows) - TREE_LINES} more")
-    out.print()
+
+
+def _names(out: Console, trace: Trace) -> None:
+    said = {}
+    for row in reading.work_rows(trace):
+        said.setdefault(row.work.name, []).append(row)
     out.print("[bold]what the names say[/bold]")
     for name, same in said.items():
         out.print(f"  {escape(kernel_names.short(name, out.width - 4))}")
         out.print(f"      {escape('; '.join([str(same[0].says), *_measured(same)]))}")
-    out.print()
 
 
 def _footprint(row: reading.WorkRow) -> str:
@@ -237,8 +251,8 @@ def _measured(rows: Sequence[reading.WorkRow]) -> list[str]:
         if row.shape:
             batch = f"{row.shape.batch} x " if row.shape.batch > 1 else ""
             found[row.shape] = (
-                f"{batch}M {row.shape.m} · K {row.shape.k} · N {row.shape.n}, {row.shape.flops / 1e9:,.3g} GFLOP"
-                f" at {row.tflops:,.3g} TFLOP/s"
+                f"{batch}M {row.shape.m} · K {row.shape.k} · N {row.shape.n}, {row.shape.flops / 1e9:,.1f} GFLOP"
+                f" at {rate(row.tflops)} TFLOP/s"
             )
         elif row.moved and row.gb_s:
             found[row.moved] = f"{size(row.moved)} moved at {row.gb_s:,.0f} GB/s"
@@ -262,7 +276,6 @@ def _dispatch(out: Console, trace: Trace) -> None:
         lines += 1
         out.print("  " * depth + _chain_line(op, has_gpu))
         stack.extend((child, depth + 1) for child in reversed(op.children))
-    out.print()
 
 
 def _chain_line(op: Op, has_gpu: bool) -> str:
@@ -285,7 +298,6 @@ def _regime(out: Console, trace: Trace) -> None:
             f"[bold]regime[/bold]   {found.name}: the GPU is busy {found.share:.0%} of the window "
             f"({us(found.busy_us)} of {us(found.window_us)} µs)"
         )
-    out.print()
 
 
 def _patterns(out: Console, trace: Trace) -> None:
@@ -338,7 +350,7 @@ def first_calls(title: str, calls: "Sequence[FirstCall]") -> None:
     for call in calls:
         times = (seconds(call.seconds), seconds(call.again))
         table.add_row(escape(call.name), *times, str(call.graphs), f"{call.error:.1e}")
-    out.print(table)
+    _print(out, table)
 
 
 def progress(what: str, file: Path) -> None:
@@ -358,10 +370,10 @@ def sweep(over: str, points: "Sequence[Point]", roofs: "Roofs", crossing: float 
             str(one.size), us(one.cpu_us), us(one.busy_us or None), percent(None if share is None else 1 - share),
             percent(one.pointwise_share), rate(one.tflops), rate(one.gb_s), one.regime.name,
         )  # fmt: skip
-    out.print(table)
+    _print(out, table)
     out.print()
     out.print(
-        f"roofs of this machine, measured just now: {roofs.tflops:,.3g} TFLOP/s (a large matrix product), "
+        f"roofs of this machine, measured just now: {rate(roofs.tflops)} TFLOP/s (a large matrix product), "
         f"{roofs.gb_s:,.0f} GB/s (a large copy, read plus written)"
     )
     if crossing:
@@ -405,7 +417,7 @@ def side_by_side(traces: Sequence[Trace]) -> None:
             ratio(side.busy_us, first.busy_us), str(side.launches),
             *(str(side.count(kind)) for kind in ("kernel", "memcpy", "memset")),
         )  # fmt: skip
-    out.print(table)
+    _print(out, table)
     out.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
     for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
@@ -416,7 +428,7 @@ def side_by_side(traces: Sequence[Trace]) -> None:
         cells = ("\n".join(f"· {text}" for text in texts) or "nothing" for texts in (found.changed, found.same))
         table.add_row(escape(side.name), *(escape(cell) for cell in cells))
     # Wrapped in columns here, so no soft wrapping.
-    Console(highlight=False, width=out.width).print(table)
+    _print(Console(highlight=False, width=out.width), table)
 
 
 def as_json(facts: dict) -> None:
@@ -430,6 +442,13 @@ def _columns(*headers: str, numbers_from: int | None = None) -> Table:
         right = numbers_from is not None and index >= numbers_from
         table.add_column(text, justify="right" if right else "left", no_wrap=True)
     return table
+
+
+def _print(out: Console, table: Table) -> None:
+    """A table without the blanks that would pad its last column."""
+    with out.capture() as drawn:
+        out.print(table)
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def shown_path(path: Path) -> str:

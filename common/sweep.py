@@ -78,20 +78,18 @@ def picture(over: str, points: Sequence[Point], roofs: "Roofs") -> None:
     panels, wide = (2, 12) if gpu else (1, 7)
     figure, axes = plt.subplots(1, panels, figsize=(wide, 4.6), squeeze=False, layout="constrained")
     time = axes[0][0]
+    time.set(xscale="log", yscale="log", xlabel=over, ylabel="µs", title="time of one step")
     time.plot(sizes, [point.cpu_us for point in points], "o-", color="tab:blue", label="CPU, one step")
     if gpu:
         time.plot(sizes, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
         if at := crossing(points):
             time.axvline(at, color="gray", linestyle="--", linewidth=1)
-            low, high = time.get_ylim()
             time.axvspan(sizes[0], at, color="tab:blue", alpha=0.06)
             time.axvspan(at, sizes[-1], color="tab:red", alpha=0.06)
-            time.set_ylim(low, high)
             for side, text, align in ((sizes[0], "overhead-bound", "left"), (sizes[-1], "compute-bound", "right")):
                 time.text(side, 0.93, f" {text} ", transform=time.get_xaxis_transform(), ha=align, color="dimgray")
             time.annotate(f" {over} {at:,.0f}", (at, 0.03), xycoords=time.get_xaxis_transform(), color="dimgray")
-    time.set(xscale="log", yscale="log", xlabel=over, ylabel="µs", title="time of one step")
-    time.legend(loc="center left")
+    time.legend(loc="upper left", bbox_to_anchor=(0, 0.92))
     if gpu:
         rate = axes[0][1]
         for values, roof, color, what, unit in (
@@ -103,9 +101,10 @@ def picture(over: str, points: Sequence[Point], roofs: "Roofs") -> None:
                 rate.plot(*zip(*known, strict=True), "o-", color=color, label=f"{what}, of {roof:,.0f} {unit}")
         rate.axhline(1, color="black", linewidth=1)
         rate.text(sizes[0], 1.02, "roof: what this machine reached in the same run", va="bottom", fontsize="small")
+        rate.margins(y=0.1)
         rate.set(xscale="log", xlabel=over, ylabel="share of the measured roof", title="rate of the kernels")
         rate.set_ylim(bottom=0)
-        rate.legend(loc="center right")
+        rate.legend(loc="lower right")
     for axis in axes[0]:
         axis.set_xticks(sizes, [str(size) for size in sizes], rotation=30)
         axis.minorticks_off()
