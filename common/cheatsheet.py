@@ -276,8 +276,6 @@ def found(trace: Trace) -> list[tuple[Pattern, str]]:
 
 def markdown() -> str:
     """The whole cheatsheet, as README holds it."""
-    lines = []
-    for where in dict.fromkeys(pattern.where for pattern in PATTERNS):
-        lines += ["", f"**{where[0].upper()}{where[1:]}**", "", "| what you see | what it usually means |", "|---|---|"]
-        lines += [f"| {one.see} | {one.means} |" for one in PATTERNS if one.where == where]
-    return "\n".join(lines[1:])
+    lines = ["| where | what you see | what it usually means |", "|---|---|---|"]
+    lines += [f"| {one.where} | {one.see} | {one.means} |" for one in PATTERNS]
+    return "\n".join(lines)

@@ -109,7 +109,7 @@ def difference(first: Side, other: Side) -> Difference:
         changed.append("ops gone: " + ", ".join(ops_gone))
     if ops_new:
         rows = [name for name in ops_new if name in COMPILE_ROWS]
-        plain = [name for name in ops_new if name not in COMPILE_ROWS]
+        plain = [name for name in ops_new if name not in COMPILE_ROWS and name not in other.work]
         if rows:
             changed.append(f"torch.compile's rows before the ops: {', '.join(rows)}")
         if plain:
@@ -156,6 +156,10 @@ def _counted(names: Counter, side: Side | None = None) -> str:
 
 
 def setup(side: Side) -> str:
-    """What one run does on the GPU in a step: the first row's own words."""
-    families = Counter(row.says.family if row.work.kind == "kernel" else row.work.kind for row in side.rows)
-    return ", ".join(f"{count} {family}" for family, count in families.items()) or "no GPU work"
+    """What one run does on the GPU in a step: GEMMs counted, other kernels by what they do."""
+    parts = Counter(
+        _what(row.work.name) if row.work.kind == "kernel" and row.says.family != "GEMM"
+        else {"kernel": "GEMM", "memcpy": "copy"}.get(row.work.kind, row.work.kind)
+        for row in side.rows
+    )  # fmt: skip
+    return ", ".join(f"{count} x {part}" for part, count in parts.most_common()) or "no GPU work"

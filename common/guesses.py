@@ -54,7 +54,7 @@ def regime_is(name: str) -> Guess:
         sooner = "a faster GPU needs larger work to be kept busy" if name == "compute-bound" else ""
         return Answer(found.name == name, seen, sooner)
 
-    return Guess("02 03", f"{name}", _needs_gpu(ask))
+    return Guess("02 03", f"at this size the step is {name}", _needs_gpu(ask))
 
 
 def self_time_excludes_children() -> Guess:
@@ -341,7 +341,8 @@ def fused_into_one(maker: str, *words: str, claims: str) -> Guess:
         seen = _listed(f"{kernel_names.short(row.work.name, 60)} {row.us:.1f} µs" for row in others)
         return Answer(len(others) == 1 and all(word in others[0].work.name for word in words), seen)
 
-    return Guess(claims, f"{' and '.join(words)} are one kernel, written by {maker}", _needs_gpu(ask))
+    merged = " and ".join(words) + (" are" if len(words) > 1 else " is")
+    return Guess(claims, f"{merged} one kernel, written by {maker}", _needs_gpu(ask))
 
 
 def pointwise_round_trip(rows: int, columns: int, itemsize: int) -> Guess:

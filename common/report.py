@@ -151,7 +151,7 @@ def _lanes(out: Console, step: Step) -> None:
     if drawn:
         out.print(f"[bold]lanes of step {_number(step.name)}[/bold]")
         for line in drawn:
-            out.print(escape(line))
+            out.print(escape(line), style="green" if line.startswith("GPU") else None)
 
 
 def _recorded(trace: Trace) -> list[str]:

@@ -2,7 +2,7 @@
 # Records the reference traces of one machine: every rung, one process a run, as a reader would type it.
 # Usage: traces/reference/record.sh FOLDER [PYTHON]   FOLDER gets <script>/<tag>.json.gz and .txt, and
 # then-*.screen.txt with what the calls after a profile showed
-# Without a way to the Hub, set LOCAL_KERNELS (README, Troubleshooting).
+# Without a way to the Hub, set LOCAL_KERNELS (troubleshooting.md).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=${1:?usage: record.sh FOLDER [PYTHON]}
