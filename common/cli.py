@@ -28,6 +28,9 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a console without µ or … must not end a run
         # A reader can do nothing about a library's warnings, and they bury what the run says.
         # What they log as an error and survive (a candidate that max-autotune drops) is no news.
         logging.disable(logging.ERROR)
@@ -43,7 +46,7 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
             except RunFailed as problem:
                 return _stop(problem, 1)
             except KeyboardInterrupt:
-                return _stop("interrupted: no file was written", 130)
+                return _stop("interrupted; files appear whole or not at all", 130)
             except BrokenPipeError:  # the reader of a pipe has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141

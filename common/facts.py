@@ -1,6 +1,6 @@
-"""The facts of the report as one JSON document."""
+"""What is wrong with a trace, and the facts of the report as one JSON document."""
 
-from common import cheatsheet, reading
+from common import cheatsheet, kernel_names, reading
 from common.trace import Trace
 
 
@@ -12,7 +12,7 @@ def facts(trace: Trace) -> dict:
                 "trace": str(trace.path),
                 "devices": list(trace.devices),
                 "shapes_recorded": trace.has_shapes,
-                "warnings": reading.warnings(trace),
+                "warnings": warnings(trace),
                 "steps": [
                     {
                         "name": one.step.name, "cpu_us": one.step.us, "label_to_first_op_us": one.gap_us,
@@ -37,3 +37,19 @@ def facts(trace: Trace) -> dict:
                              for one, figure in cheatsheet.found(trace)],
             }
     )  # fmt: skip
+
+
+def warnings(trace: Trace) -> list[str]:
+    """What is wrong with the trace itself."""
+    found = []
+    if trace.zeroed:
+        found.append(f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481): left out")
+    if trace.crossing:
+        names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
+        found.append(
+            f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
+            f"such slices: {names}"
+        )
+    if trace.unlaunched:
+        found.append(f"{trace.unlaunched} pieces of GPU work have no launch in the trace: in no step, tied to no op")
+    return found

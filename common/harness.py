@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from common import report, trace
+from common import report, text, trace
 from common.cli import BadInput, RunFailed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -89,7 +88,7 @@ def _cxx_compiler() -> str | None:
 
 
 def _require_memory(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is None:
         return
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in tensors.items()}
@@ -101,12 +100,12 @@ def _require_memory(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, dev
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     where = "this machine" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
     raise BadInput(
-        f"these shapes need about {report.size(needed)} and {where} has {report.size(free)} free "
-        f"({', '.join(f'{name}: {report.size(sizes[name])}' for name in largest)}, …): make them smaller"
+        f"these shapes need about {text.size(needed)} and {where} has {text.size(free)} free "
+        f"({', '.join(f'{name}: {text.size(sizes[name])}' for name in largest)}, …): make them smaller"
     )
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """Memory that tensors can take without swapping; None where the system does not say."""
     if device.type != "cpu":
         return torch.get_device_module(device).mem_get_info()[0]
@@ -328,76 +327,6 @@ def _check_recording(file: Path, device: torch.device) -> None:
                 f"{zeroed} of {len(events)} events carry neither a time stamp nor a duration (pytorch issue "
                 "188481): run again, or with another torch; no file was written"
             )
-
-
-@dataclass(frozen=True)
-class Roofs:
-    """What this device reached just now: a large matrix product, and a large copy (read plus written)."""
-
-    tflops: float
-    gb_s: float
-
-
-def roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
-    """Measure both: the median of five rounds of five calls, after a round to warm up."""
-    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
-    n, length = (8192, 2**30) if device.type != "cpu" else (1024, 2**28)
-    free = _free_bytes(device)
-    while free is not None and 3 * n * n * dtype.itemsize + 2 * length > free / 2:
-        n, length = n // 2, length // 4
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    source = torch.ones(length, device=device, dtype=torch.int8)
-    target = torch.empty_like(source)
-    with torch.no_grad():
-        product = _median_seconds(lambda: torch.mm(a, b), device)
-        copy = _median_seconds(lambda: target.copy_(source), device)
-    return Roofs(tflops=2 * n**3 / product / 1e12, gb_s=2 * length / copy / 1e9)
-
-
-def _median_seconds(fn: Callable, device: torch.device) -> float:
-    synchronize = torch.get_device_module(device).synchronize
-    times = []
-    for _ in range(6):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(5):  # in one go, so that launching and waiting weigh little
-            fn()
-        synchronize()
-        times.append((time.perf_counter() - start) / 5)
-    return statistics.median(times[1:])
-
-
-@dataclass(frozen=True)
-class FirstCall:
-    """The first call of a function with an input that it has not seen, after the profile."""
-
-    name: str
-    seconds: float
-    again: float
-    graphs: int  # that Dynamo has made in this process up to here
-    error: float
-
-
-def first_calls(
-    fn: Callable, inputs: dict[str, torch.Tensor], reference: Callable, device: torch.device
-) -> list[FirstCall]:
-    """Call `fn` twice with each input in turn: does it compile again, and is the result right?"""
-    from torch._dynamo.utils import counters
-
-    found = []
-    synchronize = torch.get_device_module(device).synchronize
-    with torch.no_grad():
-        for name, x in inputs.items():
-            times = []
-            for _ in range(2):
-                synchronize()
-                start = time.perf_counter()
-                out = fn(x)
-                synchronize()
-                times.append(time.perf_counter() - start)
-            graphs = counters["stats"]["unique_graphs"]
-            found.append(FirstCall(name, *times, graphs, relative_error(out, reference(x))))
-    return found
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from common import harness, perfetto, quiz, report, sweep
+from common import harness, measure, perfetto, quiz, report, sweep
 from common.cli import BadInput
 from common.guesses import Guess
 
@@ -38,6 +38,6 @@ def teach(
         run = profiled(Namespace(**vars(args) | {over: value, "record_shapes": True}))
         points.append(sweep.Point.of(value, run))
         report.progress(f"{over} {value}", run.trace)
-    roofs = harness.roofs(device, harness.DTYPES[args.dtype])
+    roofs = measure.roofs(device, harness.DTYPES[args.dtype])
     report.sweep(over, points, roofs, sweep.crossing(points))
     sweep.picture(over, points, roofs)

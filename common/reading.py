@@ -385,19 +385,3 @@ def final_sync(trace: Trace) -> Op | None:
 def graph_hashes(step: Step) -> set[str]:
     """The compiled graphs that the step called."""
     return {match[1] for op in step.walk() if (match := re.search(r"CompiledFxGraph (\w+)", op.name))}
-
-
-def warnings(trace: Trace) -> list[str]:
-    """What is wrong with the trace itself."""
-    found = []
-    if trace.zeroed:
-        found.append(f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481): left out")
-    if trace.crossing:
-        names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
-        found.append(
-            f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
-            f"such slices: {names}"
-        )
-    if trace.unlaunched:
-        found.append(f"{trace.unlaunched} pieces of GPU work have no launch in the trace: in no step, tied to no op")
-    return found

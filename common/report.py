@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import json
+import os
 import socket
 import sys
 import threading
@@ -15,20 +16,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from common import cheatsheet, compare, kernel_names, lanes, reading, trace
+from common import cheatsheet, compare, facts, kernel_names, lanes, reading, trace
 from common.cli import SECTIONS, BadInput
 from common.guesses import NO_GPU
+from common.text import columns, console, percent, print_table, rate, ratio, seconds, shown_path, size, us
 from common.trace import STEP, Op, Step, Trace
 
 if TYPE_CHECKING:
     from common.guesses import Guess
-    from common.harness import FirstCall, Roofs, Run
+    from common.harness import Run
+    from common.measure import FirstCall, Roofs
     from common.quiz import Question
     from common.sweep import Point
 
 # Shorter waits would only flicker.
 STATUS_AFTER_S = 1.5
-PIPE_WIDTH = 140
 STEPS_SHOWN = 8
 TREE_LINES = 45
 
@@ -44,11 +46,6 @@ class View:
     @classmethod
     def of(cls, args) -> "View":
         return cls(args.lanes, args.step, args.only)
-
-
-def console() -> Console:
-    # Made on demand, so that a redirected stdout is the one written to.
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def error(problem: object) -> None:
@@ -99,10 +96,10 @@ def header(run: "Run") -> None:
     if run.device_type == "cpu":
         out.print("no accelerator in this run: the trace has a CPU lane and no GPU lane")
     out.print()
-    files = _columns()
+    files = columns()
     files.add_row(f"  {escape(shown_path(run.trace))}", "the trace: open it at ui.perfetto.dev")
     files.add_row(f"  {escape(shown_path(run.table))}", "the profiler table")
-    _print(out, files)
+    print_table(out, files)
     out.print()
     for line in run.totals:
         out.print(line)
@@ -146,7 +143,11 @@ def _chosen(trace: Trace, number: int | None) -> Step:
 
 
 def _lanes(out: Console, step: Step) -> None:
-    plain = out.is_dumb_terminal or not (out.encoding or "").lower().startswith("utf")
+    plain = (
+        out.is_dumb_terminal
+        or not (out.encoding or "").lower().startswith("utf")
+        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
+    )
     drawn = lanes.draw(step, out.width, lanes.ASCII if plain else lanes.UNICODE)
     if drawn:
         out.print(f"[bold]lanes of step {_number(step.name)}[/bold]")
@@ -167,7 +168,7 @@ def _recorded(trace: Trace) -> list[str]:
     window = reading.regime(trace).window_us
     shapes = "shapes recorded" if trace.has_shapes else "no shapes (--record-shapes adds sizes and TFLOP/s)"
     lines = [f"[bold]recorded[/bold]   {escape(where)} · {steps} · window {window:,.1f} µs · {shapes}"]
-    return lines + [f"[yellow]warning[/yellow]    {escape(text)}" for text in reading.warnings(trace)]
+    return lines + [f"[yellow]warning[/yellow]    {escape(text)}" for text in facts.warnings(trace)]
 
 
 def _steps_word(count: int) -> str:
@@ -181,10 +182,10 @@ def _number(name: str) -> str:
 def _steps(out: Console, trace: Trace) -> None:
     facts = reading.step_facts(trace)
     gpu = any(one.step.work for one in facts)
-    columns = ["CPU µs", "label to first op µs"]
+    heads = ["CPU µs", "label to first op µs"]
     if gpu:
-        columns += ["launches", "GPU busy µs", "GPU span µs", "GPU idle", "launch to start µs"]
-    table = _columns("[bold]step[/bold]", *columns, numbers_from=1)
+        heads += ["launches", "GPU busy µs", "GPU span µs", "GPU idle", "launch to start µs"]
+    table = columns("[bold]step[/bold]", *heads, numbers_from=1)
     shown = facts if len(facts) <= STEPS_SHOWN else facts[: STEPS_SHOWN - 3]
     for one in shown:
         mark = " *" if one.ratio else ""
@@ -192,7 +193,7 @@ def _steps(out: Console, trace: Trace) -> None:
         if gpu:
             row += [str(one.launches), us(one.busy_us), us(one.span_us), percent(one.idle), us(one.offset_us)]
         table.add_row(*row)
-    _print(out, table)
+    print_table(out, table)
     if len(shown) < len(facts):
         middle = reading.typical(trace)
         out.print(f"… and {len(facts) - len(shown)} more; the median step took {us(middle.us)} µs")
@@ -208,7 +209,7 @@ def _gpu_work(out: Console, trace: Trace) -> None:
     rows = reading.work_rows(trace)
     step = reading.typical(trace)
     name_width = 44 if out.width >= 120 else 28
-    table = _columns(f"[bold]GPU work of one step ({_number(step.name)})[/bold]", "from", "µs", "range", "launched by",
+    table = columns(f"[bold]GPU work of one step ({_number(step.name)})[/bold]", "from", "µs", "range", "launched by",
                      "regs, shared, grid x block", numbers_from=None)  # fmt: skip
     table.columns[2].justify = "right"
     for row in rows[:TREE_LINES]:
@@ -217,7 +218,7 @@ def _gpu_work(out: Console, trace: Trace) -> None:
             escape(kernel_names.short(row.work.name, name_width)), escape(kernel_names.short(row.asked_by, 28)),
             us(row.us), f"{us(row.low_us)}–{us(row.high_us)}", launched, _footprint(row),
         )  # fmt: skip
-    _print(out, table)
+    print_table(out, table)
     if len(rows) > TREE_LINES:
         out.print(f"… and {len(rows) - TREE_LINES} more")
 
@@ -346,11 +347,11 @@ def first_calls(title: str, calls: "Sequence[FirstCall]") -> None:
     out = console()
     out.print()
     out.print(f"[bold]{escape(title)}[/bold]")
-    table = _columns("input", "first call", "again", "graphs by then", "relative error", numbers_from=1)
+    table = columns("input", "first call", "again", "graphs by then", "relative error", numbers_from=1)
     for call in calls:
         times = (seconds(call.seconds), seconds(call.again))
         table.add_row(escape(call.name), *times, str(call.graphs), f"{call.error:.1e}")
-    _print(out, table)
+    print_table(out, table)
 
 
 def progress(what: str, file: Path) -> None:
@@ -361,7 +362,7 @@ def sweep(over: str, points: "Sequence[Point]", roofs: "Roofs", crossing: float 
     """A line for each size, the roofs, and where the regimes meet."""
     out = console()
     out.print()
-    table = _columns(f"[bold]{over}[/bold]", "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share",
+    table = columns(f"[bold]{over}[/bold]", "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share",
                      "GEMM TFLOP/s", "pointwise GB/s", "regime", numbers_from=0)  # fmt: skip
     table.columns[-1].justify = "left"
     for one in points:
@@ -370,7 +371,7 @@ def sweep(over: str, points: "Sequence[Point]", roofs: "Roofs", crossing: float 
             str(one.size), us(one.cpu_us), us(one.busy_us or None), percent(None if share is None else 1 - share),
             percent(one.pointwise_share), rate(one.tflops), rate(one.gb_s), one.regime.name,
         )  # fmt: skip
-    _print(out, table)
+    print_table(out, table)
     out.print()
     out.print(
         f"roofs of this machine, measured just now: {rate(roofs.tflops)} TFLOP/s (a large matrix product), "
@@ -409,7 +410,7 @@ def side_by_side(traces: Sequence[Trace]) -> None:
     out = console()
     sides = [compare.Side(trace) for trace in traces]
     first = sides[0]
-    table = _columns("[bold]typical step[/bold]", "CPU µs", "", "GPU busy µs", "", "launches", "kernels", "copies",
+    table = columns("[bold]typical step[/bold]", "CPU µs", "", "GPU busy µs", "", "launches", "kernels", "copies",
                      "memsets", numbers_from=1)  # fmt: skip
     for side in sides:
         table.add_row(
@@ -417,7 +418,7 @@ def side_by_side(traces: Sequence[Trace]) -> None:
             ratio(side.busy_us, first.busy_us), str(side.launches),
             *(str(side.count(kind)) for kind in ("kernel", "memcpy", "memset")),
         )  # fmt: skip
-    _print(out, table)
+    print_table(out, table)
     out.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
     for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
@@ -428,57 +429,8 @@ def side_by_side(traces: Sequence[Trace]) -> None:
         cells = ("\n".join(f"· {text}" for text in texts) or "nothing" for texts in (found.changed, found.same))
         table.add_row(escape(side.name), *(escape(cell) for cell in cells))
     # Wrapped in columns here, so no soft wrapping.
-    _print(Console(highlight=False, width=out.width), table)
+    print_table(Console(highlight=False, width=out.width), table)
 
 
 def as_json(facts: dict) -> None:
     print(json.dumps(facts, indent=1))
-
-
-def _columns(*headers: str, numbers_from: int | None = None) -> Table:
-    """A table without lines; from column `numbers_from` on, right-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headers), header_style="")
-    for index, text in enumerate(headers):
-        right = numbers_from is not None and index >= numbers_from
-        table.add_column(text, justify="right" if right else "left", no_wrap=True)
-    return table
-
-
-def _print(out: Console, table: Table) -> None:
-    """A table without the blanks that would pad its last column."""
-    with out.capture() as drawn:
-        out.print(table)
-    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
-
-
-def shown_path(path: Path) -> str:
-    """The path as the user would type it: relative where it lies below the current folder."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def us(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}"
-
-
-def percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
-
-
-def ratio(value: float, base: float) -> str:
-    return f"x {value / base:.2f}" if base else ""
-
-
-def rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units, as memory bandwidth is quoted."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from common import reading, report, trace
 
 if TYPE_CHECKING:
-    from common.harness import Roofs, Run
+    from common.harness import Run
+    from common.measure import Roofs
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ KINDS = {
 }  # fmt: skip
 GPU_KINDS = frozenset({"kernel", "memcpy", "memset"})
 STEP = "ProfilerStep#"
-# In a trace as text, where parsing all of it would be most of the work: see harness.py.
+# Looked for in a trace as text: parsing it would be most of the harness's work.
 GPU_EVENT = re.compile(rb'"cat":\s*"(?:kernel|gpu_memcpy|gpu_memset)"')
 ZERO_STAMP = re.compile(rb'"ts":\s*0(?:\.0*)?\s*[,}]')
 

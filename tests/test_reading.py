@@ -140,7 +140,7 @@ def test_window_and_regime(both):
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
     ours, _ = both
     assert not ours.crossing and ours.unlaunched == 0 and ours.zeroed == 0
-    assert reading.warnings(ours) == []
+    assert facts.warnings(ours) == []
 
 
 def test_facts_are_json(both):

@@ -1,7 +1,10 @@
 """What is looked at: the lanes, the sweep and its picture, and sharing."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, load_script
@@ -53,6 +56,16 @@ def test_lanes_only_where_asked_for_in_a_pipe(capsys):
     assert "lanes of step #3" in capsys.readouterr().out
     assert read_trace.main([str(MLP), "--step", "2"]) == 0
     assert "lanes of step #2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wish", ["PYTHONIOENCODING=ascii", "PYTHONIOENCODING=cp1252", "LC_ALL=C"])
+def test_lanes_are_plain_ascii_where_the_terminal_or_the_locale_wants_it(wish):
+    command = [sys.executable, "read_trace.py", str(MLP), "--lanes"]
+    environment = os.environ | dict([wish.split("=")])
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    _, _, picture = done.stdout.partition(b"lanes of step")
+    assert b"[mlp_fwd=" in picture
 
 
 def test_a_step_that_is_not_there(capsys):
