@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, lesson, measure, report
+from common import cli, guesses, harness, lesson, measure, screen
 
 EXAMPLES = ("", "--batch 1024 --in_dim 32 --out_dim 64 --compile")
 
@@ -66,7 +66,7 @@ def main(argv=None):
     if args.then_strides:
         transposed = torch.randn(args.in_dim, args.batch, device=device, dtype=dtype).t()
         calls = measure.first_calls(fn, {"the same input": x, "transposed": transposed}, linear, device)
-        report.first_calls("then other strides: an error, claims the article", calls)
+        screen.first_calls("then other strides: an error, claims the article", calls)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 
 
 def _stop(problem: object, status: int) -> int:
-    from common import report  # late: --help has no use for what it imports
+    from common import screen  # late: --help has no use for what it imports
 
-    report.error(problem)
+    screen.error(problem)
     return status
 
 

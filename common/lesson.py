@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from common import harness, measure, perfetto, quiz, report, sweep
+from common import harness, measure, perfetto, quiz, report, screen, sweep
 from common.cli import BadInput
 from common.guesses import Guess
 
@@ -37,7 +37,7 @@ def teach(
         # Shapes are what the rates are made of.
         run = profiled(Namespace(**vars(args) | {over: value, "record_shapes": True}))
         points.append(sweep.Point.of(value, run))
-        report.progress(f"{over} {value}", run.trace)
+        screen.progress(f"{over} {value}", run.trace)
     roofs = measure.roofs(device, harness.DTYPES[args.dtype])
-    report.sweep(over, points, roofs, sweep.crossing(points))
+    screen.sweep(over, points, roofs, sweep.crossing(points))
     sweep.picture(over, points, roofs)

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from common import cli, guesses, measure, report
+from common import cli, guesses, measure, screen
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
@@ -40,7 +40,7 @@ def then_seq(fn, reference, args, device: torch.device, dtype: torch.dtype) -> N
         f"seq {seq}": torch.randn(args.batch, seq, args.dim, device=device, dtype=dtype) for seq in args.then_seq
     }
     title = f"then other sequence lengths ({'torch.compile' if args.compile else 'no torch.compile'})"
-    report.first_calls(title, measure.first_calls(fn, inputs, reference, device))
+    screen.first_calls(title, measure.first_calls(fn, inputs, reference, device))
 
 
 def gemm_guesses(args) -> list[guesses.Guess]:

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from common import report
+from common import screen
 
 ORIGIN = "https://ui.perfetto.dev"
 TIMEOUT_S = 600
@@ -153,14 +153,14 @@ def hand_over(trace: Path, timeout_s: float = TIMEOUT_S) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it."""
     with Server(trace) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
-        report.serving(server.url, trace, server.server_port, opened=_browser(server.url))
+        screen.serving(server.url, trace, server.server_port, opened=_browser(server.url))
         try:
             server.handed_over.wait(timeout_s)
         except KeyboardInterrupt:
             pass
         finally:
             server.shutdown()
-    report.served(server.handed_over.is_set())
+    screen.served(server.handed_over.is_set())
     return server.handed_over.is_set()
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common import kernel_names, reading, report
+from common import kernel_names, reading, screen
 from common.cli import BadInput
 from common.trace import Trace
 
@@ -33,7 +33,7 @@ def ask(args, device) -> list[Question]:
         raise BadInput("--guess asks you questions, and this is no terminal: leave it out, or run it by hand")
     asked = CPU_QUESTIONS if device.type == "cpu" else GPU_QUESTIONS
     try:
-        return [Question(one.text, one.mark_with, report.ask(one.text)) for one in asked]
+        return [Question(one.text, one.mark_with, screen.ask(one.text)) for one in asked]
     except EOFError:
         raise BadInput("--guess: the answers ended before the questions") from None
 

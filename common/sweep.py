@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import reading, report, trace
+from common import reading, screen, trace
 
 if TYPE_CHECKING:
     from common.harness import Run
@@ -66,7 +66,7 @@ def picture(over: str, points: Sequence[Point], roofs: "Roofs") -> None:
     try:
         import matplotlib
     except ImportError:
-        report.no_picture()
+        screen.no_picture()
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -113,4 +113,4 @@ def picture(over: str, points: Sequence[Point], roofs: "Roofs") -> None:
     figure.suptitle(f"{script} · {last.device}")
     figure.savefig(file, dpi=110)
     plt.close(figure)
-    report.saved_picture(file)
+    screen.saved_picture(file)
