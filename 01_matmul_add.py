@@ -23,7 +23,7 @@ def addmm(x, w, b):
 
 
 def what_we_guess(args):
-    small = args.size < 1024 and not args.batch
+    small = (args.batch or 1) * args.size**3 < 2**31  # of multiply-adds
     yield guesses.regime_is("overhead-bound" if small else "compute-bound")
     yield guesses.records_steps(args.wait + args.schedule_warmup, args.active)
     yield guesses.self_time_excludes_children()

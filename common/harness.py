@@ -57,6 +57,9 @@ def prepare(args, **tensors: tuple[int, ...]) -> tuple[torch.device, torch.dtype
     tensors: the shape of every tensor alive at once in the step, by name; the largest are named
     in the refusal when they cannot fit. Raises BadInput.
     """
+    first = args.wait + args.schedule_warmup
+    if args.step is not None and not first <= args.step < first + args.active:
+        raise BadInput(f"--step {args.step}: this schedule records #{first} to #{first + args.active - 1}")
     device = _device(args.device)
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput(
@@ -271,14 +274,18 @@ def _record(step, args, device) -> tuple[torch.profiler.profile, torch.Tensor, f
             device_module.reset_peak_memory_stats()
         before = args.wait + args.schedule_warmup
         with prof:
-            for number in range(before + args.active):
+            for number in range(before):
                 out = step() if first_call_s is not None else first_call()
                 if number == before - 1 and device.type != "cpu":
                     # Large steps queue up: what is not recorded must not run into the first one that is.
                     device_module.synchronize()
                 prof.step()
-    peak = device_module.max_memory_allocated() if device.type != "cpu" else None
-    return prof, out, first_call_s, peak
+            for _ in range(args.active):
+                out = step() if first_call_s is not None else first_call()
+                prof.step()
+    # max_memory_allocated() would flatten and sort a hundred counters for this one.
+    allocated = device_module.memory_stats_as_nested_dict() if device.type != "cpu" else None
+    return prof, out, first_call_s, allocated and allocated["allocated_bytes"]["all"]["peak"]
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:

@@ -52,15 +52,15 @@ def run(done: "Run", view: View, guesses: "Sequence[Guess]", given: "Sequence[Qu
 def header(run: "Run") -> None:
     """What ran, what it cost to get going, whether it computed the right thing, and its files."""
     out = console()
-    facts = [f"first call {seconds(run.first_call_s)}"]
+    known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
-        facts.append(f"peak device memory {size(run.peak_bytes)}")
+        known.append(f"peak device memory {size(run.peak_bytes)}")
     if run.error is None:
-        facts.append("eager: the reference itself")
+        known.append("eager: the reference itself")
     else:
-        facts.append(f"matches eager: relative error {run.error:.1e}")
+        known.append(f"matches eager: relative error {run.error:.1e}")
     out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.device_name)} · torch {run.torch_version}")
-    out.print(" · ".join(facts))
+    out.print(" · ".join(known))
     if run.device_type == "cpu":
         out.print("no accelerator in this run: the trace has a CPU lane and no GPU lane")
     out.print()

@@ -27,11 +27,9 @@ KINDS = {
     "cpu_op": "op", "Operator": "op",
     "python_function": "python",
     "cuda_runtime": "runtime", "cuda_driver": "runtime", "Runtime": "runtime", "hip_runtime": "runtime",
-    "xpu_runtime": "runtime", "xpu_driver": "runtime", "privateuse1_runtime": "runtime",
-    "privateuse1_driver": "runtime",
-    "kernel": "kernel", "Kernel": "kernel",
-    "gpu_memcpy": "memcpy", "Memcpy": "memcpy",
-    "gpu_memset": "memset", "Memset": "memset",
+    "xpu_runtime": "runtime", "xpu_driver": "runtime",
+    "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
+    "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
     "overhead": "overhead",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
 }  # fmt: skip
@@ -388,11 +386,8 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
 def _devices(document: dict, work: list[Work]) -> tuple[str, ...]:
     """The names of the GPUs that did work; all there are where the trace does not say which."""
     listed = document.get("deviceProperties")
-    named = {
-        device.get("id"): str(device.get("name"))
-        for device in (listed if isinstance(listed, list) else ())
-        if isinstance(device, dict) and isinstance(device.get("id"), int)
-    }
+    listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    named = {one["id"]: str(one.get("name")) for one in listed if isinstance(one.get("id"), int)}
     used = {one.device for one in work if isinstance(one.device, int)}
     return tuple(named.get(device, f"GPU {device}") for device in sorted(used))
 
