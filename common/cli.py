@@ -136,6 +136,7 @@ def lesson_parser(doc: str, file: str, examples: Sequence[str]):
     shown = "\n".join(f"  uv run {script.name} {flags}" for flags in examples)
     parser = OneLineParser(
         prog=script.name,
+        usage="%(prog)s [flags]",
         description=doc.strip().splitlines()[0],
         epilog=f"examples:\n{shown}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -63,7 +63,8 @@ def self_time_excludes_children() -> Guess:
         if label is None:
             return Answer(None, "the step has no label")
         inside = sum(child.us for child in label.children)
-        seen = f"{label.name}: {label.us:.1f} µs in total, {label.us - inside:.1f} its own, {inside:.1f} in ops below"
+        own = label.us - inside
+        seen = f"{label.name}: {label.us:,.1f} µs in total, {own:,.1f} its own, {inside:,.1f} in ops below"
         return Answer(0 < inside < label.us, seen)
 
     return Guess("04", "the label's own (self) time is its total less its children's", ask)
@@ -243,7 +244,7 @@ def dynamo_costs_more_than_the_op(op: str) -> Guess:
     def ask(trace):
         step = reading.typical(trace)
         us = sum(one.us for one in step.walk() if one.name == op)
-        return Answer(0 < us < step.us / 2, f"{op} {us:.1f} of the step's {step.us:.1f} µs")
+        return Answer(0 < us < step.us / 2, f"{op} {us:,.1f} of the step's {step.us:,.1f} µs")
 
     return Guess("18", f"compiled: more CPU time goes to getting to {op} than to {op}", ask)
 

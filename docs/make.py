@@ -128,7 +128,7 @@ def verdicts() -> str:
     ):
         screen = (REFERENCE / "nvidia-h200" / f"{file}.screen.txt").read_text().rstrip()
         lines += ["", f"Claim {claim}: {text}. On the H200:", "", "```", screen, "```"]
-    return "\n".join(lines).replace("CompiledFxGraph", "graph") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def refreshed(text: str) -> str:
