@@ -371,11 +371,6 @@ def launches_nothing(op: Op) -> bool:
     return not any(below.work for below in op.walk())
 
 
-def offset_us(trace: Trace) -> float | None:
-    """The first launch call's start to its work's start: how far the lanes stand apart."""
-    return next((facts.offset_us for facts in step_facts(trace) if facts.offset_us is not None), None)
-
-
 def final_sync(trace: Trace) -> Op | None:
     """The synchronization with which the profiler collects the GPU's records, after the last step."""
     end = max(step.end for step in trace.steps)
