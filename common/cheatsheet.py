@@ -91,7 +91,7 @@ def _final_sync(trace):
 
 
 def _buffer_request(trace):
-    requests = [one for one in trace.overheads if one.name == "Activity Buffer Request"]
+    requests = reading.buffer_requests(trace)
     return f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all" if requests else None
 
 
@@ -124,11 +124,10 @@ def _varying(trace):
     # On the H200 most kernels stay within 3%, and the second of two equal GEMMs varies by 9.
     if widest is None or widest.high_us < 1.05 * widest.low_us:
         return None
-    key = widest.work.name
-    times = [one.us for step in trace.steps for one in step.work if one.name == key]
+    times = reading.kernel_us(trace, widest.work.name)
     return (
-        f"{kernel_names.short(key)}: {min(times):,.1f} to {max(times):,.1f} µs, median {median(times):,.1f}, "
-        f"mean {mean(times):,.1f}"
+        f"{kernel_names.short(widest.work.name)}: {min(times):,.1f} to {max(times):,.1f} µs, "
+        f"median {median(times):,.1f}, mean {mean(times):,.1f}"
     )
 
 
@@ -178,7 +177,7 @@ def _dynamo(trace):
 
 
 def _graphs(trace):
-    seen = set().union(*(reading.graph_hashes(step) for step in trace.steps))
+    seen = reading.graph_hashes(trace)
     return f"{len(seen)} in {len(trace.steps)} steps" if seen else None
 
 

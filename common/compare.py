@@ -33,7 +33,7 @@ class Side:
 
     @cached_property
     def launches(self) -> int:
-        return sum(1 for op in reading.typical(self.trace).walk() if op.work)
+        return reading.launches(reading.typical(self.trace))
 
     @cached_property
     def rows(self) -> tuple[reading.WorkRow, ...]:
@@ -70,8 +70,10 @@ def difference(first: Side, other: Side) -> Difference:
     changed, same = [], []
     kept, gone, new = first.work & other.work, first.work - other.work, other.work - first.work
 
-    for name, count in _renamed_epilogues(gone, new):
-        before, after = name
+    for before, after in _renamed_epilogues(gone, new):
+        count = min(gone[before], new[after])
+        if not count:  # already the partner of another
+            continue
         gone[before] -= count
         new[after] -= count
         changed.append(
@@ -128,7 +130,7 @@ def _renamed_epilogues(gone: Counter, new: Counter):
             if one.family == two.family == "GEMM" and one.maker == two.maker and "tile" in one.parts:
                 differing = {key for key in one.parts | two.parts if one.parts.get(key) != two.parts.get(key)}
                 if differing == {"epilogue"}:
-                    yield (before, after), min(gone[before], new[after])
+                    yield before, after
 
 
 def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:

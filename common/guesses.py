@@ -15,7 +15,7 @@ NO_GPU = "no GPU lane: this run was on the CPU"
 
 @dataclass(frozen=True)
 class Answer:
-    """holds: None where this trace cannot tell. because: why it breaks, where we know."""
+    """holds: None where this trace cannot tell. because: why, shown only where it breaks."""
 
     holds: bool | None
     seen: str
@@ -32,7 +32,7 @@ class Guess:
 
 
 def _needs_gpu(ask: Callable[[Trace], Answer]) -> Callable[[Trace], Answer]:
-    return lambda trace: ask(trace) if any(step.work for step in trace.steps) else Answer(None, NO_GPU)
+    return lambda trace: ask(trace) if reading.has_gpu_work(trace) else Answer(None, NO_GPU)
 
 
 def _work(trace: Trace) -> list[Work]:
@@ -93,10 +93,7 @@ def first_step_is_wider() -> Guess:
             f"{first.step.us:,.1f} µs against {usual.us:,.1f}; of the {more:,.1f} more, {gap_more:,.1f} are in "
             f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
         )
-        because = ""
-        if wider and gap_more <= more / 2:
-            because = first.cause or ""
-        return Answer(wider and gap_more > more / 2, seen, because)
+        return Answer(wider and gap_more > more / 2, seen, first.cause or "")
 
     return Guess("06", "cold: the first step is wider, through the gap from the label to its first op", ask)
 
@@ -114,7 +111,7 @@ def steps_are_alike() -> Guess:
 
 def one_buffer_request() -> Guess:
     def ask(trace):
-        requests = [one for one in trace.overheads if one.name == "Activity Buffer Request"]
+        requests = reading.buffer_requests(trace)
         first = min((one.start for step in trace.steps for one in step.work), default=0)
         before = [one for one in requests if one.start < first]
         seen = f"{len(requests)}" + (f", {before[0].us:,.0f} µs before the first kernel" if before else "")
@@ -203,7 +200,7 @@ def long_final_sync() -> Guess:
             return Answer(None, "no synchronization after the last step")
         busy = reading.regime(trace).busy_us
         seen = f"{sync.us:,.1f} µs, for {busy:,.1f} µs of GPU work"
-        short = "here it only waits for the last kernel: it measures no idleness" if sync.us <= 10 * busy else ""
+        short = "here it only waits for the last kernel: it measures no idleness"
         return Answer(sync.us > 10 * busy, seen, short)
 
     return Guess("13", "the closing cudaDeviceSynchronize dwarfs the GPU's work", _needs_gpu(ask))
@@ -213,13 +210,12 @@ def duration_varies() -> Guess:
     def ask(trace):
         rows = [row for row in reading.work_rows(trace) if row.work.kind == "kernel"]
         row = max(rows, key=lambda one: one.us)
-        times = [one.us for step in trace.steps for one in step.work if one.name == row.work.name]
+        times = reading.kernel_us(trace, row.work.name)
         seen = (
             f"{kernel_names.short(row.work.name)}: median {median(times):,.1f}, mean {mean(times):,.1f}, "
             f"{min(times):,.1f} to {max(times):,.1f} µs over {len(times)}"
         )
-        steady = "clocks, heat and power were steady while these ran" if max(times) < 1.02 * min(times) else ""
-        return Answer(max(times) >= 1.02 * min(times), seen, steady)
+        return Answer(max(times) >= 1.02 * min(times), seen, "clocks, heat and power were steady while these ran")
 
     return Guess("14", "the same kernel on the same data takes a different time in each step", _needs_gpu(ask))
 
@@ -230,7 +226,7 @@ def compiled_rows() -> Guess:
     def ask(trace):
         names = [op.name for op in reading.typical(trace).walk()]
         missing = [row for row in rows if not any(name.startswith(row) for name in names)]
-        hashes = set().union(*(reading.graph_hashes(step) for step in trace.steps))
+        hashes = reading.graph_hashes(trace)
         extra = ["Pregraph bytecode"] if "Pregraph bytecode" in names else []
         seen = f"{len(hashes)} graph hash{'es' * (len(hashes) != 1)} in {len(trace.steps)} steps" + (
             f"; missing: {_listed(missing)}" if missing else ""
@@ -273,8 +269,8 @@ def graph_replay_without_copies() -> Guess:
         seen = f"{len(replayed)} pieces of work from one graph launch" + (
             f", {len(others)} more before it: {sum(row.us for row in others):.1f} µs" if others else ""
         )
-        because = "a graph replays fixed addresses, so inputs that may change are copied in first" if others else ""
-        return Answer(bool(replayed) and not others, seen, because)
+        because = "a graph replays fixed addresses, so inputs that may change are copied in first"
+        return Answer(bool(replayed) and not others, seen, because if others else "")
 
     return Guess("19", "a CUDA graph replays the whole step with one launch", _needs_gpu(ask))
 

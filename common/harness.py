@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Kineto writes to stderr as it starts and stops, on every machine; this is its own switch, read
-# when the first profiler starts. What it would report as an error shows in the trace: see check().
+# when the first profiler starts. What it would report as an error shows in the trace: see _check_recording().
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -324,14 +324,14 @@ def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
 
 def _check_recording(file: Path, device: torch.device) -> None:
     """Refuse a trace that would teach nonsense. Raises RunFailed."""
-    text = file.read_bytes()
-    if device.type != "cpu" and not GPU_EVENT.search(text):
+    data = file.read_bytes()
+    if device.type != "cpu" and not GPU_EVENT.search(data):
         raise RunFailed(
             "the profiler recorded no GPU work at all, though the step ran on the GPU: CUPTI did not "
             "start (another profiler attached, or no permission for it); no file was written"
         )
-    if ZERO_STAMP.search(text):
-        events = json.loads(text)["traceEvents"]
+    if ZERO_STAMP.search(data):
+        events = json.loads(data)["traceEvents"]
         if zeroed := sum(trace.is_zeroed(event) for event in events):
             raise RunFailed(
                 f"{zeroed} of {len(events)} events carry neither a time stamp nor a duration (pytorch issue "

@@ -86,19 +86,17 @@ def _cutlass(match, name):
 
 
 def _mma_parts(rest: str) -> dict[str, str]:
-    stages = re.search(r"stages_(\d+x\d+)", rest)
-    tiles = re.findall(r"(?<![a-z\d])(\d+x\d+)(?!x)", rest.replace(stages[0], "") if stages else rest)
+    # CUTLASS writes the stages as a second tile.
+    tile, stages, *_ = [*re.findall(r"(?<![a-z\d])(\d+x\d+)(?!x)", rest), "", ""]
     kind = re.search(r"(?:^|_)([a-z]*?)(\d*)gemm", rest)
     mma, sums = (kind[2], kind[1]) if kind else ("", "")
-    if not stages and len(tiles) > 1:  # CUTLASS writes the stages as a second tile
-        stages = re.match(r"(.*)", tiles[1])
     layout = re.search(r"_([nt]{2})(?:_|$)", rest)
     return {
         "types": next((one for one in ("bf16", "fp16", "tf32", "fp8", "f16", "s8") if one in rest), "fp32"),
         "instruction": "x".join(_mma_shape(mma)),
         "sums in": "fp32" if sums.startswith("s") and mma else "",
-        "tile": tiles[0] if tiles else "",
-        "K block x stages": stages[1] if stages else "",
+        "tile": tile,
+        "K block x stages": stages,
         "layout": layout[1] if layout else "",
     }
 
@@ -181,21 +179,20 @@ def _aten_elementwise(match, name):
     return "pointwise", "ATen", {"does": _functor(name), "vector": match["width"] if match["vectorized"] else ""}
 
 
-def _aten_reduce(match, name):
-    return "reduction", "ATen", {"does": _functor(name)}
-
-
-def _aten_foreach(match, name):
-    return "foreach", "ATen", {"does": _functor(name)}
+def _aten(family: str):
+    return lambda match, name: (family, "ATen", {"does": _functor(name)})
 
 
 def _aten_other(match, name):
-    return match["family"] if "family" in match.groupdict() else "other", "ATen", {"does": match["what"].lower()}
+    return "other", "ATen", {"does": match["what"].lower()}
 
 
-def _flash(match, name):
-    direction = "backward" if re.search("bwd|backward|bprop|cutlassB", name) else "forward"
-    return "attention", match["maker_"] if match["maker_"] else "flash attention", {"does": direction}
+def _attention(maker: str):
+    def read(match, name):
+        backward = re.search("bwd|backward|bprop|cutlassB", name)
+        return "attention", maker, {"does": "backward" if backward else "forward"}
+
+    return read
 
 
 def _nccl(match, name):
@@ -205,7 +202,7 @@ def _nccl(match, name):
 
 def _hand_triton(match, name):
     maker = "Liger, Triton" if re.match(LIGER, name) else "Triton, by hand"
-    return "pointwise" if "glu" in name else "other", maker, {"does": f"{match['what'].replace('_', ' ')}"}
+    return "pointwise" if "glu" in name else "other", maker, {"does": match["what"].replace("_", " ")}
 
 
 LIGER = r"_(?:geglu|swiglu|rms_norm|layer_norm|group_norm|triton_rope|fused_add_rms_norm)\w*_(?:for|back)ward_kernel"
@@ -216,9 +213,9 @@ READERS = tuple(
     for pattern, reader in (
         (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
          r"(?P<rest>\w+)", _nvjet),
-        (r"cudnn\w*?(?P<maker_>)\w*sdpa", lambda m, n: ("attention", "cuDNN", _flash(m, n)[2])),
-        (r"(?P<maker_>)(?:flash_(?:fwd|bwd)|flash::|FlashAttn)", _flash),
-        (r"fmha_cutlass(?P<maker_>)", lambda m, n: ("attention", "memory-efficient, CUTLASS", _flash(m, n)[2])),
+        (r"cudnn\w*sdpa", _attention("cuDNN")),
+        (r"flash_(?:fwd|bwd)|flash::|FlashAttn", _attention("flash attention")),
+        (r"fmha_cutlass", _attention("memory-efficient, CUTLASS")),
         (r"sm(?P<sm>\d+)_xmma_", _xmma),
         (r"cutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
         (r"(?:^|void )(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
@@ -227,9 +224,9 @@ READERS = tuple(
         (r"^triton_(?P<kind>poi|red|per|tem|for)_fused_(?P<ops>\w+?)_\d+$", _inductor),
         (r"^triton_(?P<op>mm|bmm|addmm|convolution)_\d+$", _inductor_template),
         (r"^_(?P<what>\w+)_kernel$", _hand_triton),
-        (r"multi_tensor_apply_kernel", _aten_foreach),
+        (r"multi_tensor_apply_kernel", _aten("foreach")),
         (r"(?P<vectorized>vectorized)?_?elementwise_kernel(?:_manual_unroll)?<(?P<width>\d+)?", _aten_elementwise),
-        (r"at::native::(?:\(anonymous namespace\)::)?reduce_kernel", _aten_reduce),
+        (r"at::native::(?:\(anonymous namespace\)::)?reduce_kernel", _aten("reduction")),
         (r"at::native::.*?(?P<what>[Ss]oft[Mm]ax\w*|layer_norm\w*|CatArrayBatchedCopy\w*|index\w+|distribution\w+)",
          _aten_other),
         (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", lambda m, n: ("reduction", "cuBLAS", {"does": "adds the parts "

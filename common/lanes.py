@@ -59,19 +59,13 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
 
 
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:
-    """For each thread its rows, the outermost slices first. Python frames are left out."""
+    """For each thread its rows, the outermost slices first."""
     threads: dict[tuple, list[list[Op]]] = {}
-    stack = [(root, 0) for root in reversed(step.roots)]
-    while stack:
-        op, depth = stack.pop()
-        below = depth
-        if op.kind != "python":
-            rows = threads.setdefault(op.track, [])
-            while len(rows) <= depth:
-                rows.append([])
-            rows[depth].append(op)
-            below = depth + 1
-        stack.extend((child, below) for child in reversed(op.children))
+    for op, depth in step.dispatch():
+        rows = threads.setdefault(op.track, [])
+        if len(rows) == depth:
+            rows.append([])
+        rows[depth].append(op)
     return list(threads.values())
 
 

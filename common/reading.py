@@ -87,6 +87,7 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
     usual = typical(trace)
     gaps = [label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
+    usual_self = _self_by_name(usual)
     covered = _Covered(trace.work)
     facts = []
     for step, gap in zip(trace.steps, gaps, strict=True):
@@ -97,13 +98,16 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
             StepFacts(
                 step=step,
                 gap_us=gap,
-                launches=sum(1 for op in step.walk() if op.work),
+                launches=launches(step),
                 busy_us=busy_us(step.work),
                 span_us=span_us(step.work),
                 idle=covered.idle_share(step) if step.work else None,
                 offset_us=(first.start - first.launch.start) / 1e3 if first else None,
                 ratio=ratio if stands_out else None,
-                cause=_cause(trace, step, usual, (gap or 0.0) - usual_gap) if stands_out else None,
+                cause=(
+                    _cause(trace, step, step.us - usual.us, (gap or 0.0) - usual_gap, usual_self)
+                    if stands_out else None
+                ),
             )
         )
     return tuple(facts)
@@ -144,19 +148,19 @@ def label_gap_us(step: Step) -> float | None:
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
-def _cause(trace: Trace, step: Step, usual: Step, gap_excess: float) -> str | None:
-    excess = step.us - usual.us
+def _cause(trace: Trace, step: Step, excess: float, gap_excess: float, usual_self: Counter) -> str | None:
+    """excess: what it took more than the median step; gap_excess: that, before its first op."""
     overheads = Counter()
-    first = bisect.bisect_left(trace.overheads, step.start, key=lambda one: one.start)
-    for one in trace.overheads[first:]:
-        if one.start >= step.end:
-            break
+    first, last = (
+        bisect.bisect_left(trace.overheads, time, key=lambda one: one.start) for time in (step.start, step.end)
+    )
+    for one in trace.overheads[first:last]:
         overheads[one.name] += one.us
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in overheads.most_common(3))
     if gap_excess > excess / 3:
         return f"{gap_excess:,.0f} of its {excess:,.0f} µs more lie before its first op: a cold start"
     slower = _self_by_name(step)
-    slower.subtract(_self_by_name(usual))
+    slower.subtract(usual_self)
     name, more = max(slower.items(), key=lambda item: item[1], default=("", 0.0))
     if more > excess / 3:
         return f"{more:,.0f} of its {excess:,.0f} µs more are {name}'s own, as on first use" + (
@@ -355,6 +359,26 @@ def regime(trace: Trace) -> Regime:
     return Regime(name, share, busy, window)
 
 
+def has_gpu_work(trace: Trace) -> bool:
+    """GPU work in its steps: a run on the CPU, and one that recorded none, have only a CPU lane."""
+    return any(step.work for step in trace.steps)
+
+
+def launches(step: Step) -> int:
+    """Calls that put work on a GPU: one for a whole CUDA graph."""
+    return sum(1 for op in step.walk() if op.work)
+
+
+def kernel_us(trace: Trace, name: str) -> list[float]:
+    """How long each kernel of that name took, over all steps."""
+    return [one.us for step in trace.steps for one in step.work if one.name == name]
+
+
+def buffer_requests(trace: Trace) -> list[Op]:
+    """The profiler's own allocations of room for GPU records."""
+    return [one for one in trace.overheads if one.name == "Activity Buffer Request"]
+
+
 def count_per_step(trace: Trace, kind: str) -> int:
     """Kernels, memcpys or memsets of the typical step."""
     return sum(one.kind == kind for one in typical(trace).work)
@@ -377,6 +401,9 @@ def final_sync(trace: Trace) -> Op | None:
     return next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
 
 
-def graph_hashes(step: Step) -> set[str]:
-    """The compiled graphs that the step called."""
-    return {match[1] for op in step.walk() if (match := re.search(r"CompiledFxGraph (\w+)", op.name))}
+def graph_hashes(trace: Trace) -> set[str]:
+    """The compiled graphs that its steps called."""
+    return {
+        match[1] for step in trace.steps for op in step.walk()
+        if (match := re.search(r"CompiledFxGraph (\w+)", op.name))
+    }  # fmt: skip

@@ -79,7 +79,7 @@ def explain(trace: Trace, view: View) -> None:
     wanted = set(view.only or SECTIONS)
     if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
         wanted.discard("lanes")
-    if not any(step.work for step in trace.steps):
+    if not reading.has_gpu_work(trace):
         wanted -= {"work", "names"}
     sections = {
         "steps": lambda out: _steps(out, trace),
@@ -148,13 +148,13 @@ def _number(name: str) -> str:
 
 
 def _steps(out: Console, trace: Trace) -> None:
-    facts = reading.step_facts(trace)
-    gpu = any(one.step.work for one in facts)
+    found = reading.step_facts(trace)
+    gpu = reading.has_gpu_work(trace)
     heads = ["CPU µs", "label to first op µs"]
     if gpu:
         heads += ["launches", "GPU busy µs", "GPU span µs", "GPU idle", "launch to start µs"]
     table = columns("[bold]step[/bold]", *heads, numbers_from=1)
-    shown = facts if len(facts) <= STEPS_SHOWN else facts[: STEPS_SHOWN - 3]
+    shown = found if len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
     for one in shown:
         mark = " *" if one.ratio else ""
         row = [f"{_number(one.step.name)}{mark}", us(one.step.us), us(one.gap_us)]
@@ -162,10 +162,10 @@ def _steps(out: Console, trace: Trace) -> None:
             row += [str(one.launches), us(one.busy_us), us(one.span_us), percent(one.idle), us(one.offset_us)]
         table.add_row(*row)
     print_table(out, table)
-    if len(shown) < len(facts):
+    if len(shown) < len(found):
         middle = reading.typical(trace)
-        out.print(f"… and {len(facts) - len(shown)} more; the median step took {us(middle.us)} µs")
-    wide = [one for one in facts if one.ratio]
+        out.print(f"… and {len(found) - len(shown)} more; the median step took {us(middle.us)} µs")
+    wide = [one for one in found if one.ratio]
     for one in wide[:3]:
         out.print(
             f"* {_number(one.step.name)} took {one.ratio:,.1f} times the median step"
@@ -231,20 +231,12 @@ def _measured(rows: Sequence[reading.WorkRow]) -> list[str]:
 def _dispatch(out: Console, trace: Trace) -> None:
     step = reading.typical(trace)
     out.print(f"[bold]dispatch chain of {'step ' * trace.has_steps}{_number(step.name)}[/bold]")
-    lines = 0
     has_gpu = bool(trace.work)
-    stack = [(root, 1) for root in reversed(step.roots)]
-    while stack:
-        op, depth = stack.pop()
-        if op.kind == "python":  # frames: hundreds of them, and none of them a dispatch
-            stack.extend((child, depth) for child in reversed(op.children))
-            continue
-        if lines == TREE_LINES:
+    for line, (op, depth) in enumerate(step.dispatch()):
+        if line == TREE_LINES:
             out.print("  …")
             break
-        lines += 1
-        out.print("  " * depth + _chain_line(op, has_gpu))
-        stack.extend((child, depth + 1) for child in reversed(op.children))
+        out.print("  " * (depth + 1) + _chain_line(op, has_gpu))
 
 
 def _chain_line(op: Op, has_gpu: bool) -> str:

@@ -129,6 +129,16 @@ class Step:
         for root in self.roots:
             yield from root.walk()
 
+    def dispatch(self) -> Iterator[tuple[Op, int]]:
+        """Every op with its depth, parents first. Python frames are passed over: none is a dispatch."""
+        stack = [(root, 0) for root in reversed(self.roots)]
+        while stack:
+            op, depth = stack.pop()
+            if op.kind != "python":
+                yield op, depth
+                depth += 1
+            stack.extend((child, depth) for child in reversed(op.children))
+
 
 @dataclass(frozen=True, eq=False)
 class Trace:
@@ -153,13 +163,12 @@ def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
 
     limit: the most bytes of JSON that are read, however small they were packed. Raises TraceError.
     """
-    document = read_json(path, limit)
+    document = _document(path, limit)
     with _no_garbage_collection():
         return _build(path, document)
 
 
-def read_json(path: Path, limit: int = DEFAULT_LIMIT) -> dict:
-    """The document itself, checked only for being a Chrome trace. Raises TraceError."""
+def _document(path: Path, limit: int) -> dict:
     try:
         data = _unpacked(path, limit)
     except FileNotFoundError:
@@ -384,7 +393,7 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
 
 
 def _devices(document: dict, work: list[Work]) -> tuple[str, ...]:
-    """The names of the GPUs that did work; all there are where the trace does not say which."""
+    """The names of the GPUs that did work; their numbers where the trace does not name them."""
     listed = document.get("deviceProperties")
     listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     named = {one["id"]: str(one.get("name")) for one in listed if isinstance(one.get("id"), int)}
