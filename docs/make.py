@@ -1,88 +1,121 @@
-"""Make what the documentation shows from the code and the reference traces: nothing in it is typed.
+"""Make what the pages show from the code and the reference traces.
 
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read_trace.py …` on traces/reference gets that command's
-output. <!-- cheatsheet --> and <!-- verdicts --> hold the cheatsheet and the table of claims.
+A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
+and one whose command is `cat …` of a file there that file. <!-- cheatsheet --> and <!-- verdicts -->
+hold the cheatsheet and the table of claims. A block without a command is typed, and says so.
 """
 
 import contextlib
-import importlib.util
 import io
 import re
 import shlex
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import cheatsheet, compare, trace  # noqa: E402
+from tracereader import cli  # noqa: E402
+from tracereader.figures import compare, summarize  # noqa: E402
+from tracereader.findings import cheatsheet  # noqa: E402
+from tracereader.show.report import guesses_of  # noqa: E402
+from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
-CONSOLE = re.compile(r"(```console\n\$ uv run (read_trace\.py [^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
+CONSOLE = re.compile(r"(```console\n\$ (uv run read-trace|cat) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts) -->\n)(.*?)(<!-- end -->)", re.S)
 
-# What the articles report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
+# What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
-    "02": "2.314 ms CPU, 23.1 µs GPU", "03": "4.9 ms CPU, 4.5 ms GPU", "04": "yes", "05": "yes",
+    "01": "yes", "02": "2.314 ms CPU, 23.1 µs GPU", "03": "4.9 ms CPU, 4.5 ms GPU", "04": "yes", "05": "yes",
     "06": "gaps 227.8, 5.5, 4.5 µs", "07": "yes", "08": "yes, about 2.5 ms", "09": "yes", "10": "yes", "11": "yes",
     "12": "yes", "13": "1.78 ms over 26 µs", "14": "mean 1084, usually about 580 µs", "15": "yes", "16": "yes",
     "17": "32 MB in about 33 µs", "18": "about twice eager's CPU time", "19": "left as an exercise",
     "20": "left as an exercise", "21": "yes", "22": "yes", "23": "yes", "24": "yes, tn", "25": "yes",
-    "27": "yes", "28": "yes", "29": "yes", "30": "0.19, 0.19, 0.17 ms", "31": "yes", "32": "yes",
-    "33": "a round trip of 50 MB saved", "34": "yes", "35": "Liger 92.8, Inductor 89.4 µs", "37": "block 4096, 8 warps",
+    "26": "claimed", "27": "yes", "28": "yes", "29": "yes", "30": "0.19, 0.19, 0.17 ms", "31": "yes", "32": "yes",
+    "33": "a round trip of 50 MB saved", "34": "yes", "35": "Liger 92.8, Inductor 89.4 µs", "36": "claimed",
+    "37": "block 4096, 8 warps", "38": "yes", "39": "yes, with version 0.1's call", "40": "yes",
 }  # fmt: skip
+
+# The claims that a guess bears on, by the guess's kind; a list where it depends on more than that.
+CLAIMS = {
+    "records_steps": "05", "self_time_excludes_children": "04", "first_step_is_wider": "06", "steps_are_alike": "07",
+    "one_buffer_request": "08", "occupancy_asked_once": "11 28", "gemm_is_heavy": "12", "long_final_sync": "13",
+    "duration_varies": "14", "compiled_rows": "15", "dynamo_costs_more_than_the_op": "18", "launch_nothing": "25 29",
+    "graph_replay_without_copies": "19", "bias_in_the_epilogue": "22", "name_says_transposed": "24",
+    "down_proj_has_another_tile": "30", "product_sizes": "30", "pointwise_round_trip": "33", "no_compile_rows": "34",
+    "launch_settings": "37",
+}  # fmt: skip
+
+
+def claims_of(record: dict, script: str, flags: dict) -> str:
+    """The claims of the articles that one guess bears on."""
+    kind, compiled = record["guess"], bool(flags.get("compile"))
+    if kind in CLAIMS:
+        return CLAIMS[kind]
+    if kind == "regime_is":
+        return {"overhead-bound": "02", "compute-bound": "03"}[record["name"]]
+    if kind == "dispatches":
+        return {"aten::mm": "09", "aten::bmm": "10", "aten::addmm": "21"}[record["child"]]
+    if kind == "bias_copy_then_gemm":
+        return "17" if compiled else "20"
+    if kind == "fused_into_one":
+        return "32 33" if compiled and script == "03_simple_mlp" else "34"
+    if kind == "kernels_are":
+        return {"01_matmul_add": "09", "03_simple_mlp": "27", "03_kernels_mlp": "34"}[script]
+    assert kind == "ops_are", kind
+    return {
+        "01_matmul_add": ("09" if record["name"] == "aten::add" else "20", "16"),
+        "02_linear": ("21", "23"), "03_simple_mlp": ("27", "31"), "03_kernels_mlp": ("34", "34"),
+    }[script][compiled]  # fmt: skip
+
+
 MARK = {True: "yes", False: "**no**", None: "–"}
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def output_of(command: str) -> str:
-    """What a read_trace.py command prints into a pipe."""
-    read_trace = load("read_trace")
+def output_of(command: str, arguments: str) -> str:
+    """What a command prints into a pipe."""
+    if command == "cat":
+        return (ROOT / arguments).read_text().strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
-        status = read_trace.main(shlex.split(command)[1:])
+        status = cli.main(shlex.split(arguments))
     if status:
-        raise SystemExit(f"docs/make.py: {command}: exit status {status}")
+        raise SystemExit(f"docs/make.py: read-trace {arguments}: exit status {status}")
     return printed.getvalue().strip("\n") + "\n"
 
 
 def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     """(claims, guess) -> machine -> verdict, from every reference trace in turn."""
-    scripts = {path.stem: load(path.stem) for path in ROOT.glob("0*.py")}
     table: dict[tuple[str, str], dict[str, str]] = {}
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).rglob("*.json.gz"), key=order):
-            read = trace.read(file)
-            for guess in scripts[read.lesson["script"]].what_we_guess(Namespace(**read.lesson["flags"])):
-                answer = guess.ask(read)
-                cells = table.setdefault((guess.claims, guess.text), {})
+            trace = read(file)
+            summary = summarize(trace)
+            for guess in guesses_of(trace):
+                verdict = guess.ask(summary)
+                claims = claims_of(guess.record, trace.lesson.script, trace.lesson.flags)
+                cells = table.setdefault((claims, guess.text), {})
                 if machine not in cells or cells[machine].startswith("–"):
-                    why = f" ({answer.because})" if answer.because and not answer.holds else ""
-                    cells[machine] = f"{MARK[answer.holds]}: {answer.seen}{why}"
+                    why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
+                    cells[machine] = f"{MARK[verdict.holds]}: {verdict.evidence}{why}"
     return table
 
 
 def order(file: Path) -> tuple:
-    """The plain runs first: a claim is shown by the simplest trace that bears on it."""
-    return file.parent.name, len(file.name), file.name
+    """The plain runs first, the large before the small: a claim is shown by the simplest trace that bears on it."""
+    return file.parent.name, len(file.name.split("_")), -int(re.match(r"\d+", file.name)[0]), file.name
 
 
 def two_runs() -> list[tuple[str, str, str]]:
     """Claims that set one run against another: claim, sentence, what the H200's traces show."""
 
     def side(name: str) -> compare.Side:
-        return compare.Side(trace.read(REFERENCE / "nvidia-h200" / f"{name}.json.gz"))
+        return compare.Side(summarize(read(REFERENCE / "nvidia-h200" / f"{name}.json.gz")))
 
     eager, compiled = (side(f"01_matmul_add/4096_bf16_warm_{path}") for path in ("eager", "compile"))
     linear, linear_compiled = (side(f"02_linear/1024x32x64_bf16_warm_{path}") for path in ("eager", "compile"))
@@ -90,20 +123,21 @@ def two_runs() -> list[tuple[str, str, str]]:
     liger = side("03_kernels_mlp/64x128x768x3072_bf16_warm_eager")
 
     def gemms(one: compare.Side) -> list[str]:
-        return sorted(row.work.name for row in one.rows if row.says.family == "GEMM")
+        return sorted(row.name for row in one.summary.gpu_work if row.family == "GEMM")
 
     def same(one, two) -> str:
         return f"{MARK[gemms(one) == gemms(two)]}: {', '.join(dict.fromkeys(gemms(one) + gemms(two)))}"
 
     def fused(one) -> float:
-        return next(row.us for row in one.rows if row.work.kind == "kernel" and row.says.family == "pointwise")
+        return next(row.us for row in one.summary.gpu_work if row.kind == "kernel" and row.family == "pointwise")
 
-    factor = compiled.cpu_us / eager.cpu_us
+    before, after = (one.summary.chosen.cpu_us for one in (eager, compiled))
+    factor = after / before
     inductor, by_hand = fused(mlp_compiled), fused(liger)
     return [
         ("16", "compiled: the GEMM kernel has the name that eager has", same(eager, compiled)),
         ("18", "compiled: about twice the CPU time a step",
-         f"{MARK[factor > 1.5]}: {compiled.cpu_us:.1f} against {eager.cpu_us:.1f} µs, x {factor:.2f}"),
+         f"{MARK[factor > 1.5]}: {after:.1f} against {before:.1f} µs, x {factor:.2f}"),
         ("23", "compiled linear: the same kernel, by name", same(linear, linear_compiled)),
         ("31", "compiled MLP: the GEMMs' names are eager's", same(mlp, mlp_compiled)),
         ("34", "Liger: the GEMMs are the same kernels", same(mlp, liger)),
@@ -122,18 +156,35 @@ def verdicts() -> str:
               "| claim | sentence | A100, as the articles report | H200 |", "|---|---|---|---|"]  # fmt: skip
     lines += [f"| {claim} | {text} | {A100[claim]} | {seen} |" for claim, text, seen in two_runs()]
     for claim, text, file in (
-        ("26", "given other strides, compiled code raises an error", "02_linear/then-strides"),
-        ("36", "each new shape compiles again", "03_simple_mlp/then-seq"),
-        ("36", "Liger's kernel takes any shape", "03_kernels_mlp/then-seq"),
+        ("26", "given other strides, compiled code raises an error", "02_linear/recompile-strides"),
+        ("36", "each new shape compiles again", "03_simple_mlp/recompile-seq"),
+        ("36", "Liger's kernel takes any shape", "03_kernels_mlp/recompile-seq"),
     ):
         screen = (REFERENCE / "nvidia-h200" / f"{file}.screen.txt").read_text().rstrip()
         lines += ["", f"Claim {claim}: {text}. On the H200:", "", "```", screen, "```"]
+    lines += ["", "Claims about the suite itself, and where they are checked:", ""]
+    lines += ["| claim | sentence | A100 | here |", "|---|---|---|---|"]
+    lines += [f"| {claim} | {text} | {A100[claim]} | {here} |" for claim, text, here in ABOUT_THE_SUITE]
     return "\n".join(lines) + "\n"
+
+
+ABOUT_THE_SUITE = (
+    ("01", "`--size 64` writes traces/01_matmul_add/64_bf16_cold_eager.json and .txt",
+     "yes: tests/test_scripts.py runs it, and traces/reference holds what it wrote on an H200"),
+    ("38", "`get_kernel(…, version=1)` loads a pinned package whose `.layers` has drop-in modules",
+     "yes, through LOCAL_KERNELS; the Hub itself was out of reach. From version 2 on `LigerGEGLUMLP(config)` raises "
+     "a TypeError"),
+    ("39", "trace-util uploads traces/ to a bucket and prints Perfetto links",
+     "its call has changed: version 0.2 wants `-f traces -b <user>/traces`, which a test puts to its own parser; "
+     "nothing was uploaded"),
+    ("40", "the closing table: per setup, what changed and what stayed the same",
+     "yes: `read-trace` on several traces prints it; README shows the MLP's"),
+)  # fmt: skip
 
 
 def refreshed(text: str) -> str:
     """A page with everything in it that is made, made again."""
-    text = CONSOLE.sub(lambda found: found[1] + output_of(found[2]) + found[4], text)
+    text = CONSOLE.sub(lambda found: found[1] + output_of(found[2], found[3]) + found[5], text)
     makers = {"cheatsheet": lambda: cheatsheet.markdown() + "\n", "verdicts": verdicts}
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 

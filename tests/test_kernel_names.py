@@ -2,7 +2,7 @@
 
 import pytest
 
-from common import kernel_names
+from tracereader.trace import kernel_names
 
 
 @pytest.mark.parametrize(

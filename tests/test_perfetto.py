@@ -14,9 +14,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import ROOT
+from references import ROOT
 
-from common import perfetto
+from tracereader.show import perfetto
 
 TRACE = ROOT / "traces/reference/nvidia-h200/02_linear/1024x32x64_bf16_cold_eager.json.gz"
 
@@ -138,7 +138,7 @@ def test_without_a_browser_it_says_what_to_type(monkeypatch, capsys):
 
 def test_ctrl_c_ends_it_quietly():
     process = subprocess.Popen(
-        [sys.executable, "-u", "read_trace.py", str(TRACE), "--open"], cwd=ROOT, stdout=subprocess.PIPE,
+        [sys.executable, "-u", "-m", "tracereader", str(TRACE), "--open"], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     for line in process.stdout:

@@ -3,22 +3,26 @@
 import gzip
 import itertools
 import json
-from argparse import Namespace
-from statistics import median
+from collections import Counter
+from statistics import mean, median
 
 import pytest
-from conftest import REAL_TRACES, ROOT, load_script
+from references import H200, REFERENCES
 
-from common import compare, facts, guesses, reading, trace
+from tracereader import expect
+from tracereader.figures import compare, summarize
+from tracereader.findings.steps import regime
+from tracereader.show.report import guesses_of
+from tracereader.trace import read
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-@pytest.fixture(scope="module", params=REAL_TRACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def both(request):
-    """One trace as we read it, and its raw complete events."""
+    """One trace as we measure it, and its raw complete events."""
     raw = json.loads(gzip.decompress(request.param.read_bytes()))["traceEvents"]
-    return trace.read(request.param), [event for event in raw if event.get("ph") == "X"]
+    return summarize(read(request.param)), [event for event in raw if event.get("ph") == "X"]
 
 
 def end(event):
@@ -54,55 +58,55 @@ def about(value):
     return pytest.approx(value, abs=0.02)
 
 
+def runtime(events):
+    return [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+
+
 def test_steps(both):
     ours, events = both
-    found = reading.step_facts(ours)
     marks = raw_steps(events)
-    assert [one.step.name for one in found] == [mark["name"] for mark in marks]
+    assert [one.name for one in ours.steps] == [mark["name"] for mark in marks]
     all_work = [(e["ts"], end(e)) for e in events if e.get("cat") in GPU]
     usual = sorted(mark["dur"] for mark in marks)[(len(marks) - 1) // 2]
-    for one, mark in zip(found, marks, strict=True):
+    for one, mark in zip(ours.steps, marks, strict=True):
         work = raw_work(events, mark)
-        assert one.step.us == about(mark["dur"])
-        assert [w.name for w in one.step.work] == [e["name"] for e in work]
+        assert one.cpu_us == about(mark["dur"])
         assert one.launches == len({e["args"]["correlation"] for e in work})
-        assert one.busy_us == about(covered([(e["ts"], end(e)) for e in work]))
-        assert one.span_us == about(max(map(end, work)) - min(e["ts"] for e in work) if work else 0)
-        assert (one.ratio is not None) == (mark["dur"] >= 1.5 * usual)
+        assert one.gpu_busy_us == about(covered([(e["ts"], end(e)) for e in work]))
+        assert one.gpu_span_us == about(max(map(end, work)) - min(e["ts"] for e in work) if work else 0)
+        assert (one.times_the_median is not None) == (mark["dur"] >= 1.5 * usual)
+        within = [e for e in events if mark["ts"] <= e["ts"] < end(mark)]
+        assert one.occupancy_queries == sum("Occupancy" in e["name"] for e in runtime(within))
         label = min(
-            (e for e in events if e.get("cat") == "user_annotation" and e is not mark
-             and mark["ts"] <= e["ts"] < end(mark)), key=lambda e: e["ts"],
-        )  # fmt: skip
+            (e for e in within if e.get("cat") == "user_annotation" and e is not mark), key=lambda e: e["ts"]
+        )
         first_op = min(e["ts"] for e in events if e.get("cat") == "cpu_op" and label["ts"] <= e["ts"] < end(label))
-        assert one.gap_us == about(first_op - label["ts"])
+        assert one.label_to_first_op_us == about(first_op - label["ts"])
         if not work:
-            assert one.idle is None and one.offset_us is None
+            assert one.gpu_idle_share is None and one.launch_to_start_us is None
             continue
-        launch = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
-        assert one.offset_us == about(work[0]["ts"] - launch[work[0]["args"]["correlation"]])
+        launch = {e["args"]["correlation"]: e["ts"] for e in runtime(events)}
+        assert one.launch_to_start_us == about(work[0]["ts"] - launch[work[0]["args"]["correlation"]])
         stop = max([end(mark), *map(end, work)])
         inside = [(max(a, mark["ts"]), min(b, stop)) for a, b in all_work if a < stop and b > mark["ts"]]
-        assert one.idle == pytest.approx(1 - covered(inside) / (stop - mark["ts"]), abs=1e-3)
+        assert one.gpu_idle_share == pytest.approx(1 - covered(inside) / (stop - mark["ts"]), abs=1e-3)
 
 
 def test_gpu_work_of_a_step(both):
     ours, events = both
     marks = raw_steps(events)
     typical = sorted(marks, key=lambda mark: mark["dur"])[(len(marks) - 1) // 2]
+    assert ours.typical_step == typical["name"]
     works = [raw_work(events, mark) for mark in marks]
-    rows = reading.work_rows(ours)
     expected = raw_work(events, typical)
-    assert [row.work.name for row in rows] == [e["name"] for e in expected]
-    for row, event in zip(rows, expected, strict=True):
+    assert [one.name for one in ours.gpu_work] == [e["name"] for e in expected]
+    for row, event in zip(ours.gpu_work, expected, strict=True):
         nth = [e["name"] for e in expected[: expected.index(event)]].count(event["name"])
         same = [[e for e in work if e["name"] == event["name"]] for work in works]
         durations = [group[nth]["dur"] for group in same if len(group) > nth]
-        assert row.us == about(median(durations))
+        assert row.us == about(median(durations)) and row.mean_us == about(mean(durations))
         assert (row.low_us, row.high_us) == (about(min(durations)), about(max(durations)))
-        call = next(
-            e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")
-            and e["args"].get("correlation") == event["args"]["correlation"]
-        )  # fmt: skip
+        call = next(e for e in runtime(events) if e["args"].get("correlation") == event["args"]["correlation"])
         assert row.launched_by == call["name"]
         around = [
             e for e in events if e.get("cat") in ("cpu_op", "user_annotation") and e["ts"] <= call["ts"] < end(e)
@@ -115,40 +119,89 @@ def test_gpu_work_of_a_step(both):
         if row.tflops:
             first = 1 if owner["name"] == "aten::addmm" else 0  # behind the bias
             left, right = owner["args"]["Input Dims"][first : first + 2]
-            assert row.shape.flops == 2 * left[0] * left[1] * right[1]
-            assert row.tflops == pytest.approx(row.shape.flops / row.us / 1e6)
+            assert row.flops == 2 * left[0] * left[1] * right[1]
+            assert row.tflops == pytest.approx(row.flops / row.us / 1e6)
         if event["cat"] == "gpu_memcpy":
             assert row.gb_s == pytest.approx(2 * event["args"]["bytes"] / row.us / 1e3)
+        if event["cat"] == "kernel":
+            assert (row.grid, row.block) == (event["args"]["grid"], event["args"]["block"])
+
+
+def test_ops_of_a_step(both):
+    """Self time by the raw intervals: what no other slice of the thread, started later inside, covers."""
+    ours, events = both
+    (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
+    cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+    inside = [e for e in events if e.get("cat") in cats and mark["ts"] <= e["ts"] < end(mark)]
+    ops = [e for e in inside if e["cat"] == "cpu_op"]
+    assert {name: op.calls for name, op in ours.ops.items()} == Counter(e["name"] for e in ops)
+    for name, op in ours.ops.items():
+        same = [e for e in ops if e["name"] == name]
+        assert op.total_us == about(sum(e["dur"] for e in same))
+        own = 0.0
+        for e in same:
+            below = [
+                (o["ts"], end(o)) for o in inside
+                if o is not e and o["tid"] == e["tid"] and e["ts"] <= o["ts"] and end(o) <= end(e) + 1e-3
+                and o["dur"] <= e["dur"]
+            ]  # fmt: skip
+            own += e["dur"] - covered(below)
+        assert op.self_us == pytest.approx(own, abs=0.1)
+    assert len(ours.chain) == len(inside)
+
+
+def spoken_of(marks):
+    usual = sorted(mark["dur"] for mark in marks)[(len(marks) - 1) // 2]
+    return marks[1:] if len(marks) > 1 and marks[0]["dur"] > 10 * usual else marks
 
 
 def test_window_and_regime(both):
     ours, events = both
-    marks = raw_steps(events)
-    usual = sorted(mark["dur"] for mark in marks)[(len(marks) - 1) // 2]
-    if marks[0]["dur"] > 10 * usual:
-        marks = marks[1:]
+    marks = spoken_of(raw_steps(events))
     work = [e for mark in marks for e in raw_work(events, mark)]
-    found = reading.regime(ours)
     window = max([*map(end, marks), *map(end, work)]) - marks[0]["ts"]
-    assert found.window_us == about(window)
+    assert ours.window_us == about(window)
+    assert len(ours.left_out) == len(raw_steps(events)) - len(marks)
     if work:
-        assert found.share == pytest.approx(covered([(e["ts"], end(e)) for e in work]) / window, abs=1e-4)
+        assert ours.busy_share == pytest.approx(covered([(e["ts"], end(e)) for e in work]) / window, abs=1e-4)
     else:
-        assert found.name == "CPU only"
+        assert regime(ours) == "CPU only" and ours.gpu is None
+
+
+def test_gpu_time_adds_up_to_the_window(both):
+    ours, events = both
+    marks = spoken_of(raw_steps(events))
+    launched = [e for mark in marks for e in raw_work(events, mark)]
+    if not launched:
+        return
+    start, stop = marks[0]["ts"], max([*map(end, marks), *map(end, launched)])
+    work = sorted((e for e in events if e.get("cat") in GPU and e["ts"] < stop and end(e) > start),
+                  key=lambda e: e["ts"])  # fmt: skip
+    spans = [(max(e["ts"], start), min(end(e), stop)) for e in work]
+    kernels = [span for span, e in zip(spans, work, strict=True) if e["cat"] == "kernel"]
+    assert ours.gpu.busy_us == about(covered(spans))
+    assert ours.gpu.compute_us == about(covered(kernels))
+    assert ours.gpu.exposed_copy_us == about(covered(spans) - covered(kernels))
+    assert ours.gpu.busy_us + ours.gpu.idle_us == about(stop - start)
+    calls = {e["args"]["correlation"]: e["ts"] for e in runtime(events)}
+    launched_us = 0.0
+    reached = start
+    for e in work:
+        if e["ts"] > reached and calls[e["args"]["correlation"]] < reached:
+            launched_us += e["ts"] - reached
+        reached = max(reached, end(e))
+    assert ours.gpu.idle_launched_us == about(launched_us)
+    assert ours.gpu.idle_unknown_us == 0
+    assert ours.gpu.idle_not_launched_us == about(stop - start - covered(spans) - launched_us)
+    assert sum(one.us for one in ours.families) == about(sum(b - a for a, b in spans))
+    assert sum(one.pieces for one in ours.families) == len(work)
 
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
     ours, _ = both
-    assert not ours.crossing and ours.unlaunched == 0 and ours.zeroed == 0
-    assert facts.warnings(ours) == []
+    assert ours.warnings == []
 
 
-def test_facts_are_json(both):
-    ours, _ = both
-    assert json.loads(json.dumps(facts.facts(ours)))["typical_step"] == reading.typical(ours).name
-
-
-H200 = ROOT / "traces/reference/nvidia-h200"
 # Kernels, copies, memsets and launches of a step, as shared/claims.md counts them on an H200.
 COUNTS = {
     "01_matmul_add/64_bf16_cold_eager": (2, 0, 0, 2),
@@ -167,19 +220,18 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_claims(name):
-    ours = trace.read(H200 / f"{name}.json.gz")
-    kinds = tuple(reading.count_per_step(ours, kind) for kind in ("kernel", "memcpy", "memset"))
-    middle = next(one for one in reading.step_facts(ours) if one.step is reading.typical(ours))
-    assert (*kinds, middle.launches) == COUNTS[name]
+    ours = measured(name)
+    kinds = tuple(ours.count(kind) for kind in ("kernel", "memcpy", "memset"))
+    assert (*kinds, ours.chosen.launches) == COUNTS[name]
 
 
-def read(name):
-    return trace.read(H200 / f"{name}.json.gz")
+def measured(name):
+    return summarize(read(H200 / f"{name}.json.gz"))
 
 
 def test_compare_reproduces_the_closing_table():
     eager, compiled, liger = (
-        compare.Side(read(f"03_{name}"))
+        compare.Side(measured(f"03_{name}"))
         for name in (
             "simple_mlp/64x128x768x3072_bf16_warm_eager", "simple_mlp/64x128x768x3072_bf16_warm_compile",
             "kernels_mlp/64x128x768x3072_bf16_warm_eager",
@@ -197,28 +249,28 @@ def test_compare_reproduces_the_closing_table():
 
 
 def test_compare_names_the_epilogue():
-    eager, compiled = (read(f"01_matmul_add/4096_bf16_warm_{path}") for path in ("eager", "compile"))
+    eager, compiled = (measured(f"01_matmul_add/4096_bf16_warm_{path}") for path in ("eager", "compile"))
     found = compare.difference(compare.Side(eager), compare.Side(compiled))
     assert any("same tile and layout, epilogue beta zero → beta adds" in text for text in found.changed)
     assert any("Memcpy DtoD" in text for text in found.changed)
 
 
 def test_compare_of_linear_finds_the_same_kernel():
-    eager, compiled = (read(f"02_linear/1024x32x64_bf16_warm_{path}") for path in ("eager", "compile"))
+    eager, compiled = (measured(f"02_linear/1024x32x64_bf16_warm_{path}") for path in ("eager", "compile"))
     found = compare.difference(compare.Side(eager), compare.Side(compiled))
     assert not any("GPU work" in text for text in found.changed)
     assert any(text.startswith("ops gone: ") and "aten::t" in text for text in found.changed)
 
 
 def test_a_trace_equals_itself():
-    side = compare.Side(read("02_linear/1024x32x64_bf16_warm_eager"))
+    side = compare.Side(measured("02_linear/1024x32x64_bf16_warm_eager"))
     assert compare.difference(side, side).changed == ()
 
 
 def verdicts(name):
-    ours = read(name)
-    script = load_script(ours.lesson["script"])
-    return {guess.text: guess.ask(ours) for guess in script.what_we_guess(Namespace(**ours.lesson["flags"]))}
+    ours = read(H200 / f"{name}.json.gz")
+    summary = summarize(ours)
+    return {guess.text: guess.ask(summary) for guess in guesses_of(ours)}
 
 
 @pytest.mark.parametrize(
@@ -252,26 +304,33 @@ def test_verdicts(name, part, holds, says):
 
 def test_a_guess_can_break_and_can_be_out_of_reach():
     """The same questions, put to traces of another kind."""
-    eager_guesses = {**verdicts("02_linear/1024x32x64_bf16_cold_eager")}
-    assert any(answer.holds is True for answer in eager_guesses.values())
-    compiled = read("02_linear/1024x32x64_bf16_warm_compile")
-    assert guesses.dispatches("aten::linear", "aten::addmm").ask(compiled).holds is False
-    assert guesses.launch_nothing("aten::t").ask(compiled).holds is None
-    assert guesses.kernels_are(5, "27").ask(compiled).holds is False
-    eager = read("03_simple_mlp/64x128x768x3072_bf16_warm_eager")
-    assert guesses.compiled_rows().ask(eager).holds is False
-    assert guesses.no_compile_rows().ask(compiled).holds is False
-    assert guesses.product_sizes(8192, 768, 3072).ask(eager).holds is None
-    assert guesses.bias_in_the_epilogue().ask(eager).holds is False
+    assert any(answer.holds is True for answer in verdicts("02_linear/1024x32x64_bf16_cold_eager").values())
+    compiled = measured("02_linear/1024x32x64_bf16_warm_compile")
+    assert expect.dispatches("aten::linear", "aten::addmm").ask(compiled).holds is False
+    assert expect.launch_nothing("aten::t").ask(compiled).holds is None
+    assert expect.kernels_are(5).ask(compiled).holds is False
+    eager = measured("03_simple_mlp/64x128x768x3072_bf16_warm_eager")
+    assert expect.compiled_rows().ask(eager).holds is False
+    assert expect.no_compile_rows().ask(compiled).holds is False
+    assert expect.product_sizes(8192, 768, 3072).ask(eager).holds is None
+    assert expect.bias_in_the_epilogue().ask(eager).holds is False
+    assert expect.pointwise_round_trip(8192, 3072, 2).ask(eager).holds is None
+    shapes = measured("03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes")
+    assert expect.pointwise_round_trip(8192, 3072, 2).ask(shapes).holds is True
+    assert expect.pointwise_round_trip(8192, 3072, 4).ask(shapes).holds is False
 
 
-def test_the_scripts_guesses_cover_the_claims():
-    """All of 02 to 37 that a single run can bear out or break; the rest need two runs or a call after."""
-    covered_claims = set()
-    for file in H200.rglob("*.gz"):
-        ours = trace.read(file)
-        script = load_script(ours.lesson["script"])
-        for guess in script.what_we_guess(Namespace(**ours.lesson["flags"])):
-            covered_claims |= set(guess.claims.split())
-    needs_more_than_one_run = {"26", "35", "36"}
-    assert covered_claims == {f"{n:02}" for n in range(2, 38)} - needs_more_than_one_run
+def test_every_kind_of_guess_survives_being_written_down():
+    for file in REFERENCES:
+        for guess in guesses_of(read(file)):
+            again = expect.from_record(json.loads(json.dumps(guess.record)))
+            assert (again.text, again.record) == (guess.text, json.loads(json.dumps(guess.record)))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"guess": 3}, {"guess": "nothing"}, {"guess": "ops_are"}, {"guess": "ops_are", "count": "x", "name": "y"},
+     {"guess": "records_steps", "first": 1, "count": [2]}, {"guess": "fused_into_one", "maker": "x", "words": "y"}],
+)  # fmt: skip
+def test_a_guess_that_cannot_be_read_is_left_out(record):
+    assert expect.from_record(record) is None

@@ -5,6 +5,7 @@ Sources: the naming schemes as seen in traces (claims 16, 22, 24, 32), cuBLAS's 
 Cijk_ scheme. A letter whose meaning is nowhere documented is left out rather than guessed at.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class KernelName:
         return f"{self.family} ({self.maker})" + (f": {said}" if said else "")
 
 
+@functools.lru_cache(maxsize=100_000)  # a pure function of a name, asked of each piece of work
 def decode(name: str) -> KernelName:
     """What the name of a kernel, a copy or a memset says."""
     for pattern, read in READERS:
@@ -56,7 +58,11 @@ def short(name: str, width: int = 40) -> str:
         name = core if not does or does in core.lower() else f"{core}<{does}>"
     elif match := re.search(r"cutlass_\d+\w+", name):
         name = match[0]
-    name = re.sub(r"^void ", "", name)
+    return cut(re.sub(r"^void ", "", name), width)
+
+
+def cut(name: str, width: int) -> str:
+    """The name at most `width` wide, the middle left out."""
     if len(name) <= width:
         return name
     tail = (width - 1) // 2

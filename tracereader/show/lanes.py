@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import kernel_names
-from common.trace import Op, Step, Work
+from tracereader.trace import Op, Step, Work, kernel_names
 
 # Depth past which nesting is no longer drawn: the rungs need 9.
 MAX_ROWS = 12

@@ -5,9 +5,11 @@ until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfe
 "Deep linking to the Perfetto UI".
 """
 
+import getpass
 import os
 import secrets
 import shutil
+import socket
 import sys
 import threading
 import webbrowser
@@ -15,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from common import screen
+from tracereader.show.text import console, plain, shown_path
 
 ORIGIN = "https://ui.perfetto.dev"
 TIMEOUT_S = 600
@@ -112,8 +114,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _end_private(self):
         for header, value in (
-            ("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"),
-        ):  # fmt: skip
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
             self.send_header(header, value)
         self.end_headers()
 
@@ -151,17 +155,34 @@ class Server(ThreadingHTTPServer):
 
 def hand_over(trace: Path, timeout_s: float = TIMEOUT_S) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it."""
+    out = console()
     with Server(trace) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
-        screen.serving(server.url, trace, server.server_port, opened=_browser(server.url))
         try:
+            # Inside, since Ctrl-C may come as soon as its last line is read.
+            out.print()
+            out.print(f"[bold]Perfetto[/bold]   {plain(shown_path(trace))} waits at {server.url}")
+            if not _browser(server.url):
+                out.print("no browser here: on the machine where yours is, type")
+                out.print(
+                    f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} {_user()}@{socket.gethostname()}"
+                )
+                out.print("and open that address. Nothing is uploaded: the trace goes from here to your browser")
+            out.print("Ctrl-C ends it; it ends by itself after the hand-over")
             server.handed_over.wait(timeout_s)
         except KeyboardInterrupt:
             pass
         finally:
             server.shutdown()
-    screen.served(server.handed_over.is_set())
+    out.print("handed over to Perfetto" if server.handed_over.is_set() else "not handed over: no longer waiting")
     return server.handed_over.is_set()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return "you"
 
 
 def _browser(url: str) -> bool:

@@ -1,0 +1,1 @@
+"""Reads any trace of PyTorch's profiler, without torch."""

@@ -1,0 +1,60 @@
+"""Explain one trace of PyTorch's profiler, or say what changed between several."""
+
+import gc
+import sys
+from pathlib import Path
+
+from tracereader.command import BadInput, OneLineParser, add_view_flags, command, positive
+
+
+@command
+def main(argv=None):
+    parser = OneLineParser(
+        prog="read-trace",
+        description=__doc__,
+        epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
+        "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same",
+    )
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a .json or .json.gz file")
+    parser.add_argument("--json", action="store_true", help="print all that was measured of one trace as JSON")
+    parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
+    add_view_flags(parser)
+    args = parser.parse_args(argv)
+    for flag in ("open", "json"):
+        if getattr(args, flag) and len(args.traces) > 1:
+            raise BadInput(f"--{flag} takes one trace")
+    if args.json and args.open:
+        raise BadInput("--json prints nothing but JSON: leave out --open")
+
+    # Here, so that --help and refusals are there at once; and each only where it is used: a tenth of a
+    # second is a third of what reading a trace of 10 MB takes.
+    from tracereader.show import report
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    view = report.View.of(args)
+    read = [report.opened(path, view, args.limit or DEFAULT_LIMIT) for path in args.traces]
+    trace, _, summary = read[0]
+    if args.json:
+        from tracereader.show.as_json import as_json
+
+        print(as_json(summary, report.guesses_of(trace), view))
+    elif len(read) == 1:
+        report.explain(trace, summary, view)
+    else:
+        from tracereader.show import comparison
+
+        comparison.side_by_side([summary for _, _, summary in read], view)
+    if args.open:
+        from tracereader.show import perfetto
+
+        perfetto.hand_over(args.traces[0])
+
+
+def entry() -> int:
+    """The command read-trace."""
+    gc.disable()  # all that is made lives to the end, and looking for garbage in a large trace takes seconds
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(entry())

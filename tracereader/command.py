@@ -1,0 +1,129 @@
+"""What every command of the project has in common: exit statuses, one-line refusals, whole numbers, view flags."""
+
+import argparse
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SECTIONS = ("steps", "lanes", "work", "names", "chain", "regime", "patterns", "guesses")
+
+
+class BadInput(Exception):
+    """Something the user can mend. Printed as one line; exit status 2."""
+
+
+class RunFailed(Exception):
+    """The run finished but must not be trusted. Printed as one line; exit status 1."""
+
+
+def command(
+    main: Callable[[Sequence[str] | None], None], advice: Callable[[str], str | None] = lambda problem: None
+) -> Callable[..., int]:
+    """Make `main` return an exit status: 0, 1 (RunFailed), 2 (BadInput), 130 (Ctrl-C) or 141 (closed pipe).
+
+    advice: what to do about a RuntimeError's text, where only the user can mend it: then it is a BadInput.
+    """
+
+    @functools.wraps(main)
+    def guarded(argv: Sequence[str] | None = None) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a console without µ or … must not end a run
+        # A reader can do nothing about a library's warnings, and they bury what the run says.
+        # What they log as an error and survive (a candidate that max-autotune drops) is no news.
+        logging.disable(logging.ERROR)
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            try:
+                main(argv)
+                sys.stdout.flush()  # here, where a closed pipe is still an answer and no traceback
+            except SystemExit as stop:  # argparse: --help, or a flag that it refused
+                return stop.code if isinstance(stop.code, int) else 0
+            except BadInput as problem:
+                return _stop(problem, 2)
+            except RunFailed as problem:
+                return _stop(problem, 1)
+            except KeyboardInterrupt:
+                return _stop("interrupted; files appear whole or not at all", 130)
+            except BrokenPipeError:  # the reader of a pipe has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
+            except RuntimeError as problem:
+                if told := advice(str(problem)):
+                    return _stop(told, 2)
+                raise
+            finally:
+                logging.disable(logging.NOTSET)
+        return 0
+
+    return guarded
+
+
+def _stop(problem: object, status: int) -> int:
+    print(f"{Path(sys.argv[0]).name}: {printable(' '.join(str(problem).split()))}", file=sys.stderr)
+    return status
+
+
+def printable(text: str) -> str:
+    """The text without characters that would drive a terminal: names in a trace, and of files, are somebody else's."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose refusals are a BadInput; no abbreviated flags."""
+
+    def __init__(self, *args, **kwargs):
+        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | kwargs
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str):
+        raise BadInput(f"{message} (--help lists the flags)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    return _whole(text, least=1)
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0 up."""
+    return _whole(text, least=0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is too small: {least} is the least")
+    if number >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is too large")
+    return number
+
+
+def _section(text: str) -> str:
+    """Sections with commas between them; checked here, so that a file's name after --only is not taken for one."""
+    chosen = text.split(",")
+    for name in chosen:
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    return chosen
+
+
+def add_view_flags(group) -> None:
+    """What the numbered scripts and read-trace alike show, and where."""
+    group.add_argument(
+        "--only",
+        type=_section,
+        metavar="SECTION,…",
+        help=f"of the report, only these, with commas between them: {', '.join(SECTIONS)}",
+    )
+    group.add_argument("--step", type=not_negative, metavar="N", help="speak of step #N (a typical one)")
+    group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even into a pipe")
+    group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")

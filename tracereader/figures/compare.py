@@ -1,0 +1,177 @@
+"""What changed between two runs' typical steps, and what stayed the same."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tracereader.figures import Summary
+from tracereader.trace.kernel_names import decode, short
+
+COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run's step, as compared."""
+
+    summary: Summary
+
+    @cached_property
+    def name(self) -> str:
+        """Script and tag of a numbered script's trace; else the file's name."""
+        stem = Path(self.summary.trace).name.removesuffix(".gz").removesuffix(".json")
+        return f"{self.summary.lesson['script']} {stem}" if self.summary.lesson else stem
+
+    @cached_property
+    def work(self) -> Counter:
+        return Counter(one.name for one in self.summary.gpu_work)
+
+    @cached_property
+    def times(self) -> Counter:
+        """GPU time by name of kernel, copy or memset."""
+        times = Counter()
+        for one in self.summary.gpu_work:
+            times[one.name] += one.us
+        return times
+
+    @cached_property
+    def ops(self) -> Counter:
+        """Ops by name; of torch.compile's rows, no hash and no number."""
+        counts = Counter()
+        for name, op in self.summary.ops.items():
+            counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
+        return counts
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One run against another: GPU work and ops, each as lists in words."""
+
+    work_changed: tuple[str, ...]
+    ops_changed: tuple[str, ...]
+    work_same: tuple[str, ...]
+    ops_same: tuple[str, ...]
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return self.work_changed + self.ops_changed
+
+    @property
+    def same(self) -> tuple[str, ...]:
+        return self.work_same + self.ops_same
+
+
+def difference(first: Side, other: Side) -> Difference:
+    work_changed, work_same = _work(first, other)
+    ops_changed, ops_same = _ops(first, other)
+    return Difference(tuple(work_changed), tuple(ops_changed), tuple(work_same), tuple(ops_same))
+
+
+def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
+    changed, same = [], []
+    kept, gone, new = first.work & other.work, first.work - other.work, other.work - first.work
+    for before, after in _renamed_epilogues(gone, new):
+        count = min(gone[before], new[after])
+        gone[before] -= count
+        new[after] -= count
+        changed.append(
+            f"{short(before)} becomes {short(after)}: same tile and layout, "
+            f"epilogue {decode(before).parts.get('epilogue', 'none')} → {decode(after).parts.get('epilogue', 'none')}"
+        )
+    gone, new = +gone, +new
+    if merged := _merged(first, gone, new):
+        before, after = merged
+        parts = " + ".join(f"{what(name)} {first.times[name]:.1f}" for name in before)
+        changed.append(
+            f"{parts} µs → one kernel, {short(after, 60)} {other.times[after]:.1f} µs: what lay between "
+            "them no longer goes through memory"
+        )
+        for name in before:
+            del gone[name]
+        del new[after]
+    if gone:
+        changed.append("GPU work gone: " + _counted(gone, first))
+    if new:
+        changed.append("GPU work new: " + _counted(new, other))
+    gemms = Counter({name: n for name, n in kept.items() if decode(name).family == "GEMM"})
+    if gemms:
+        same.append(f"{gemms.total()} of the GEMMs, by kernel name: {_counted(gemms)}")
+    if others := kept - gemms:
+        same.append(_counted(others))
+    return changed, same
+
+
+def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
+    changed = []
+    gone, new = sorted(set(first.ops) - set(other.ops)), sorted(set(other.ops) - set(first.ops))
+    if gone:
+        changed.append("ops gone: " + ", ".join(gone))
+    if rows := [name for name in new if name in COMPILE_ROWS]:
+        changed.append(f"torch.compile's rows before the ops: {', '.join(rows)}")
+    if ops := [name for name in new if name not in COMPILE_ROWS and name not in other.work]:
+        changed.append("ops new: " + ", ".join(ops))
+    kept = sorted(set(first.ops) & set(other.ops))
+    return changed, ["ops: " + ", ".join(kept)] if kept else []
+
+
+def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
+    """Pairs of GEMM kernels that differ in nothing that their names say but the epilogue, each in one pair."""
+
+    def but_the_epilogue(name: str) -> tuple | None:
+        says = decode(name)
+        if says.family != "GEMM" or "tile" not in says.parts:
+            return None
+        return says.maker, *sorted(part for part in says.parts.items() if part[0] != "epilogue")
+
+    successors: dict[tuple, list[str]] = {}
+    for name in new:
+        if key := but_the_epilogue(name):
+            successors.setdefault(key, []).append(name)
+    for before in gone:
+        alike = successors.get(but_the_epilogue(before), [])
+        epilogue = decode(before).parts.get("epilogue")
+        after = next((name for name in alike if decode(name).parts.get("epilogue") != epilogue), None)
+        if after:
+            alike.remove(after)
+            yield before, after
+
+
+def _merged(first: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:
+    """The pointwise kernels that one new kernel replaces, by the ops in its name or by their going."""
+    pointwise = [
+        name
+        for name in dict.fromkeys(one.name for one in first.summary.gpu_work)
+        if name in gone and decode(name).family == "pointwise"
+    ]
+    candidates = [name for name in new if decode(name).family == "pointwise"]
+    if len(pointwise) < 2 or len(candidates) != 1:
+        return None
+    (after,) = candidates
+    named = [name for name in pointwise if what(name) in after]
+    # A hand-written kernel (geglu) need not name each op that it does.
+    return (named, after) if len(named) > 1 else (pointwise, after)
+
+
+def what(name: str) -> str:
+    """What a kernel does, in a word where its name tells."""
+    return decode(name).parts.get("does") or short(name)
+
+
+def _counted(names: Counter, side: Side | None = None) -> str:
+    return ", ".join(
+        f"{count} x {short(name, 60)}" + (f" ({side.times[name]:.1f} µs)" if side else "")
+        for name, count in names.items()
+    )
+
+
+def setup(side: Side) -> str:
+    """What one run does on the GPU in a step: GEMMs counted, other kernels by what they do."""
+    parts = Counter(
+        what(one.name)
+        if one.kind == "kernel" and one.family != "GEMM"
+        else {"kernel": "GEMM", "memcpy": "copy"}.get(one.kind, one.kind)
+        for one in side.summary.gpu_work
+    )
+    return ", ".join(f"{count} x {part}" for part, count in parts.most_common()) or "no GPU work"

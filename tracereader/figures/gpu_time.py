@@ -1,0 +1,105 @@
+"""Where the GPU's time goes: exact, and adding up to the window."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from tracereader.figures.intervals import clipped, gaps, length, minus, union
+from tracereader.trace import Work, kernel_names
+
+
+class GpuTime(msgspec.Struct, frozen=True):
+    """The busiest device's time over a window; busy and idle add up to it, the parts of each to each.
+
+    Exposed: nothing of a kind before it (compute, communication) runs at that moment; memsets count
+    as copies. An idle gap is `launched` where the next piece's launch call began before the gap did,
+    `unknown` where that piece has no launch in the trace, else `not_launched`, as is the time after
+    the last piece.
+    """
+
+    busy_us: float
+    compute_us: float
+    exposed_communication_us: float
+    exposed_copy_us: float
+    idle_us: float
+    idle_not_launched_us: float
+    idle_launched_us: float
+    idle_unknown_us: float
+
+
+class FamilyTime(msgspec.Struct, frozen=True):
+    """Work of one family over the window. share: of the summed time of all."""
+
+    family: str
+    us: float
+    share: float
+    pieces: int
+
+
+def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
+    """The time of the busiest device between two stamps (ns), by what it does; None without work there."""
+    by_device = defaultdict(list)
+    for one in work:
+        if one.start < end and one.end > start:
+            by_device[one.device].append(one)
+    if not by_device:
+        return None
+    return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy_us)
+
+
+def _of_device(work: list[Work], start: int, end: int) -> GpuTime:
+    kinds = {"compute": [], "communication": [], "copy": []}
+    for one in work:
+        kinds[_kind(one)].append((one.start, one.end))
+    compute, communication, copy = (union(clipped(kinds[kind], start, end)) for kind in kinds)
+    exposed_communication = minus(communication, compute)
+    not_copy = union([*compute, *communication])
+    exposed_copy = minus(copy, not_copy)
+    busy = union([*not_copy, *copy])
+    idle = {"not_launched": 0, "launched": 0, "unknown": 0}
+    starts = iter(sorted(work, key=lambda one: one.start))
+    following = next(starts, None)
+    for left, right in gaps(busy, start, end):
+        while following is not None and following.start < right:
+            following = next(starts, None)
+        idle[_why_idle(following, left)] += right - left
+    return GpuTime(
+        busy_us=length(busy) / 1e3,
+        compute_us=length(compute) / 1e3,
+        exposed_communication_us=length(exposed_communication) / 1e3,
+        exposed_copy_us=length(exposed_copy) / 1e3,
+        idle_us=sum(idle.values()) / 1e3,
+        idle_not_launched_us=idle["not_launched"] / 1e3,
+        idle_launched_us=idle["launched"] / 1e3,
+        idle_unknown_us=idle["unknown"] / 1e3,
+    )
+
+
+def _kind(work: Work) -> str:
+    if work.kind != "kernel":
+        return "copy"
+    return "communication" if kernel_names.decode(work.name).family == "communication" else "compute"
+
+
+def _why_idle(following: Work | None, gap_start: int) -> str:
+    if following is None:
+        return "not_launched"
+    if following.launch is None:
+        return "unknown"
+    return "launched" if following.launch.start < gap_start else "not_launched"
+
+
+def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
+    """Summed GPU time between two stamps (ns) by family of kernel, the largest first."""
+    times, pieces = defaultdict(int), defaultdict(int)
+    for one in work:
+        if one.start < end and one.end > start:
+            family = kernel_names.decode(one.name).family
+            times[family] += min(one.end, end) - max(one.start, start)
+            pieces[family] += 1
+    total = sum(times.values())
+    return tuple(
+        FamilyTime(family, ns / 1e3, ns / total if total else 0.0, pieces[family])
+        for family, ns in sorted(times.items(), key=lambda item: -item[1])
+    )

@@ -1,0 +1,223 @@
+"""Everything measured of one trace, in one object: report, findings, comparison and --json are made of it."""
+
+import re
+from collections import Counter
+
+import msgspec
+
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time
+from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.steps import StepFacts, busy_us, label_of, self_us, step_facts, typical
+from tracereader.trace import Op, Step, Trace, kernel_names
+
+# A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
+# the H200 without warm-up, where mere cold caches make it 3 times.
+FIRST_USE = 10
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One line of the step's dispatch chain, parents first.
+
+    launched: the names of the work that this call put on a GPU. reaches_gpu: it or a call below did.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    us: float
+    self_us: float
+    launched: list[str]
+    reaches_gpu: bool
+
+
+class OpTimes(msgspec.Struct, frozen=True):
+    """All calls of one op in the step. gpu_us: of what was launched below it."""
+
+    calls: int
+    total_us: float
+    self_us: float
+    reaches_gpu: bool
+
+
+class Label(msgspec.Struct, frozen=True):
+    """The step's own annotation."""
+
+    name: str
+    us: float
+    self_us: float
+    calls_inside: int
+
+
+class BufferRequest(msgspec.Struct, frozen=True):
+    """The profiler's own allocation of room for GPU records."""
+
+    us: float
+    before_first_work: bool
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """The profiler's or the driver's own slices of one name."""
+
+    count: int
+    us: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """All that is known of one trace. Times in µs, shares from 0 to 1; None: nothing to tell it by.
+
+    typical_step: the name of the step that gpu_work, chain and ops speak of. gpu_busy_us, gpu and
+    families: over the window, from the first step spoken of (see left_out) to the end of the last
+    step or of the last GPU work launched in the steps.
+    """
+
+    trace: str
+    lesson: dict | None
+    devices: list[str]
+    has_steps: bool
+    shapes_recorded: bool
+    warnings: list[str]
+    steps: tuple[StepFacts, ...]
+    left_out: list[str]  # steps so full of first use that they would hide what the rest is like
+    typical_step: str
+    window_us: float
+    gpu_busy_us: float  # of work launched in the steps of the window
+    gpu: GpuTime | None
+    families: tuple[FamilyTime, ...]
+    gpu_work: tuple[GpuWork, ...]
+    kernels: tuple[KernelTimes, ...]
+    label: Label | None
+    chain: tuple[Call, ...]
+    ops: dict[str, OpTimes]
+    buffer_requests: tuple[BufferRequest, ...]
+    overheads: dict[str, Overhead]
+    final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
+    compiled_graphs: list[str]  # hashes, over all steps
+    recompiled: list[str]  # regions of torch.compile that were compiled more than once
+
+    @property
+    def chosen(self) -> StepFacts:
+        """The step spoken of: a typical one, or the one asked for."""
+        return next(step for step in self.steps if step.name == self.typical_step)
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """GPU work in its steps: a run on the CPU, and one that recorded none, have only a CPU lane."""
+        return any(step.launches for step in self.steps) or bool(self.gpu_work)
+
+    @property
+    def busy_share(self) -> float | None:
+        """Of the window, GPU busy with what the steps launched."""
+        return self.gpu_busy_us / self.window_us if self.gpu_busy_us and self.window_us else None
+
+    def count(self, kind: str) -> int:
+        """Kernels, memcpys or memsets of the step spoken of."""
+        return sum(one.kind == kind for one in self.gpu_work)
+
+
+def summarize(trace: Trace, step: Step | None = None) -> Summary:
+    """Measure a trace. step: the one to speak of; a typical one where None."""
+    step = step or typical(trace)
+    facts = step_facts(trace)
+    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * typical(trace).us
+    spoken_of = trace.steps[first_use:]
+    launched = [one for some in spoken_of for one in some.work]
+    start = min(one.start for one in spoken_of)
+    end = max([one.end for one in spoken_of] + [one.end for one in launched])
+    chain = _chain(step, bool(trace.work))
+    label = label_of(step)
+    graphs, recompiled = _compiled(trace)
+    return Summary(
+        trace=str(trace.path),
+        lesson={"script": trace.lesson.script, "flags": trace.lesson.flags} if trace.lesson else None,
+        devices=list(trace.devices),
+        has_steps=trace.has_steps,
+        shapes_recorded=trace.has_shapes,
+        warnings=_warnings(trace),
+        steps=facts,
+        left_out=[one.name for one in trace.steps[:first_use]],
+        typical_step=step.name,
+        window_us=(end - start) / 1e3,
+        gpu_busy_us=busy_us(launched),
+        gpu=gpu_time(trace.work, start, end),
+        families=families(trace.work, start, end),
+        gpu_work=gpu_work(trace, step),
+        kernels=kernel_times(trace),
+        label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
+        chain=chain,
+        ops=_ops(chain),
+        buffer_requests=_buffer_requests(trace),
+        overheads=_overheads(trace),
+        final_sync_us=_final_sync_us(trace),
+        compiled_graphs=graphs,
+        recompiled=recompiled,
+    )
+
+
+def _chain(step: Step, has_gpu: bool) -> tuple[Call, ...]:
+    below = set()  # the ids of what launched work, and of all that encloses it
+    for one in step.work:
+        op = one.launch
+        while op is not None and id(op) not in below:
+            below.add(id(op))
+            op = op.parent
+    return tuple(
+        Call(op.name, op.kind, depth, op.us, self_us(op), [one.name for one in op.work], id(op) in below)
+        for op, depth in step.dispatch()
+    )
+
+
+def _ops(chain: tuple[Call, ...]) -> dict[str, OpTimes]:
+    calls, total, own, reaches = Counter(), Counter(), Counter(), set()
+    for call in chain:
+        if call.kind == "op":
+            calls[call.name] += 1
+            total[call.name] += call.us
+            own[call.name] += call.self_us
+            if call.reaches_gpu:
+                reaches.add(call.name)
+    return {name: OpTimes(calls[name], total[name], own[name], name in reaches) for name in calls}
+
+
+def _buffer_requests(trace: Trace) -> tuple[BufferRequest, ...]:
+    first = min((one.start for step in trace.steps for one in step.work), default=0)
+    return tuple(
+        BufferRequest(one.us, one.start < first) for one in trace.overheads if one.name == "Activity Buffer Request"
+    )
+
+
+def _overheads(trace: Trace) -> dict[str, Overhead]:
+    count, us = Counter(), Counter()
+    for one in trace.overheads:
+        count[one.name] += 1
+        us[one.name] += one.us
+    return {name: Overhead(count[name], us[name]) for name in count}
+
+
+def _final_sync_us(trace: Trace) -> float | None:
+    end = max(step.end for step in trace.steps)
+    sync: Op | None = next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
+    return sync.us if sync else None
+
+
+def _compiled(trace: Trace) -> tuple[list[str], list[str]]:
+    graphs = {match[1] for name in trace.op_names if (match := re.search(r"CompiledFxGraph (\w+)", name))}
+    regions = {
+        match[0] for name in trace.op_names if (match := re.match(r"Torch-Compiled Region: (\d+)/[1-9]\d*", name))
+    }
+    return sorted(graphs), sorted(regions)
+
+
+def _warnings(trace: Trace) -> list[str]:
+    """What is wrong with the trace itself."""
+    found = []
+    if trace.zeroed:
+        found.append(f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481): left out")
+    if trace.crossing:
+        names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
+        found.append(
+            f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
+            f"such slices: {names}"
+        )
+    if trace.unlaunched:
+        found.append(f"{trace.unlaunched} pieces of GPU work have no launch in the trace: in no step, tied to no op")
+    return found

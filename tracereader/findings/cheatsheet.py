@@ -1,0 +1,90 @@
+"""The cheatsheet: what one sees in a trace, what it usually means, and the finding that tells it.
+
+README's cheatsheet is made from PATTERNS, by markdown(). A pattern that costs nothing measurable is
+not found.
+"""
+
+from dataclasses import dataclass
+
+from tracereader.figures import Summary
+from tracereader.findings import gpu_work, ops, steps
+from tracereader.findings.finding import Finding
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """where and what one sees; what it usually means; the finding by which a trace shows it."""
+
+    where: str
+    see: str
+    means: str
+    finding: Finding
+
+
+TABLE, CPU, GPU, CHAIN, COMPILE = "profiler table", "CPU lane", "GPU lane", "dispatch chain", "torch.compile"
+
+PATTERNS = (
+    Pattern(TABLE, "the CPU's self total far above the GPU's", "Overhead-bound: the GPU waits for the CPU to launch. "
+            "Give each launch more to do (larger or batched work), or fuse launches.",
+            steps.regime_is("overhead-bound")),
+    Pattern(TABLE, "the two self totals of one size", "Compute-bound: the GPU is what you wait for, as it should be. "
+            "Only less or faster GPU work helps now.", steps.regime_is("compute-bound")),
+    Pattern(TABLE, "one row holds most of the GPU's time", "The hotspot: start there.", gpu_work.hotspot()),
+    Pattern(TABLE, "a row with very many calls", "Cheap calls add up: can they be batched or fused?", ops.many_calls()),
+    Pattern(TABLE, "a row's total far above its self time", "The cost is in what it calls: look inside it, not at it.",
+            ops.cost_in_children()),
+    Pattern(TABLE, "the label twice, with a percentage over 100", "The second row is the label's span on the GPU, idle "
+            "gaps included. Read kernels, not that row.", ops.double_label()),
+    Pattern(CPU, "the first step much wider than the others", "A cold start loads, allocates and chooses: warm up "
+            "before the profiler starts. Calls that are slower alike come from the pause before the step, in which the "
+            "profiler begins to record: read the other steps.", steps.wide_first_step()),
+    Pattern(CPU, "a gap between the label's start and the first op in it", "A part of the same, before the first dispatch.",
+            steps.label_gap()),
+    Pattern(CPU, "an occupancy query before a launch", "cuBLAS asks how many blocks of a GEMM fit on the chip: on "
+            "some GPUs before each launch, on Hopper once in a process. Pointwise kernels launch without.", gpu_work.occupancy_query()),
+    Pattern(CPU, "a long cudaDeviceSynchronize after the last step", "The profiler waits for the GPU to finish, then "
+            "collects its records: long after little GPU work, it shows idleness; after much, only the queue.",
+            steps.final_sync()),
+    Pattern(CPU, "module or function loading", "CUDA loads code when it is first used: part of a cold start.",
+            steps.module_loading()),
+    Pattern(GPU, "an Activity Buffer Request", "The profiler's own cost, once: it allocates room for GPU records. Not "
+            "your program's.", steps.buffer_request()),
+    Pattern(GPU, "kernels start long after their launch", "They queue behind earlier work: the CPU runs ahead, and "
+            "the GPU is never starved.", steps.queued()),
+    Pattern(GPU, "gaps between the kernels of one step", "The GPU waits for the next launch: each gap is CPU time.",
+            steps.gaps_between_kernels()),
+    Pattern(GPU, "one kernel with different times on the same data", "Clocks, heat, neighbours. Trust the median, "
+            "not the mean.", gpu_work.duration_varies()),
+    Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
+            "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
+    Pattern(CHAIN, "matmul or linear ending in mm, addmm or bmm", "The dispatcher's choice by the inputs' shapes; the "
+            "last name is the one that launches.", ops.resolution()),
+    Pattern(CHAIN, "t, view, reshape, … with no GPU work", "They rewrite shape and strides on the CPU; no data moves.",
+            ops.views()),
+    Pattern(CHAIN, "addmm and no add", "The GEMM's epilogue adds the bias as it writes the result.",
+            gpu_work.epilogue()),
+    Pattern(COMPILE, "TorchDynamo Cache Lookup in every step", "Guards are checked in each call. For one or two ops "
+            "this costs more CPU time than it saves.", ops.dynamo()),
+    Pattern(COMPILE, "the same graph hash in all steps", "The compiled graph is reused: cache hits.",
+            ops.compiled_graphs()),
+    Pattern(COMPILE, "Torch-Compiled Region n/1 or higher", "Compiled again: shapes, types or strides changed. Look at "
+            "the first call's time, too.", ops.recompiled()),
+    Pattern(COMPILE, "a triton_poi_fused_… kernel", "Several pointwise ops in one pass: what lay between them never "
+            "went through memory.", gpu_work.fused()),
+    Pattern(COMPILE, "cudaGraphLaunch", "reduce-overhead: one launch replays recorded work.", gpu_work.graph_replay()),
+    Pattern(COMPILE, "copies before a cudaGraphLaunch", "A graph reads fixed addresses, so inputs are copied in. "
+            "Large inputs can cost more than the launches saved.", gpu_work.graph_copies()),
+)  # fmt: skip
+
+
+def found(summary: Summary) -> list[tuple[Pattern, str]]:
+    """The patterns that a trace shows, each with its evidence."""
+    verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
+    return [(pattern, verdict.evidence) for pattern, verdict in verdicts if verdict.holds]
+
+
+def markdown() -> str:
+    """The whole cheatsheet, as README holds it."""
+    lines = ["| where | what you see | what it usually means |", "|---|---|---|"]
+    lines += [f"| {one.where} | {one.see} | {one.means} |" for one in PATTERNS]
+    return "\n".join(lines)

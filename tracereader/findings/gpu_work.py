@@ -1,0 +1,312 @@
+"""Findings about the GPU work of a step: kernels, their names, copies, fusion, CUDA graphs."""
+
+import itertools
+from collections import Counter
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.trace.kernel_names import short
+
+
+def _kernels(summary: Summary) -> list[GpuWork]:
+    return [one for one in summary.gpu_work if one.kind == "kernel"]
+
+
+def _gemms(summary: Summary) -> list[GpuWork]:
+    return [one for one in summary.gpu_work if one.family == "GEMM"]
+
+
+def hotspot() -> Finding:
+    def judge(summary):
+        total = Counter()
+        for one in summary.gpu_work:
+            total[one.name] += one.us
+        if len(total) < 2 or not total.total():
+            return Verdict(False, "")
+        ((name, us),) = total.most_common(1)
+        share = us / total.total()
+        return Verdict(share > 0.5, f"{short(name)}: {share:.0%} of a step's GPU time")
+
+    return Finding("one row holds most of the GPU's time", judge)
+
+
+@recordable
+def kernels_are(count: int, what: str = "") -> Finding:
+    def judge(summary):
+        kinds = {kind: summary.count(kind) for kind in ("kernel", "memcpy", "memset")}
+        seen = ", ".join(counted(number, kind) for kind, number in kinds.items() if number)
+        return Verdict(kinds["kernel"] == count, seen)
+
+    return Finding(f"{counted(count, 'kernel')} a step{what}", judge, needs_gpu=True)
+
+
+@recordable
+def occupancy_asked_once() -> Finding:
+    def judge(summary):
+        asking = [step for step in summary.steps if step.occupancy_queries]
+        if not asking:
+            return Verdict(True, f"none in {_span(summary)}: if asked at all, then before they were recorded")
+        first = asking[0]
+        seen = f"{first.occupancy_queries} in step {first.number}"
+        if len(asking) > 1:
+            return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", "asked at each launch")
+        return Verdict(True, f"{seen}, none in the others")
+
+    text = "no occupancy query but before the first GEMM of the process: cuBLAS remembers the answer"
+    return Finding(text, judge, needs_gpu=True)
+
+
+def _span(summary: Summary) -> str:
+    first, last = summary.steps[0].number, summary.steps[-1].number
+    return f"steps {first} to {last}" if first != last else first
+
+
+def occupancy_query() -> Finding:
+    def judge(summary):
+        asking = [step for step in summary.steps if step.occupancy_queries]
+        total = sum(step.occupancy_queries for step in asking)
+        where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
+        before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
+        seen = f"{total:,} in {'step' if len(asking) == 1 else 'steps'} {where}"
+        return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
+
+    return Finding("an occupancy query before a launch", judge, needs_gpu=True)
+
+
+@recordable
+def gemm_is_heavy() -> Finding:
+    def judge(summary):
+        prints = {}
+        for one in _kernels(summary):
+            kind = "GEMM" if one.family == "GEMM" else "other"
+            prints.setdefault(kind, (one.registers, one.shared_memory))
+        if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
+            return Verdict(None, "not a GEMM and another kernel with their footprints")
+        (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
+        seen = (
+            f"GEMM {registers} registers a thread and {shared:,} B shared memory a block; "
+            f"the other {light} and {light_shared:,}"
+        )
+        return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
+
+    return Finding("the GEMM's footprint is heavy, the pointwise kernel's light", judge, needs_gpu=True)
+
+
+# On the H200 most kernels stay within 3%, and the second of two equal GEMMs varies by 9.
+VARIES = 1.05
+
+
+@recordable
+def duration_varies() -> Finding:
+    def judge(summary):
+        # Each place in the step is compared with itself: one name may do different work at each.
+        widest = max(
+            (one for one in summary.gpu_work if one.steps > 2 and one.us >= 5 and one.low_us),
+            key=lambda one: one.high_us / one.low_us,
+            default=None,
+        )
+        if widest is None:
+            return Verdict(None, "nothing of 5 µs or more in three steps")
+        seen = (
+            f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
+            f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
+        )
+        steady = "clocks, heat and power were steady while these ran"
+        return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
+
+    return Finding("the same kernel on the same data takes a different time in each step", judge, needs_gpu=True)
+
+
+@recordable
+def bias_copy_then_gemm() -> Finding:
+    def judge(summary):
+        work = [one for one in summary.gpu_work if one.kind != "memset"]
+        kinds = ["GEMM" if one.family == "GEMM" else one.kind for one in work]
+        copy = next((one for one in work if one.kind == "memcpy"), None)
+        seen = listed(kinds)
+        if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
+            seen += f"; the copy: {copy.bytes_moved / 2e6:,.3g} MB in {copy.us:.1f} µs"
+        return Verdict(kinds == ["memcpy", "GEMM"], seen)
+
+    return Finding(
+        "still two things on the GPU: a copy of the bias, then a GEMM that adds to it", judge, needs_gpu=True
+    )
+
+
+def copy_before_gemm() -> Finding:
+    def judge(summary):
+        work = [one for one in summary.gpu_work if one.kind != "memset"]
+        for copy, after in itertools.pairwise(work):
+            adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get(
+                "epilogue", ""
+            )
+            if adds and "DtoD" in copy.name and after.family == "GEMM":
+                return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}")
+        return Verdict(False, "")
+
+    return Finding("a device-to-device copy before a GEMM", judge)
+
+
+def epilogue() -> Finding:
+    def judge(summary):
+        launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
+        for one in summary.gpu_work:
+            alone = launched["aten::addmm"] == (summary.ops["aten::addmm"].calls if "aten::addmm" in summary.ops else 0)
+            if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.ops:
+                return Verdict(True, short(one.name, 60))
+        return Verdict(False, "")
+
+    return Finding("addmm and no add", judge)
+
+
+@recordable
+def bias_in_the_epilogue() -> Finding:
+    def judge(summary):
+        kernels = _kernels(summary)
+        seen = listed(short(one.name, 60) for one in kernels)
+        if len(kernels) != 1 or kernels[0].family != "GEMM":
+            return Verdict(False, seen)
+        copies = summary.count("memcpy")
+        named = "bias" in kernels[0].name_says.get("epilogue", "")
+        if named:
+            return Verdict(True, f"{seen}: its name says bias")
+        return Verdict(not copies, f"{seen}; {counted(copies, 'copy').replace('copys', 'copies')} of a bias beside it")
+
+    return Finding("one kernel a step: the bias is added in the GEMM's epilogue", judge, needs_gpu=True)
+
+
+@recordable
+def name_says_transposed() -> Finding:
+    def judge(summary):
+        gemms = _gemms(summary)
+        layouts = {one.name_says.get("layout", "") for one in gemms}
+        if not gemms or layouts == {""}:
+            return Verdict(None, f"no GEMM whose name tells its layout: {listed({one.name for one in gemms})}")
+        return Verdict(all("t" in layout.lower() for layout in layouts), f"layout {listed(sorted(layouts))}")
+
+    return Finding("the GEMM's name says that one input is read transposed", judge, needs_gpu=True)
+
+
+@recordable
+def down_proj_has_another_tile() -> Finding:
+    def judge(summary):
+        gemms = _gemms(summary)
+        if len(gemms) != 3:
+            return Verdict(None, f"{len(gemms)} GEMMs a step, not three")
+        gate, up, down = gemms
+        tiles = [one.name_says.get("tile", "unnamed") for one in gemms]
+        seen = f"{gate.us:.1f}, {up.us:.1f}, {down.us:.1f} µs on tiles {', '.join(tiles)}"
+        return Verdict(gate.name == up.name != down.name and down.us < min(gate.us, up.us), seen)
+
+    text = "gate and up share a kernel; down, of equal arithmetic, gets a faster one"
+    return Finding(text, judge, needs_gpu=True)
+
+
+@recordable
+def product_sizes(m: int, k: int, n: int) -> Finding:
+    def judge(summary):
+        shapes = [one.product for one in _gemms(summary)]
+        if not shapes or None in shapes:
+            return Verdict(None, "no shapes in this trace: --record-shapes records them")
+        flops = {shape.flops for shape in shapes}
+        seen = ", ".join(f"{shape.m}·{shape.k}·{shape.n}" for shape in shapes)
+        return Verdict(flops == {2 * m * k * n}, f"{seen}: {max(flops) / 1e9:.1f} GFLOP each")
+
+    return Finding(f"batch and sequence flatten to {m} rows, and the GEMMs do equal arithmetic", judge, needs_gpu=True)
+
+
+@recordable
+def fused_into_one(maker: str, *words: str) -> Finding:
+    def judge(summary):
+        others = [one for one in _kernels(summary) if one.family != "GEMM"]
+        seen = listed(f"{short(one.name, 60)} {one.us:.1f} µs" for one in others)
+        return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
+
+    merged = " and ".join(words) + (" are" if len(words) > 1 else " is")
+    return Finding(f"{merged} one kernel, written by {maker}", judge, needs_gpu=True)
+
+
+def fused() -> Finding:
+    def judge(summary):
+        for one in summary.gpu_work:
+            if one.name_says.get("fuses", "").count(","):
+                return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
+        return Verdict(False, "")
+
+    return Finding("a triton_poi_fused_… kernel", judge)
+
+
+@recordable
+def pointwise_round_trip(rows: int, columns: int, itemsize: int) -> Finding:
+    written = rows * columns * itemsize
+
+    def judge(summary):
+        pointwise = [one for one in summary.gpu_work if one.family == "pointwise"]
+        seen = listed(f"{one.name_says.get('does', one.name)} {one.us:.1f} µs" for one in pointwise)
+        if len(pointwise) != 2:
+            return Verdict(False, seen)
+        gelu, mul = pointwise
+        if gelu.bytes_moved is None or mul.bytes_moved is None:
+            return Verdict(None, f"{seen}; their bytes are known with --record-shapes")
+        seen += f"; they move {gelu.bytes_moved / 1e6:,.1f} and {mul.bytes_moved / 1e6:,.1f} MB"
+        # gelu reads one such tensor and writes one; mul reads two and writes one.
+        return Verdict((gelu.bytes_moved, mul.bytes_moved) == (2 * written, 3 * written), seen)
+
+    return Finding(
+        f"gelu writes {written / 1e6:.1f} MB and mul reads them back: two pointwise kernels", judge, needs_gpu=True
+    )
+
+
+@recordable
+def launch_settings(threads: int, rows: int) -> Finding:
+    def judge(summary):
+        mine = next((one for one in summary.gpu_work if "geglu" in one.name), None)
+        if mine is None:
+            return Verdict(None, "Liger's kernel is not in this trace")
+        return Verdict(
+            mine.block == [threads, 1, 1] and mine.grid == [rows, 1, 1], f"grid {mine.grid}, block {mine.block}"
+        )
+
+    return Finding(f"Liger launches one block a row, of {threads} threads", judge, needs_gpu=True)
+
+
+@recordable
+def graph_replay_without_copies() -> Finding:
+    def judge(summary):
+        replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
+        others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
+        seen = f"{len(replayed)} pieces of work from {counted(_graph_launches(summary), 'graph launch')}".replace(
+            "launchs", "launches"
+        ) + (f", {len(others)} more before it: {sum(one.us for one in others):.1f} µs" if others else "")
+        because = "a graph replays fixed addresses, so inputs that may change are copied in first"
+        return Verdict(bool(replayed) and not others, seen, because if others else "")
+
+    return Finding("a CUDA graph replays the whole step with one launch", judge, needs_gpu=True)
+
+
+def _graph_launches(summary: Summary) -> int:
+    return sum("GraphLaunch" in call.name for call in summary.chain)
+
+
+def graph_replay() -> Finding:
+    def judge(summary):
+        replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
+        launches = _graph_launches(summary)
+        return Verdict(
+            bool(replayed),
+            f"{len(replayed)} pieces of GPU work from {'one launch' if launches == 1 else f'{launches} launches'}",
+        )
+
+    return Finding("cudaGraphLaunch", judge)
+
+
+def graph_copies() -> Finding:
+    def judge(summary):
+        copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
+        if not copies or not graph_replay().ask(summary).holds:
+            return Verdict(False, "")
+        us = sum(one.us for one in copies)
+        return Verdict(True, f"{us:,.1f} of {sum(one.us for one in summary.gpu_work):,.1f} µs of GPU work a step")
+
+    return Finding("copies before a cudaGraphLaunch", judge)

@@ -1,0 +1,196 @@
+"""Findings about the ops of a step: the profiler's table and the dispatch chain, eager and compiled."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import MATMULS
+from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+
+# Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
+VIEWS = frozenset(
+    {
+        "aten::t", "aten::transpose", "aten::permute", "aten::reshape", "aten::view", "aten::as_strided",
+        "aten::_unsafe_view", "aten::_reshape_alias", "aten::expand", "aten::squeeze", "aten::unsqueeze",
+        "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
+    }
+)  # fmt: skip
+COMPILED_ROWS = ("TorchDynamo Cache Lookup", "Torch-Compiled Region", "AOTDispatcher Runtime Wrapper Prologue")
+
+
+def _calls(summary: Summary, name: str) -> int:
+    return summary.ops[name].calls if name in summary.ops else 0
+
+
+@recordable
+def self_time_excludes_children() -> Finding:
+    def judge(summary):
+        label = summary.label
+        if label is None or not label.calls_inside:
+            return Verdict(None, "the step has no label with ops in it")
+        seen = (
+            f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} its own, "
+            f"{label.us - label.self_us:,.1f} in ops below"
+        )
+        return Verdict(label.self_us < label.us - label.self_us, seen)
+
+    return Finding("most of the label's total time is not its own (self) but that of the ops below it", judge)
+
+
+def cost_in_children() -> Finding:
+    def judge(summary):
+        label = summary.label
+        if label is None or label.us - label.self_us <= label.us / 2:
+            return Verdict(False, "")
+        return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own")
+
+    return Finding("a row's total far above its self time", judge)
+
+
+def many_calls() -> Finding:
+    def judge(summary):
+        # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
+        name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
+        return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
+
+    return Finding("a row with very many calls", judge)
+
+
+def double_label() -> Finding:
+    def judge(summary):
+        label, step = summary.label, summary.chosen
+        if label is None or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
+            return Verdict(False, "")
+        return Verdict(
+            True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work"
+        )
+
+    return Finding("the label twice, with a percentage over 100", judge)
+
+
+@recordable
+def dispatches(parent: str, child: str) -> Finding:
+    def judge(summary):
+        inside, depth = [], None
+        for call in summary.chain:
+            if depth is not None and call.depth > depth:
+                inside.append(call.name)
+            else:
+                depth = call.depth if call.name == parent else None
+        has = _calls(summary, parent)
+        return Verdict(child in inside, f"{parent} holds {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
+
+    return Finding(f"{parent} resolves to {child}", judge)
+
+
+def resolution() -> Finding:
+    def judge(summary):
+        above = None
+        for call in summary.chain:
+            if above is not None and call.depth <= above.depth:
+                above = None
+            if above is not None and call.name in MATMULS:
+                return Verdict(True, f"{above.name} ends in {call.name}")
+            if above is None and call.name in ("aten::matmul", "aten::linear"):
+                above = call
+        return Verdict(False, "")
+
+    return Finding("matmul or linear ending in mm, addmm or bmm", judge)
+
+
+@recordable
+def ops_are(count: int, name: str, gone: Sequence[str] = ()) -> Finding:
+    """`count` calls of an op a step, and none of the ops in `gone`."""
+
+    def judge(summary):
+        left = [op for op in gone if _calls(summary, op)]
+        calls = _calls(summary, name)
+        seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
+        return Verdict(calls == count and not left, seen)
+
+    return Finding(f"{count} {name} a step" + (f", and no {' or '.join(gone)}" if gone else ""), judge)
+
+
+@recordable
+def launch_nothing(*ops: str) -> Finding:
+    def judge(summary):
+        found = [call for call in summary.chain if call.name in ops]
+        if not found:
+            return Verdict(None, "none of them in this trace")
+        launching = sorted({call.name for call in found if call.reaches_gpu})
+        return Verdict(not launching, f"{counted(len(found), 'call')}, {listed(launching)} with GPU work")
+
+    return Finding(f"{', '.join(ops)}: no GPU work, a view moves no data", judge, needs_gpu=True)
+
+
+def views() -> Finding:
+    def judge(summary):
+        counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
+        return Verdict(bool(counts), f"{counts.total()} calls a step: {', '.join(sorted(counts)[:6])}")
+
+    return Finding("t, view, reshape, … with no GPU work", judge, needs_gpu=True)
+
+
+@recordable
+def compiled_rows() -> Finding:
+    def judge(summary):
+        names = [call.name for call in summary.chain]
+        missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
+        graphs = len(summary.compiled_graphs)
+        seen = (
+            f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
+            + (f"; missing: {listed(missing)}" if missing else "")
+            + ("; besides: Pregraph bytecode" if "Pregraph bytecode" in names else "")
+        )
+        return Verdict(not missing and graphs == 1, seen)
+
+    return Finding("Dynamo looks up its cache in every call, and every step calls the same graph", judge)
+
+
+@recordable
+def no_compile_rows() -> Finding:
+    def judge(summary):
+        rows = [call.name for call in summary.chain if "Dynamo" in call.name or "Compiled" in call.name]
+        return Verdict(not rows, f"{len(rows)} such rows")
+
+    return Finding("none of torch.compile's rows on the CPU", judge)
+
+
+@recordable
+def dynamo_costs_more_than_the_op(op: str) -> Finding:
+    def judge(summary):
+        us, step = summary.ops[op].total_us if op in summary.ops else 0.0, summary.chosen.cpu_us
+        return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
+
+    return Finding(f"compiled: more CPU time goes to getting to {op} than to {op}", judge)
+
+
+def dynamo() -> Finding:
+    def judge(summary):
+        def total(start: str) -> float:
+            return sum(call.us for call in summary.chain if call.name.startswith(start))
+
+        lookup = total("TorchDynamo Cache Lookup")
+        # The region less the graph that it calls: what torch.compile itself takes on the way there.
+        around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
+        return Verdict(
+            lookup > 0, f"{around:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs, around the compiled graph"
+        )
+
+    return Finding("TorchDynamo Cache Lookup in every step", judge)
+
+
+def compiled_graphs() -> Finding:
+    def judge(summary):
+        return Verdict(
+            bool(summary.compiled_graphs), f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
+        )
+
+    return Finding("the same graph hash in all steps", judge)
+
+
+def recompiled() -> Finding:
+    def judge(summary):
+        return Verdict(bool(summary.recompiled), ", ".join(summary.recompiled[:5]))
+
+    return Finding("Torch-Compiled Region n/1 or higher", judge)

@@ -1,0 +1,48 @@
+"""A Summary, written out, with what was found in it."""
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from tracereader.figures import Summary
+from tracereader.findings import cheatsheet, steps
+from tracereader.findings.finding import Finding
+from tracereader.show.report import View
+
+# What of the summary each section of the report is made of.
+SECTION_KEYS = {
+    "steps": ("steps", "left_out"),
+    "work": ("gpu_work", "kernels"),
+    "names": ("gpu_work",),
+    "chain": ("label", "chain", "ops"),
+    "regime": ("regime", "gpu_busy_us", "gpu", "families"),
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
+    "guesses": ("guesses",),
+}
+ALWAYS = ("trace", "lesson", "devices", "has_steps", "shapes_recorded", "warnings", "typical_step", "window_us")
+
+
+def as_json(summary: Summary, guesses: Sequence[Finding], view: View) -> str:
+    """One JSON document: times in µs, shares from 0 to 1."""
+    document = msgspec.to_builtins(summary)
+    for step, measured in zip(summary.steps, document["steps"], strict=True):
+        measured["cause"] = steps.cause(summary, step)
+    document["regime"] = {
+        "name": steps.regime(summary),
+        "gpu_busy_share": summary.busy_share,
+        "window_us": summary.window_us,
+    }
+    document["patterns"] = [
+        {"where": one.where, "see": one.see, "means": one.means, "figure": evidence}
+        for one, evidence in cheatsheet.found(summary)
+    ]
+    document["guesses"] = [
+        {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
+        for guess in guesses
+        for verdict in (guess.ask(summary),)
+    ]
+    if view.only:
+        wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
+        document = {key: value for key, value in document.items() if key in wanted}
+    return json.dumps(document, indent=1)

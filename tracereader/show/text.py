@@ -1,0 +1,119 @@
+"""How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+
+from tracereader.command import printable
+from tracereader.trace.kernel_names import cut
+
+PIPE_WIDTH = 140
+LEAST_NAME = 16  # columns; a name shorter than this says too little
+
+
+def console() -> Console:
+    """Where a report goes: plain text in a pipe, 140 columns wide there unless COLUMNS says otherwise."""
+    # Made on demand, so that a redirected stdout is the one written to.
+    width = None
+    if not sys.stdout.isatty():
+        told = os.environ.get("COLUMNS", "")
+        width = int(told) if told.isdecimal() and int(told) else PIPE_WIDTH
+    return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
+
+
+def plain(text: str) -> str:
+    """Somebody else's text, to stand between our own markup."""
+    return escape(printable(text))
+
+
+class Name(str):
+    """A cell that may be shortened where the table is too wide."""
+
+
+def print_columns(
+    out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+) -> None:
+    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first."""
+    rows = [[Name(printable(cell)) if isinstance(cell, Name) else printable(cell) for cell in row] for row in rows]
+    heads = [printable(head) for head in heads]
+    widths = _widths(heads, rows)
+    shrinkable = [i for i in range(len(heads)) if any(isinstance(row[i], Name) for row in rows)]
+    while sum(widths) + 2 * (len(widths) - 1) > out.width:
+        widest = max(shrinkable, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= max(LEAST_NAME, cell_len(heads[widest])):
+            _print_stacked(out, heads, rows)
+            return
+        widths[widest] -= 1
+    cells = [[cut(cell, widths[i]) if isinstance(cell, Name) else cell for i, cell in enumerate(row)] for row in rows]
+    widths = _widths(heads, cells)
+    out.print(f"[bold]{_line(heads, widths, left)}[/bold]" if heads[0] else _line(heads, widths, left))
+    for row in cells:
+        out.print(_line(row, widths, left))
+
+
+def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
+    padded = []
+    for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        blank = " " * (width - cell_len(cell))
+        padded.append(cell + blank if i in left else blank + cell)
+    return escape("  ".join(padded).rstrip())
+
+
+def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Each row on lines of its own: its name, then every figure behind its head."""
+    out.print(f"[bold]{escape(heads[0])}[/bold]")
+    for row in rows:
+        out.print(escape(cut(row[0], out.width) if isinstance(row[0], Name) else row[0]))
+        line = "   "
+        for head, cell in zip(heads[1:], row[1:], strict=True):
+            if not cell:
+                continue
+            part = f" {head} {cut(cell, 40) if isinstance(cell, Name) else cell} ".rstrip() if head else f" {cell}"
+            if cell_len(line) + cell_len(part) + 1 > out.width and line.strip():
+                out.print(escape(line.rstrip(" ·")))
+                line = "   "
+            line += part + " ·"
+        if line.strip():
+            out.print(escape(line.rstrip(" ·")))
+
+
+def shown_path(path: Path) -> str:
+    """The path as the user would type it: relative where it lies below the current folder."""
+    return printable(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def us(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+def ratio(value: float, base: float) -> str:
+    return f"x {value / base:.2f}" if base else ""
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, as memory bandwidth is quoted."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

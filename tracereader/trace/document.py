@@ -1,0 +1,199 @@
+"""The bytes of a trace file as typed events, each event's args kept raw until asked for.
+
+A double tells the exact nanosecond of a µs stamp with three digits up to 2^43 µs; past that (stamps since
+1970 are 1.7e15 µs) stamps are read from their text.
+"""
+
+import decimal
+import gzip
+import json
+import math
+import os
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
+DEFLATE_MOST = 1032  # to one, by the format
+EXACT = 2.0**43  # µs
+LARGEST = 1e16  # µs: no clock shows more
+MISSING = -math.inf  # what JSON cannot say
+
+
+class TraceError(Exception):
+    """The file is no trace that can be read; says why in one line."""
+
+
+class Event(msgspec.Struct):
+    """One event as the file has it."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: int | str | None = None
+    tid: int | str | None = None
+    ts: float = MISSING
+    dur: float = MISSING
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class ExactEvent(Event):
+    """The same with stamps as written."""
+
+    ts: decimal.Decimal | None = None
+    dur: decimal.Decimal | None = None
+
+
+class _File(msgspec.Struct):
+    events: list[Event] = msgspec.field(name="traceEvents")
+    device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
+    lesson: msgspec.Raw = msgspec.Raw(b"null")
+    distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
+
+
+class _ExactFile(_File):
+    events: list[ExactEvent] = msgspec.field(name="traceEvents")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole trace file. exact: its stamps are decimals or None, else doubles below EXACT."""
+
+    events: list[Event]
+    exact: bool
+    device_properties: object
+    lesson: object  # what a numbered script stored
+    distributed: object
+    shapes_recorded: bool
+
+
+def load(path: Path, limit: int) -> Document:
+    """The file's events and what stands beside them. Raises TraceError."""
+    data = _bytes(path, limit)
+    exact = False
+    try:
+        found = msgspec.json.decode(data, type=_File)
+        latest = max([abs(event.ts) for event in found.events if event.ph == "X"], default=0.0)
+        if latest >= EXACT:  # or MISSING somewhere
+            found, exact = msgspec.json.decode(data, type=_ExactFile), True
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found, exact = _any_json(path, data), True
+    return Document(
+        events=found.events,
+        exact=exact,
+        device_properties=decoded(found.device_properties),
+        lesson=decoded(found.lesson),
+        distributed=decoded(found.distributed),
+        shapes_recorded=b'"Input Dims"' in data,
+    )
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    try:
+        return _unpacked(path, limit)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise TraceError(f"{path}: a folder, not a trace; name the .json file in it") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+        raise TraceError(f"{path}: broken gzip ({problem})") from None
+    except (OSError, ValueError) as problem:
+        raise TraceError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from None
+
+
+def _unpacked(path: Path, limit: int) -> bytes:
+    too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
+    # Without O_NONBLOCK, opening a FIFO would wait for its other end for ever.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceError(f"{path}: not a plain file")
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if not packed:
+            if status.st_size > limit:
+                raise too_long
+            return file.read()
+        unzipped = gzip.GzipFile(fileobj=file)
+        if status.st_size * DEFLATE_MOST > limit:
+            # It may be a bomb: count what it holds before keeping any of it.
+            held = 0
+            while chunk := unzipped.read(1 << 20):
+                held += len(chunk)
+                if held > limit:
+                    raise too_long
+            unzipped.seek(0)
+        return unzipped.read()
+
+
+def _any_json(path: Path, data: bytes) -> _File:
+    """What json accepts and the typed reading does not: NaN, a string for a number, a name that is none."""
+    try:
+        found = json.loads(data, parse_float=decimal.Decimal)
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}: not text, so no Chrome trace") from None
+    except (ValueError, RecursionError) as problem:
+        raise TraceError(f"{path}: not JSON ({problem})") from None
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise TraceError(f"{path}: JSON, but no trace of PyTorch's profiler (no traceEvents in it)")
+    events = []
+    for number, event in enumerate(found["traceEvents"], 1):
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}: event {number} is no object")
+        events.append(
+            ExactEvent(
+                ph=_text(event.get("ph")),
+                cat=_text(event.get("cat")),
+                name=_text(event.get("name", "")),
+                pid=_plain(event.get("pid")),
+                tid=_plain(event.get("tid")),
+                ts=_number(event.get("ts")),
+                dur=_number(event.get("dur")),
+                args=_raw(event.get("args")),
+            )
+        )
+    beside = {
+        key: _raw(found.get(name))
+        for key, name in (
+            ("device_properties", "deviceProperties"),
+            ("lesson", "lesson"),
+            ("distributed", "distributedInfo"),
+        )
+    }
+    return _File(events=events, **beside)
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value, default=float).encode())
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else str(value)[:200]
+
+
+def _plain(value: object) -> int | str:
+    return value if type(value) in (int, str) else str(value)[:200]
+
+
+def _number(value: object) -> decimal.Decimal | None:
+    """None for what is missing; NaN for what is there and no number."""
+    if value is None:
+        return None
+    # bool is an int, and JSON as Python reads it has NaN and Infinity.
+    return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else decimal.Decimal("NaN")
+
+
+def decoded(raw: msgspec.Raw) -> object:
+    """A raw value as Python's; None where it is too odd even for json."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.MsgspecError:
+        try:
+            return json.loads(bytes(raw))
+        except (ValueError, RecursionError):
+            return None

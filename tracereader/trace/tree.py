@@ -1,0 +1,394 @@
+"""A trace as data: steps, ops as a tree, launches, GPU work.
+
+Times are whole nanoseconds inside, from the trace's first slice on; microseconds wherever a name ends in _us.
+"""
+
+import bisect
+import contextlib
+import decimal
+import gc
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, TraceError, decoded, load
+
+# What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
+KINDS = {
+    "user_annotation": "label",
+    "cpu_op": "op", "Operator": "op",
+    "python_function": "python",
+    "cuda_runtime": "runtime", "cuda_driver": "runtime", "Runtime": "runtime", "hip_runtime": "runtime",
+    "xpu_runtime": "runtime", "xpu_driver": "runtime",
+    "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
+    "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
+    "overhead": "overhead",
+    "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
+}  # fmt: skip
+GPU_KINDS = frozenset({"kernel", "memcpy", "memset"})
+STEP = "ProfilerStep#"
+_start, _dur = attrgetter("start"), attrgetter("dur")
+
+
+class _Slice(msgspec.Struct, eq=False):
+    """What an Op and a Work have in common: one slice of a track."""
+
+    name: str
+    kind: str
+    start: int
+    dur: int
+    track: tuple
+    raw: msgspec.Raw
+
+    @property
+    def end(self) -> int:
+        return self.start + self.dur
+
+    @property
+    def us(self) -> float:
+        return self.dur / 1e3
+
+    @property
+    def args(self) -> dict:
+        """What the profiler noted of it; read from the file's text at each call."""
+        args = decoded(self.raw)
+        return args if isinstance(args, dict) else {}
+
+
+class Op(_Slice, eq=False):
+    """One slice of a CPU thread: a label, an op, a Python frame or a runtime call.
+
+    children: what starts in it, without Python frames, which are on a tree of their own.
+    """
+
+    parent: "Op | None" = None
+    children: "Sequence[Op]" = ()
+    work: "Sequence[Work]" = ()  # what this runtime call launched
+
+    def walk(self) -> Iterator["Op"]:
+        """This op and all below it, in the order of their starts."""
+        stack = [self]
+        while stack:
+            op = stack.pop()
+            yield op
+            if op.children:
+                stack.extend(reversed(op.children))
+
+    def above(self) -> Iterator["Op"]:
+        """What encloses it, innermost first."""
+        op = self.parent
+        while op is not None:
+            yield op
+            op = op.parent
+
+
+class Work(_Slice, eq=False):
+    """One kernel, copy or memset on a GPU."""
+
+    device: int | str = 0
+    launch: Op | None = None
+
+    @property
+    def op(self) -> Op | None:
+        """The innermost op around the launch; the launch's label where there is no op."""
+        if self.launch is None:
+            return None
+        return next((op for op in self.launch.above() if op.kind in ("op", "label")), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One recorded step, or the whole of a trace that has none."""
+
+    name: str
+    start: int
+    end: int
+    roots: tuple[Op, ...]  # on every thread
+    work: tuple[Work, ...]  # launched in it, in the order of their starts
+
+    @property
+    def us(self) -> float:
+        return (self.end - self.start) / 1e3
+
+    @property
+    def number(self) -> str:
+        """#3 of ProfilerStep#3."""
+        return self.name.removeprefix(STEP[:-1])
+
+    def walk(self) -> Iterator[Op]:
+        """Every op, parents first."""
+        stack = list(reversed(self.roots))
+        while stack:
+            op = stack.pop()
+            yield op
+            if op.children:
+                stack.extend(reversed(op.children))
+
+    def dispatch(self) -> Iterator[tuple[Op, int]]:
+        """Every op with its depth, parents first."""
+        stack = [(root, 0) for root in reversed(self.roots)]
+        while stack:
+            op, depth = stack.pop()
+            yield op, depth
+            stack.extend((child, depth + 1) for child in reversed(op.children))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a numbered script stored of its run. guesses: as expect.py records them."""
+
+    script: str
+    flags: dict
+    guesses: tuple[dict, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one trace file holds."""
+
+    path: Path
+    zero_us: int  # what its stamps count from
+    steps: tuple[Step, ...]
+    has_steps: bool
+    work: tuple[Work, ...]  # all of it, in the order of the starts
+    overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
+    outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
+    queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
+    op_names: frozenset[str]
+    devices: tuple[str, ...]
+    lesson: Lesson | None
+    has_shapes: bool
+    zeroed: int
+    crossing: Counter  # slices that overlap another of their track without nesting, by name
+    unlaunched: int  # GPU work whose launch is not in the trace
+
+
+def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
+    """The trace in a .json or .json.gz file.
+
+    limit: the most bytes of JSON that are read, however small they were packed. Raises TraceError.
+    """
+    with _no_garbage_collection():
+        return _built(path, load(path, limit))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # Nothing made while reading is garbage, and looking for it doubles the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _built(path: Path, document: Document) -> Trace:
+    ops, work, spans, overheads, zeroed = [], [], [], [], 0
+    lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
+    tracks: dict[tuple, tuple] = {}
+    events, exact = document.events, document.exact
+    zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
+    for number, event in enumerate(events):
+        if event.ph != "X":
+            continue
+        kind = KINDS.get(event.cat)
+        if kind is None:
+            continue
+        ts, dur = event.ts, event.dur
+        if not ts and (not dur or dur == MISSING):
+            zeroed += 1  # nothing happens at time zero
+            continue
+        if (exact and not (_is_time(ts) and _is_time(dur))) or not 0 <= dur < LARGEST:
+            what = "time stamp" if exact and not _is_time(ts) else "duration"
+            raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
+        # The difference of two doubles so near each other is exact: its product is off by less than half.
+        start, length = round((ts - zero) * 1000), round(dur * 1000)
+        track = (event.pid, event.tid)
+        track = tracks.setdefault(track, track)
+        into = lists.get(kind, ops)
+        if into is work or into is spans:
+            into.append(Work(event.name, kind, start, length, track, event.args))
+        elif into is not None:
+            into.append(Op(event.name, kind, start, length, track, event.args))
+        events[number] = None  # so that the events and what is made of them never stand side by side
+    if not ops and not work and not zeroed:
+        raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
+    if not ops and not work:
+        raise TraceError(f"{path}: all {zeroed} events have time stamp and duration zero (pytorch issue 188481)")
+    if len(ops) + len(work) + zeroed < 2:
+        raise TraceError(f"{path}: one event, too little to read")
+
+    crossing = Counter()
+    roots = _nest(ops, crossing)
+    _nest([*work, *spans], crossing)
+    _nest(overheads, crossing)
+    unlaunched = _link(ops, work)
+    work.sort(key=_start)
+    steps, outside = _steps(ops, roots, work)
+    return Trace(
+        path=path,
+        zero_us=zero,
+        steps=steps,
+        has_steps=steps[0].name.startswith(STEP),
+        work=tuple(work),
+        overheads=tuple(overheads),
+        outside=outside,
+        queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
+        op_names=frozenset(op.name for op in ops),
+        devices=_devices(document, work),
+        lesson=_lesson(document.lesson),
+        has_shapes=document.shapes_recorded,
+        zeroed=zeroed,
+        crossing=crossing,
+        unlaunched=unlaunched,
+    )
+
+
+def _is_time(us: float | decimal.Decimal | None) -> bool:
+    return us is not None and math.isfinite(us) and abs(us) < LARGEST
+
+
+def _nest(slices: list, crossing: Counter) -> list[Op]:
+    """Tie each slice to the innermost one of its track that it starts in; the roots, by start.
+
+    A slice that outlasts the one it starts in crosses it: Perfetto drops such slices.
+    """
+    # By start, the longer first: two stable sorts cost half of one by a pair of keys.
+    slices.sort(key=_dur, reverse=True)
+    slices.sort(key=_start)
+    by_track: dict[tuple, list] = {}
+    for one in slices:
+        by_track.setdefault(one.track, []).append(one)
+    roots = []
+    for track in by_track.values():
+        stack, ends = [], []
+        for one in track:
+            start = one.start
+            while ends and ends[-1] <= start:
+                stack.pop()
+                ends.pop()
+            end = start + one.dur
+            if ends and end > ends[-1]:
+                crossing[one.name] += 1
+            if type(one) is Op:
+                if stack:
+                    above = one.parent = stack[-1]
+                    if above.children:
+                        above.children.append(one)
+                    else:
+                        above.children = [one]
+                else:
+                    roots.append(one)
+            stack.append(one)
+            ends.append(end)
+    roots.sort(key=_start)
+    return roots
+
+
+class _Ties(msgspec.Struct):
+    """What ties GPU work to its launch."""
+
+    correlation: int | None = None
+    device: int | str | None = None
+
+
+_ties = msgspec.json.Decoder(_Ties)
+
+
+def _ties_of(one: _Slice) -> _Ties:
+    try:
+        return _ties.decode(one.raw)
+    except msgspec.MsgspecError:
+        args = one.args
+        correlation, device = args.get("correlation"), args.get("device")
+        return _Ties(
+            correlation if type(correlation) is int else None,
+            device if type(device) in (int, str, type(None)) else str(device),
+        )
+
+
+def _link(ops: list[Op], work: list[Work]) -> int:
+    """Tie GPU work to the runtime call that launched it; how much of it has none here."""
+    by_correlation = {}
+    for op in ops:
+        if op.kind == "runtime" and (correlation := _ties_of(op).correlation) is not None:
+            by_correlation.setdefault(correlation, op)
+    unlaunched = 0
+    for one in work:
+        ties = _ties_of(one)
+        one.device = one.track[0] if ties.device is None else ties.device
+        launch = by_correlation.get(ties.correlation)
+        if launch is None:
+            unlaunched += 1
+        else:
+            one.launch = launch
+            if launch.work:
+                launch.work.append(one)
+            else:
+                launch.work = [one]
+    return unlaunched
+
+
+def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:
+    marks = sorted((op for op in ops if op.kind == "label" and op.name.startswith(STEP)), key=_start)
+    if not marks:
+        everything = [*roots, *work]
+        start, end = min(one.start for one in everything), max(one.end for one in everything)
+        return (Step("whole trace", start, end, tuple(roots), tuple(work)),), ()
+    starts, ends = [mark.start for mark in marks], [mark.end for mark in marks]
+
+    def number(time: int) -> int | None:
+        index = bisect.bisect_right(starts, time) - 1
+        return index if index >= 0 and time < ends[index] else None
+
+    in_step: list[list[Op]] = [[] for _ in marks]
+    outside = []
+    for root in roots:
+        # What encloses a step (a label around the loop) starts before it: look inside.
+        tops = [root]
+        while tops:
+            top = tops.pop()
+            index = number(top.start)
+            if index is not None:
+                in_step[index].append(top)
+            elif top.kind == "label" and top.end > starts[0]:
+                tops.extend(reversed(top.children))
+            else:
+                outside.append(top)
+    launched: list[list[Work]] = [[] for _ in marks]
+    for one in work:
+        index = number(one.launch.start) if one.launch is not None else None
+        if index is not None:
+            launched[index].append(one)
+    steps = (
+        Step(mark.name, mark.start, mark.end, tuple(inside), tuple(done))
+        for mark, inside, done in zip(marks, in_step, launched, strict=True)
+    )
+    return tuple(steps), tuple(outside)
+
+
+def _devices(document: Document, work: list[Work]) -> tuple[str, ...]:
+    """The names of the GPUs that did work; their numbers where the trace does not name them."""
+    listed = document.device_properties
+    listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    named = {one["id"]: str(one.get("name")) for one in listed if isinstance(one.get("id"), int)}
+    used = {one.device for one in work if isinstance(one.device, int)}
+    return tuple(named.get(device, f"GPU {device}") for device in sorted(used))
+
+
+def _lesson(found: object) -> Lesson | None:
+    if not isinstance(found, dict) or not isinstance(found.get("script"), str):
+        return None
+    flags, guesses = found.get("flags"), found.get("guesses")
+    return Lesson(
+        script=found["script"],
+        flags=flags if isinstance(flags, dict) else {},
+        guesses=tuple(one for one in guesses if isinstance(one, dict)) if isinstance(guesses, list) else (),
+    )
