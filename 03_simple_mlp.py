@@ -2,18 +2,29 @@
 
 You will see five kernels in one forward pass, two kinds of matrix product for three layers of the
 same arithmetic, and what torch.compile merges once there is something to merge.
+
+  uv run 03_simple_mlp.py
+  uv run 03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup
 """
 
-import sys
+from common import mlp
+from common.flags import answer_before_torch, parse
+from tracereader import expect
+
+
+def flags(argv=None):
+    return parse(argv, __doc__, __file__, *mlp.FLAGS)
+
+
+answer_before_torch(flags, __file__)
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from common import cli, guesses, harness, lesson, mlp
-
-EXAMPLES = ("", "--batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup")
+from common.harness import profiler, save, warm_up
+from common.lesson import lesson
 
 
 class SimpleGeGLUMLP(nn.Module):
@@ -28,43 +39,40 @@ class SimpleGeGLUMLP(nn.Module):
         return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
+def build(args):
+    model = SimpleGeGLUMLP(args.dim, args.hidden, device=args.device, dtype=args.dtype).eval()
+    x = torch.randn(args.batch, args.seq, args.dim, device=args.device, dtype=args.dtype)
+    return model, x
+
+
+def profiled(args, model, x):
+    fn = torch.compile(model, mode=args.compile) if args.compile else model
+
+    def one_step():
+        with torch.no_grad(), record_function("mlp_fwd"):
+            return fn(x)
+
+    steps = warm_up(one_step, args)
+    with profiler(args) as prof:  # 01_matmul_add.py writes it out
+        for step in steps:
+            out = step()
+            prof.step()
+    return save(prof, args, steps, out, reference=(lambda: model(x)) if args.compile else None)
+
+
 def what_we_guess(args):
     if args.compile:
-        yield guesses.ops_are(3, "aten::mm", "31", gone=("aten::linear", "aten::matmul", "aten::t", "aten::reshape"))
-        yield guesses.compiled_rows()
-        yield guesses.fused_into_one("Inductor", "gelu", "mul", claims="32 33")
+        yield expect.ops_are(3, "aten::mm", gone=("aten::linear", "aten::matmul", "aten::t", "aten::reshape"))
+        yield expect.compiled_rows()
+        yield expect.fused_into_one("Inductor", "gelu", "mul")
     else:
-        yield guesses.ops_are(3, "aten::linear", "27")
-        yield guesses.kernels_are(5, "27", ": three GEMMs, gelu and mul")
-        yield guesses.launch_nothing("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view")
-        yield guesses.pointwise_round_trip(args.batch * args.seq, args.hidden, harness.DTYPES[args.dtype].itemsize)
+        yield expect.ops_are(3, "aten::linear")
+        yield expect.kernels_are(5, ": three GEMMs, gelu and mul")
+        yield expect.launch_nothing("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view")
+        yield expect.pointwise_round_trip(args.batch * args.seq, args.hidden, args.dtype.itemsize)
     yield from mlp.gemm_guesses(args)
 
 
-@cli.command
-def main(argv=None):
-    parser, group = cli.lesson_parser(__doc__, __file__, EXAMPLES)
-    mlp.add_flags(group)
-    args = parser.parse_args(argv)
-
-    device, dtype = harness.prepare(args, **mlp.tensors(args))
-    model = SimpleGeGLUMLP(args.dim, args.hidden, device=device, dtype=dtype).eval()
-    fn = torch.compile(model, mode=args.compile) if args.compile else model
-
-    def profiled(args):
-        x = torch.randn(args.batch, args.seq, args.dim, device=device, dtype=dtype)
-
-        def step():
-            with record_function("mlp_fwd"):
-                return fn(x)
-
-        name = harness.tag(args, device, mlp.shape_token(args))
-        reference = (lambda: model(x)) if args.compile else None
-        return harness.profile(step, args, device, name=name, reference=reference)
-
-    lesson.teach(args, device, profiled, what_we_guess, over="seq")
-    mlp.then_seq(fn, model, args, device, dtype)
-
-
+main = lesson(flags, build, profiled, what_we_guess)
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,22 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from common import cli, harness
+from common.flags import ROOT, load_script
+from common.harness import device_name, prepare
+from common.publish import require_writable
 
 
-def inline(step, device, folder: Path, name: str) -> Path:
-    accelerator = [] if device.type == "cpu" else [ProfilerActivity.CUDA]
-    with (
-        torch.no_grad(),
-        profile(
-            activities=[ProfilerActivity.CPU, *accelerator],
-            schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-        ) as prof,
-    ):
+def inline(x, w, b, folder: Path, name: str) -> Path:
+    accelerator = [] if x.device.type == "cpu" else [ProfilerActivity.CUDA]
+    with profile(
+        activities=[ProfilerActivity.CPU, *accelerator], schedule=schedule(wait=1, warmup=1, active=3, repeat=1)
+    ) as prof:
         for _ in range(5):
-            step()
+            with torch.no_grad(), record_function("matmul_add"):
+                torch.add(torch.matmul(x, w), b)
             prof.step()
-    by = "cpu_time_total" if device.type == "cpu" else "device_time_total"
+    by = "cpu_time_total" if x.device.type == "cpu" else "device_time_total"
     (folder / f"{name}.txt").write_text(prof.key_averages().table(sort_by=by, row_limit=15))
     trace = folder / f"{name}.json"
     prof.export_chrome_trace(str(trace))
@@ -54,19 +54,18 @@ def main() -> None:
     options = options.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
-        parser, _ = cli.lesson_parser("Benchmark.", "benchmark.py", ())
-        args = parser.parse_args(["--device", options.device, "--out", folder])
-        device, dtype = harness.prepare(args, x=(options.size, options.size))
-        x, w, b = (torch.randn(options.size, options.size, device=device, dtype=dtype) for _ in range(3))
+        flags = ["--device", options.device, "--size", str(options.size), "--out", folder]
+        script = load_script(ROOT / "01_matmul_add.py", flags)
+        args = prepare(script.flags(flags))
+        require_writable(args.out / args.script)
 
-        def step():
-            with record_function("matmul_add"):
-                return torch.add(torch.matmul(x, w), b)
+        def plain(name: str) -> Path:
+            return inline(*script.build(args)[1:], Path(folder), name)
 
-        ways = {
-            "inline": lambda name: inline(step, device, Path(folder), name),
-            "harness": lambda name: harness.profile(step, args, device, name=name).trace,
-        }
+        def harness(name: str) -> Path:
+            return script.profiled(replace(args, tag=name), *script.build(args)).trace
+
+        ways = {"inline": plain, "harness": harness}
         steps = {way: [] for way in ways}
         runs = {way: [] for way in ways}
         for round_ in range(options.rounds):
@@ -80,7 +79,7 @@ def main() -> None:
             if round_ < 5:
                 runs = {way: [] for way in ways}
     runs_each = options.rounds - 5
-    print(f"{harness.device_name(device)} · torch {torch.__version__} · size {options.size} · {runs_each} runs each")
+    print(f"{device_name(args.device)} · torch {torch.__version__} · size {options.size} · {runs_each} runs each")
     for what, unit, times in (("recorded step, CPU", "µs", steps), ("whole run", "ms", runs)):
         scale = 1 if unit == "µs" else 1e3
         inline_, ours = (statistics.median(times[way]) * scale for way in ("inline", "harness"))

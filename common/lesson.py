@@ -1,43 +1,78 @@
-"""What every numbered script does once its flags are read: profile, explain, or sweep over sizes."""
+"""What every numbered script does around its own part: read the flags, build, profile, explain."""
 
-from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
+from rich.markup import escape
 
-from common import harness, measure, perfetto, quiz, report, screen, sweep
-from common.cli import BadInput
-from common.guesses import Guess
+from common import screen
+from common.flags import advice
+from common.harness import Run, prepare
+from common.memory import build_unfilled, within_memory
+from common.publish import require_writable
+from tracereader.command import BadInput, command
+from tracereader.show.text import console, seconds, shown_path, size
 
 
-def teach(
-    args: Namespace,
-    device: torch.device,
-    profiled: Callable[[Namespace], harness.Run],
-    what_we_guess: Callable[[Namespace], Iterable[Guess]],
-    over: str | None = None,
-) -> None:
-    """Profile and explain one run; or, where the flag `over` names several sizes, one run for each."""
-    values = getattr(args, over) if over else [None]
-    if len(values) == 1:
-        point = Namespace(**vars(args) | ({over: values[0]} if over else {}))
-        given = quiz.ask(args, device)
-        run = profiled(point)
-        report.run(run, report.View.of(args), list(what_we_guess(point)), given)
+def lesson(flags: Callable, build: Callable, profiled: Callable, what_we_guess: Callable[..., Iterable]) -> Callable:
+    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions."""
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        args = _ready(argv, flags, what_we_guess)
+        given = [(guess.record, screen.ask(f"{guess.text}?")) for guess in _asked(args)]
+        run = _run(args, build, profiled)
+
+        from tracereader.show import report  # here, so that nothing of it weighs on the run
+
+        _header(run)
+        report.explain_file(run.trace, report.View.of(args, brief=True))
+        if given:
+            report.marked(run.trace, given)
         if args.open:
+            from tracereader.show import perfetto
+
             perfetto.hand_over(run.trace)
-        return
-    for flag in ("guess", "open", "lanes"):
-        if getattr(args, flag):
-            raise BadInput(f"--{flag} is for one run, and --{over} names {len(values)}")
-    points = []
-    for value in sorted(set(values)):
-        if args.compile:
-            torch.compiler.reset()  # or the second size would be compiled for every size
-        # Shapes are what the rates are made of.
-        run = profiled(Namespace(**vars(args) | {over: value, "record_shapes": True}))
-        points.append(sweep.Point.of(value, run))
-        screen.progress(f"{over} {value}", run.trace)
-    roofs = measure.roofs(device, harness.DTYPES[args.dtype])
-    screen.sweep(over, points, roofs, sweep.crossing(points))
-    sweep.picture(over, points, roofs)
+
+    return command(main, advice)
+
+
+def run_once(script, argv: Sequence[str]) -> Run:
+    """Profile as the script (its module) does, without a report. Raises BadInput and RunFailed."""
+    return _run(_ready(argv, script.flags, script.what_we_guess), script.build, script.profiled)
+
+
+def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable):
+    args = prepare(flags(argv), what_we_guess)
+    require_writable(args.out / args.script)  # now, and not after a long run
+    return args
+
+
+def _run(args, build: Callable, profiled: Callable) -> Run:
+    with within_memory(args.device):
+        build_unfilled(build, args)
+        return profiled(args, *build(args))
+
+
+def _asked(args) -> list:
+    if not args.guess:
+        return []
+    guesses = [guess for guess in args.guesses if args.device.type != "cpu" or not guess.needs_gpu]
+    if not guesses:
+        raise BadInput("--guess: a run on the CPU can tell none of this script's guesses; leave it out")
+    return guesses
+
+
+def _header(run: Run) -> None:
+    """What ran, what it cost to get going, whether it computed the right thing, and its files."""
+    out = console()
+    right = "eager: the reference itself" if run.error is None else f"matches eager: relative error {run.error:.1e}"
+    known = [f"first call {seconds(run.first_call_s)}"]
+    if run.peak_bytes is not None:
+        known.append(f"peak device memory {size(run.peak_bytes)}")
+    out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.machine)}")
+    out.print(" · ".join([*known, right]))
+    out.print()
+    out.print(f"  {escape(shown_path(run.trace))}  the trace: open it at ui.perfetto.dev")
+    out.print(f"  {escape(shown_path(run.table))}   the profiler table")
+    out.print()
+    for line in run.totals:
+        out.print(line)

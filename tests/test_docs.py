@@ -4,9 +4,9 @@ import importlib.util
 import re
 
 import pytest
-from conftest import ROOT
+from references import ROOT
 
-from common import cheatsheet
+from tracereader.findings import cheatsheet
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -41,5 +41,12 @@ def test_links_lead_somewhere():
 
 
 def test_no_page_names_a_package_registrys_host():
-    for file in [*PAGES, ROOT / "pyproject.toml", ROOT / ".ci/run", *(ROOT / "common").glob("*.py")]:
+    for file in [*PAGES, ROOT / "pyproject.toml", ROOT / ".ci/run", *ROOT.glob("*/*.py"), *ROOT.glob("*/*/*.py")]:
         assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch", file.read_text()), file.name
+
+
+def test_every_claim_of_the_articles_has_a_row():
+    rows = re.findall(r"^\| ([\d ]+) \|", (ROOT / "docs/claims.md").read_text(), re.M)
+    named = {claim for row in rows for claim in row.split()}
+    told_in_a_screen = {"26", "36"}
+    assert named | told_in_a_screen == {f"{number:02}" for number in range(1, 41)}

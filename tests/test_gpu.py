@@ -1,7 +1,10 @@
 """Every rung on an NVIDIA GPU, with the real kernels loader and the real Liger kernel."""
 
+import re
+
 import pytest
-from conftest import names, only_trace
+import torch
+from conftest import ROOT, names, only_trace
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +94,7 @@ def verdicts(screen: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("01_matmul_add", ()), ("01_matmul_add", ("--size", "4096", "--warmup")),
+        ("01_matmul_add", ()), ("01_matmul_add", ("--size", "4096", "--warmup", "--record-shapes")),
         ("01_matmul_add", ("--compile",)), ("02_linear", ()), ("02_linear", ("--compile",)),
         ("03_simple_mlp", ("--record-shapes",)), ("03_simple_mlp", ("--compile", "--record-shapes")),
         ("03_kernels_mlp", ("--record-shapes",)),
@@ -104,18 +107,20 @@ def test_every_guess_gets_a_verdict(run, capsys, local_liger, script, flags):
     assert "–" not in found.values(), "with a GPU and shapes, every guess can be told"
 
 
-def test_then_seq_compiled_against_liger(run, capsys, local_liger):
-    assert run("03_simple_mlp", "--compile", "--then-seq", "256,64,200") == 0
-    compiled = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seq ")]
-    assert [row[-2] for row in compiled] == ["2", "2", "2"]
-    assert run("03_kernels_mlp", "--then-seq", "256,64,200") == 0
-    liger = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seq ")]
-    assert [row[-2] for row in liger] == ["0", "0", "0"]
+def graphs(capsys, script, *flags):
+    import recompile
+
+    assert recompile.main([str(ROOT / script), *flags, "--seq", "128", "256", "64", "200"]) == 0
+    return [line.split()[-2] for line in capsys.readouterr().out.splitlines() if line.startswith("seq ")]
+
+
+def test_other_sequence_lengths_compiled_against_liger(compile_afresh, capsys, local_liger):
+    assert graphs(capsys, "03_simple_mlp.py", "--compile") == ["1", "2", "2", "2"]
+    torch._dynamo.utils.counters.clear()
+    assert graphs(capsys, "03_kernels_mlp.py") == ["0", "0", "0", "0"]
 
 
 def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
-    import torch
-
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         assert run("01_matmul_add", "--size", "16384") == 2
@@ -125,12 +130,26 @@ def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_sweep_reads_rates_off_the_traces(run, tmp_path, capsys):
-    assert run("01_matmul_add", "--size", "64", "4096", "--warmup") == 0
+def test_sweep_reads_rates_off_the_traces(compile_afresh, tmp_path, capsys):
+    import sweep
+
+    flags = ("--size", "64", "4096", "--warmup", "--out", str(tmp_path))
+    assert sweep.main([str(ROOT / "01_matmul_add.py"), *flags]) == 0
     screen = capsys.readouterr().out
     rows = [line.split() for line in screen.splitlines() if line.endswith(("-bound", "between"))]
     assert [row[0] for row in rows] == ["64", "4096"]
     assert rows[0][-1] == "overhead-bound" and rows[1][-1] == "compute-bound"
-    assert float(rows[1][5].replace(",", "")) > 100, "TFLOP/s of a large bf16 product"
+    reached = float(rows[1][5].replace(",", ""))
+    roof = float(re.search(r"roofs of this machine: ([\d,.]+) TFLOP/s", screen)[1].replace(",", ""))
+    assert 100 < reached <= roof, "TFLOP/s of a large bf16 product"
     assert "outgrows its CPU time" in screen
     assert len(list(tmp_path.rglob("*.png"))) == 1
+
+
+def test_nothing_of_the_harness_is_in_the_trace(run, tmp_path):
+    """Neither in a cold run: no synchronization but the profiler's own, after the last step."""
+    assert run("01_matmul_add", "--wait", "0", "--schedule-warmup", "1") == 0
+    events = only_trace(tmp_path)["traceEvents"]
+    last = max(e["ts"] + e["dur"] for e in events if str(e.get("name")).startswith("ProfilerStep#") and "dur" in e)
+    syncs = [e for e in events if "Synchronize" in str(e.get("name")) and e.get("cat") == "cuda_runtime"]
+    assert syncs and all(e["ts"] >= last for e in syncs)

@@ -1,9 +1,20 @@
 """Every rung on the CPU: its files, its tag, its schedule, and what its trace shows."""
 
 import json
+import os
+import pty
+import re
+import sys
+import warnings
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from conftest import names, only_trace
+import torch
+from conftest import ROOT, names, only_trace
+
+import recompile
+from common import harness
+from common.flags import flag, load_script, parse, positive, tag_of
 
 SMALL_MLP = ("--batch", "2", "--seq", "8", "--dim", "16", "--hidden", "32")
 
@@ -48,23 +59,33 @@ def test_schedule_records_the_active_steps(run, tmp_path, flags, steps):
     assert annotations.count("matmul_add") == len(steps)
 
 
+@pytest.mark.parametrize("pause", [0, 1])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_a_run_calls_the_step_exactly_as_often_as_it_says(tmp_path, warmup):
-    import torch
-
-    from common import cli, harness
-
-    parser, _ = cli.lesson_parser("A lesson.", "counting.py", ())
-    args = parser.parse_args(["--warmup", str(warmup), "--device", "cpu", "--out", str(tmp_path)])
-    device, _ = harness.prepare(args, x=(2, 2))
+def test_a_run_calls_the_step_exactly_as_often_as_it_says(warmup, pause):
+    args = parse(["--warmup", f"{warmup}", "--pause", f"{pause}", "--device", "cpu"], "A lesson.", "counting.py")
+    args = harness.prepare(args)
     calls = []
-
-    def step():
-        calls.append(None)
-        return torch.ones(2, 2) + 1
-
-    harness.profile(step, args, device, name="x")
+    steps = harness.warm_up(lambda: calls.append(None), args)
+    assert len(calls) == warmup, "before the profiler starts"
+    for step in steps:
+        step()
     assert len(calls) == warmup + 5
+    assert steps.first_call_s > 0
+
+
+def test_nothing_of_ours_is_around_a_recorded_step():
+    def one_step():
+        return None
+
+    args = harness.prepare(parse(["--device", "cpu"], "A lesson.", "plain.py"))
+    *_, first, second, third = harness.warm_up(one_step, args)
+    assert first is second is third is one_step
+
+
+def test_the_pause_is_in_the_name_and_in_the_trace(run, tmp_path):
+    assert run("01_matmul_add", "--size", "8", "--pause", "1") == 0
+    assert next(tmp_path.rglob("*.json")).stem == "8_bf16_cold_eager_pause1"
+    assert only_trace(tmp_path)["lesson"]["flags"]["pause"] == 1
 
 
 @pytest.mark.parametrize(
@@ -102,33 +123,126 @@ def test_compiled_mlp_matches_eager(run, tmp_path, capsys):
     assert not {"aten::linear", "aten::gelu"} & ops(only_trace(tmp_path))
 
 
-def test_no_two_different_runs_share_a_name(scripts):
-    from common import cli, harness
-
-    parser, _ = cli.lesson_parser("A lesson.", "x.py", ())
+def test_no_two_different_runs_share_a_name():
     different = [
         "", "--warmup", "--warmup 5", "--compile", "--compile reduce-overhead", "--compile max-autotune",
         "--wait 0", "--schedule-warmup 0", "--active 20", "--dtype fp16", "--dtype fp32", "--record-shapes",
-        "--with-stack", "--profile-memory", "--seed 1",
+        "--with-stack", "--profile-memory", "--seed 1", "--pause 10", "--batch 8", "--device cpu",
     ]  # fmt: skip
-    parsed = [parser.parse_args(flags.split()) for flags in different]
-    import torch
-
-    device = torch.device(harness._auto_device())
-    tags = [harness.tag(args, device, "64") for args in parsed]
+    own = (
+        flag("--size", "", shape=True, type=positive, default=64),
+        flag("--batch", "", tag="batch{}", type=positive),
+    )
+    tags = [tag_of(parse(flags.split(), "A lesson.", "x.py", *own)) for flags in different]
     assert len(set(tags)) == len(tags)
     assert tags[0] == "64_bf16_cold_eager"
     assert tags[2] == "64_bf16_warm_eager_warmup5"
-    assert harness.tag(parsed[0], torch.device("meta"), "64") == "64_bf16_cold_eager_meta"
+    assert tags[-1] == "64_bf16_cold_eager_cpu"
+
+
+@pytest.mark.parametrize("machine", ["cpu", "nvidia-h200"])
+def test_the_reference_traces_have_the_names_of_their_runs(scripts, machine):
+    """Each run that record.sh makes has its file, by the name that the script gives it."""
+    runs = re.findall(r"^(\d\w+)\.py(.*)$", (ROOT / "traces/reference/record.sh").read_text(), re.M)
+    assert len(runs) > 20
+    for script, flags in runs:
+        if script == "03_kernels_mlp" and machine == "cpu":
+            continue
+        tag = tag_of(scripts[script].flags(flags.split()))
+        assert (ROOT / f"traces/reference/{machine}/{script}/{tag}.json.gz").exists(), f"{script} {flags}: {tag}"
+
+
+def test_the_flags_of_a_run_are_frozen(scripts):
+    args = scripts["01_matmul_add"].flags(["--size", "8"])
+    assert args.size == 8
+    with pytest.raises(FrozenInstanceError):
+        args.size = 9
+    settled = harness.prepare(replace(args, device="cpu"))
+    assert (settled.device, settled.dtype) == (torch.device("cpu"), torch.bfloat16)
 
 
 def test_the_trace_says_what_ran(run, tmp_path):
-    assert run("01_matmul_add", "--size", "8", "--device", "cpu", "--record-shapes", "--with-stack") == 0
+    assert run("01_matmul_add", "--size", "8", "--device", "cpu", "--record-shapes") == 0
     document = only_trace(tmp_path)
-    assert document["lesson"]["script"] == "01_matmul_add"
-    assert document["lesson"]["flags"]["size"] == 8
-    assert str(tmp_path) not in json.dumps(document["lesson"])
+    lesson = document["lesson"]
+    assert (lesson["script"], lesson["flags"]["size"], lesson["torch"]) == ("01_matmul_add", 8, torch.__version__)
+    assert {"guess": "kernels_are", "count": 2} in lesson["guesses"]
     assert any("Input Dims" in event.get("args", {}) for event in document["traceEvents"])
+    (table,) = tmp_path.rglob("*.txt")
+    assert table.read_text().splitlines()[0] == f"run {lesson['run']}", "the two files of one run"
+
+
+def test_no_path_of_this_machine_is_in_the_trace(run, tmp_path):
+    assert run("01_matmul_add", "--size", "8") == 0
+    (file,) = tmp_path.rglob("*.json")
+    assert json.loads(file.read_text())["traceName"] == file.name
+    for path in (tmp_path, ROOT, "/tmp", "/home"):
+        assert str(path) not in file.read_text()
+
+
+@pytest.mark.parametrize("name", ['quote"d', "back\\slash", "tab\tbed", "two\nlines", "grün"])
+def test_any_folder_name_gives_a_whole_trace(scripts, tmp_path, name):
+    assert scripts["01_matmul_add"].main(["--size", "8", "--out", str(tmp_path / name)]) == 0
+    assert only_trace(tmp_path / name)["traceEvents"]
+    assert len(list((tmp_path / name / "01_matmul_add").iterdir())) == 2
+
+
+TRAINING_RUNG = '''
+"""Rung 9: one training step."""
+
+from common.flags import answer_before_torch, flag, parse, positive
+from tracereader import expect
+
+
+def flags(argv=None):
+    return parse(argv, __doc__, __file__, flag("--width", "features", shape=True, type=positive, default=4))
+
+
+answer_before_torch(flags, __file__)
+
+import torch
+
+from common.harness import profiler, save, warm_up
+from common.lesson import lesson
+
+
+def build(args):
+    layer = torch.nn.Linear(args.width, 1, device=args.device)
+    return layer, torch.optim.SGD(layer.parameters()), torch.randn(2, args.width, device=args.device)
+
+
+def profiled(args, layer, optimizer, x):
+    def one_step():
+        with torch.profiler.record_function("train"):
+            optimizer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    steps = warm_up(one_step, args)
+    with profiler(args) as prof:
+        for step in steps:
+            out = step()
+            prof.step()
+    return save(prof, args, steps, out)
+
+
+def what_we_guess(args):
+    yield expect.ops_are(1, "aten::addmm")
+
+
+main = lesson(flags, build, profiled, what_we_guess)
+'''
+
+
+def test_a_new_rung_is_one_new_file(tmp_path, capsys):
+    (tmp_path / "09_training.py").write_text(TRAINING_RUNG)
+    script = load_script(tmp_path / "09_training.py", [])
+    assert script.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert any("Backward" in name for name in ops(only_trace(tmp_path))), "a training rung has its gradients"
+    assert only_trace(tmp_path)["lesson"]["flags"]["width"] == 4
+    assert re.search(r"yes  1 aten::addmm a step", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("script", ["01_matmul_add", "02_linear", "03_simple_mlp", "03_kernels_mlp"])
@@ -140,40 +254,50 @@ def test_help_is_a_page_for_newcomers(run, capsys, script):
     assert page.count(f"uv run {script}.py") == 2
 
 
-def test_scripts_stay_short():
-    from conftest import ROOT
+def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
+    """What a script says of its trace, read-trace says of the file later, guesses included."""
+    from tracereader import cli
 
-    for script in ROOT.glob("0*.py"):
-        assert len(script.read_text().splitlines()) <= 90, script.name
+    assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
+    _, _, said = capsys.readouterr().out.partition("Self CPU time total")
+    *said, more = [line for line in said.splitlines()[1:] if line]
+    assert len(said) > 15
+    command, *arguments = more.removeprefix("more: ").split()
+    assert command == "read-trace"
+    assert cli.main(arguments) == 0
+    later = capsys.readouterr().out
+    assert "guess first, then look" in later
+    assert set(said) <= set(later.splitlines())
 
 
-def test_then_strides_shows_what_a_compiled_layer_does(run, capsys):
-    assert run("02_linear", "--device", "cpu", "--compile", "--then-strides") == 0
-    screen = capsys.readouterr().out
-    _, _, table = screen.partition("then other strides")
-    same, transposed = (line.split() for line in table.splitlines()[2:4])
-    assert same[:2] == ["the", "same"] and same[-2] == "1"
+def recompiled(capsys, script, *flags):
+    """The table's lines below its head, as words."""
+    assert recompile.main([str(ROOT / script), *flags, "--device", "cpu"]) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+
+
+def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys):
+    same, transposed = recompiled(capsys, "02_linear.py", "--strides", "--compile")
+    assert same[:3] == ["as", "it", "is"] and same[-2] == "1"
     assert transposed[0] == "transposed" and transposed[-2] == "2", "one graph more: compiled again"
     assert float(transposed[-1]) < 2e-2
 
 
-def test_then_strides_needs_compile(run, capsys):
-    assert run("02_linear", "--then-strides") == 2
-    assert "add --compile" in capsys.readouterr().err
+def test_other_sequence_lengths_count_graphs(compile_afresh, capsys):
+    flags = ("--compile", "--batch", "2", "--dim", "16", "--hidden", "32", "--seq", "8", "16", "4", "12")
+    rows = recompiled(capsys, "03_simple_mlp.py", *flags)
+    assert [row[1] for row in rows] == ["8", "16", "4", "12"]
+    assert [row[-2] for row in rows] == ["1", "2", "2", "2"], "one more graph, with a symbolic size, for all of them"
 
 
-def test_then_seq_counts_graphs(run, capsys):
-    assert run("03_simple_mlp", *SMALL_MLP, "--device", "cpu", "--compile", "--then-seq", "16,4,12") == 0
-    _, _, table = capsys.readouterr().out.partition("then other sequence lengths")
-    rows = [line.split() for line in table.splitlines()[2:5]]
-    assert [row[1] for row in rows] == ["16", "4", "12"]
-    assert [row[-2] for row in rows] == ["2", "2", "2"], "one more graph, with a symbolic size, for all of them"
+def test_without_compile_there_is_no_graph(compile_afresh, capsys):
+    rows = recompiled(capsys, "03_simple_mlp.py", "--batch", "2", "--dim", "8", "--hidden", "8", "--seq", "4", "16")
+    assert [row[-2] for row in rows] == ["0", "0"]
 
 
-def test_then_seq_without_compile_makes_no_graph(run, capsys):
-    assert run("03_simple_mlp", *SMALL_MLP, "--device", "cpu", "--then-seq", "16") == 0
-    _, _, table = capsys.readouterr().out.partition("then other sequence lengths")
-    assert table.splitlines()[2].split()[-2] == "0"
+def test_a_flag_that_makes_another_model_is_refused(compile_afresh, capsys):
+    assert recompile.main([str(ROOT / "02_linear.py"), "--in_dim", "4", "8", "--device", "cpu"]) == 2
+    assert "makes another model" in capsys.readouterr().err
 
 
 def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
@@ -184,13 +308,6 @@ def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
 
 def test_guess_at_a_terminal(tmp_path):
     """The real script under a pseudo-terminal: asked first, marked afterwards."""
-    import os
-    import pty
-    import sys
-    import warnings
-
-    from conftest import ROOT
-
     script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--guess", "--out", str(tmp_path)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once
@@ -198,16 +315,18 @@ def test_guess_at_a_terminal(tmp_path):
     if pid == 0:
         os.chdir(ROOT)
         os.execv(sys.executable, script)
-    seen = ""
+    seen, answered = "", 0
     while True:
         try:
             seen += os.read(terminal, 4096).decode(errors="replace")
         except OSError:
             break
-        if "most CPU time of its own" in seen and not os.path.exists(tmp_path / "asked"):
+        while seen.count("(y/n)") > answered:
             assert not list(tmp_path.rglob("*.json")), "asked before the run"
-            (tmp_path / "asked").touch()
-            os.write(terminal, b"mm\n")
+            answered += 1
+            # The first answer is none: the question comes again.
+            os.write(terminal, b"perhaps\n" if answered == 1 else b"n\n")
     assert os.waitpid(pid, 0)[1] == 0
-    assert "your guesses" in seen
-    assert "you: mm; the trace: aten::mm" in seen
+    assert "kernels a step?" not in seen, "a CPU's trace cannot tell"
+    _, _, marks = seen.partition("your guesses")
+    assert marks.count("you: no") == answered - 1

@@ -1,4 +1,4 @@
-"""What is looked at: the lanes, the sweep and its picture, and sharing."""
+"""What is looked at: the lanes, and sharing."""
 
 import os
 import re
@@ -7,17 +7,18 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, load_script
+from references import H200, ROOT
 
-from common import lanes, reading, sweep, trace
+from tracereader import cli
+from tracereader.figures.steps import typical
+from tracereader.show import lanes
+from tracereader.trace import read
 
-H200 = ROOT / "traces/reference/nvidia-h200"
-read_trace = load_script("read_trace")
 MLP = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz"
 
 
 def drawn(file, width, glyphs):
-    return lanes.draw(reading.typical(trace.read(file)), width, glyphs)
+    return lanes.draw(typical(read(file)), width, glyphs)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 237])
@@ -31,8 +32,8 @@ def test_lanes_fit_the_width(width, glyphs):
 
 
 def test_lanes_show_each_slice_where_it_is():
-    ours = trace.read(MLP)
-    step = reading.typical(ours)
+    ours = read(MLP)
+    step = typical(ours)
     end = max(step.end, max(work.end for work in step.work))
     columns = 200 - 6 - 14
     (gpu,) = [line[6:] for line in lanes.draw(step, 200, lanes.ASCII) if line.startswith("GPU")]
@@ -50,17 +51,17 @@ def test_what_is_too_short_is_merged_and_counted():
 
 
 def test_lanes_only_where_asked_for_in_a_pipe(capsys):
-    assert read_trace.main([str(MLP)]) == 0
+    assert cli.main([str(MLP)]) == 0
     assert "lanes of step" not in capsys.readouterr().out
-    assert read_trace.main([str(MLP), "--lanes"]) == 0
+    assert cli.main([str(MLP), "--lanes"]) == 0
     assert "lanes of step #3" in capsys.readouterr().out
-    assert read_trace.main([str(MLP), "--step", "2"]) == 0
+    assert cli.main([str(MLP), "--step", "2"]) == 0
     assert "lanes of step #2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wish", ["PYTHONIOENCODING=ascii", "PYTHONIOENCODING=cp1252", "LC_ALL=C"])
 def test_lanes_are_plain_ascii_where_the_terminal_or_the_locale_wants_it(wish):
-    command = [sys.executable, "read_trace.py", str(MLP), "--lanes"]
+    command = [sys.executable, "-m", "tracereader", str(MLP), "--lanes"]
     environment = os.environ | dict([wish.split("=")])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -69,50 +70,10 @@ def test_lanes_are_plain_ascii_where_the_terminal_or_the_locale_wants_it(wish):
 
 
 def test_a_step_that_is_not_there(capsys):
-    assert read_trace.main([str(MLP), "--step", "9"]) == 2
+    assert cli.main([str(MLP), "--step", "9"]) == 2
     screen = capsys.readouterr()
     assert "holds ProfilerStep#2 to ProfilerStep#4" in screen.err
     assert screen.err.count("\n") == 1 and screen.out == ""
-
-
-def test_sweep_on_the_cpu(run, tmp_path, capsys):
-    flags = ("--size", "32", "8", "16", "--device", "cpu", "--warmup")
-    assert run("01_matmul_add", *flags) == 0
-    screen = capsys.readouterr().out
-    rows = [line.split() for line in screen.splitlines() if line.endswith("CPU only")]
-    assert [row[0] for row in rows] == ["8", "16", "32"]
-    assert "roofs of this machine" in screen
-    assert len(list(tmp_path.rglob("*.json"))) == 3
-    (picture,) = tmp_path.rglob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.name in screen
-    small = ("--batch", "2", "--dim", "8", "--hidden", "16", "--device", "cpu")
-    assert run("03_simple_mlp", "--seq", "4", "8", *small) == 0
-
-
-def test_sweep_without_matplotlib_still_has_its_table(run, monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert run("01_matmul_add", "--size", "8", "16", "--device", "cpu") == 0
-    screen = capsys.readouterr().out
-    assert "CPU µs a step" in screen
-    assert "uv run --extra plot" in screen
-    assert not list(tmp_path.rglob("*.png"))
-
-
-@pytest.mark.parametrize("flag", ["--guess", "--open", "--lanes"])
-def test_flags_for_one_run_are_refused_in_a_sweep(run, capsys, flag):
-    assert run("01_matmul_add", "--size", "8", "16", "--device", "cpu", flag) == 2
-    assert "is for one run" in capsys.readouterr().err
-
-
-def point(size, cpu, busy):
-    return sweep.Point(size, None, "", cpu, busy, None, None, None, None)
-
-
-def test_crossing_lies_between_the_points_that_differ():
-    assert sweep.crossing([point(100, 50, 5), point(1000, 50, 500)]) == pytest.approx(100 * 10**0.5)
-    assert sweep.crossing([point(100, 50, 5), point(1000, 50, 20)]) is None
-    assert sweep.crossing([point(100, 50, 0), point(1000, 50, 0)]) is None
 
 
 def test_readmes_trace_util_call_is_one_that_it_takes():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Records the reference traces of one machine: every rung, one process a run, as a reader would type it.
 # Usage: traces/reference/record.sh FOLDER [PYTHON]   FOLDER gets <script>/<tag>.json.gz and .txt, and
-# then-*.screen.txt with what the calls after a profile showed
+# recompile-*.screen.txt with what recompile.py showed
 # Without a way to the Hub, set LOCAL_KERNELS (troubleshooting.md).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,6 +18,7 @@ done <<'RUNS'
 01_matmul_add.py --size 64 --warmup
 01_matmul_add.py --size 64 --compile
 01_matmul_add.py --size 64 --batch 8 --warmup
+01_matmul_add.py --size 64 --warmup --pause 10
 01_matmul_add.py --size 64 --wait 0 --schedule-warmup 0
 01_matmul_add.py --size 64 --wait 0 --schedule-warmup 0 --active 20
 01_matmul_add.py --size 4096
@@ -39,13 +40,9 @@ done <<'RUNS'
 03_kernels_mlp.py --warmup
 03_kernels_mlp.py --warmup --compile
 RUNS
-screen() { # what a run prints from "then" on
-  "$python" "$@" --out "$folder/then" </dev/null | sed -n '/^then /,$p'
-}
-screen 02_linear.py --compile --then-strides >"$folder/02_linear/then-strides.screen.txt"
-screen 03_simple_mlp.py --compile --then-seq 256,64,200 >"$folder/03_simple_mlp/then-seq.screen.txt"
+"$python" recompile.py 02_linear.py --strides --compile >"$folder/02_linear/recompile-strides.screen.txt"
+"$python" recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile >"$folder/03_simple_mlp/recompile-seq.screen.txt"
 if [ -d "$folder/03_kernels_mlp" ]; then
-  screen 03_kernels_mlp.py --then-seq 256,64,200 >"$folder/03_kernels_mlp/then-seq.screen.txt"
+  "$python" recompile.py 03_kernels_mlp.py --seq 128 256 64 200 >"$folder/03_kernels_mlp/recompile-seq.screen.txt"
 fi
-rm -rf "$folder/then"
 gzip -9 -n -f "$folder"/*/*.json

@@ -1,0 +1,139 @@
+"""How the time of read-trace grows with its input, for inputs made to be slow to read.
+
+    uv run python benchmarks/growth.py [LARGEST]
+
+Each kind of trace at a quarter, half and all of LARGEST (100,000) of what it is made of: seconds of
+the whole process, and how many times as long the doubled one takes. The bar: 2.3 a doubling.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def op(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launched(n: int, name: str, ts: float) -> Iterator[dict]:
+    """One launch and its kernel."""
+    yield op("cudaLaunchKernel", ts, 0.5, "cuda_runtime", correlation=n)
+    yield op(name, ts + 1, 0.5, "kernel", 7, correlation=n, device=0)
+
+
+def step(number: int, ts: float, dur: float) -> dict:
+    return op(f"ProfilerStep#{number}", ts, dur, "user_annotation")
+
+
+def long_name(n: int) -> list[dict]:
+    return [op("aten::mm", 1, 9), *launched(1, "at::native::" + "elementwise_kernel<" * (n // 19), 2)]
+
+
+def long_triton_name(n: int) -> list[dict]:
+    return [op("aten::mm", 1, 9), *launched(1, "triton_poi_fused_" + "add_mul_" * (n // 8) + "0", 2)]
+
+
+def new_names(n: int) -> list[dict]:
+    events = [op("aten::mm", 1, 2 * n)]
+    for k in range(n):
+        events += launched(k, f"ampere_bf16_s16816gemm_bf16_{os.getpid()}{k}x128_ldg8_stages_64x3_nn", 2 + 2 * k)
+    return events
+
+
+def many_launches(n: int) -> list[dict]:
+    events = [step(0, 0, 3 * n + 10), op("label", 1, 3 * n + 5, "user_annotation")]
+    for k in range(n):
+        events += launched(k, "k", 2 + 2 * k)
+    return events
+
+
+def deep(name: str) -> Callable[[int], list[dict]]:
+    def chain(n: int) -> list[dict]:
+        return [op(name, 1 + k, 4 * n - 2 * k) for k in range(n)] + list(launched(1, "k", 1.5 * n))
+
+    return chain
+
+
+def frames(n: int) -> list[dict]:
+    nested = [op(f"f{k % 50}", 1 + k, 4 * n - 2 * k, "python_function") for k in range(n // 2)]
+    return nested + [one for k in range(n // 2) for one in launched(k, "k", 1.5 * n + k / 100)]
+
+
+def late_kernels(n: int) -> list[dict]:
+    events = []
+    for k in range(n):
+        events += [step(k, 10 * k, 9), op("aten::mm", 10 * k + 1, 5)]
+        events += [op("cudaLaunchKernel", 10 * k + 2, 1, "cuda_runtime", correlation=k)]
+        events += [op("k", 20 * n + k, 0.5, "kernel", 7, correlation=k, device=0)]
+    return events
+
+
+def wide_steps(n: int) -> list[dict]:
+    each = int(n**0.5)
+    events = []
+    for k in range(each):
+        dur = 9 * each if k % 2 else 3 * each
+        events += [step(k, 20 * each * k, dur)]
+        events += [op(f"op{i}", 20 * each * k + 2 * i, 1.5) for i in range(min(each, dur // 2))]
+    return events
+
+
+def overheads(n: int) -> list[dict]:
+    events = [step(k, 10 * k, 9 if k % 2 else 3) for k in range(n // 2)]
+    return events + [op(f"overhead {k % 9}", 10 * k + 1, 1, "overhead", 9) for k in range(n // 2)]
+
+
+KINDS = {
+    "one long kernel name (characters)": long_name,
+    "one long Triton name": long_triton_name,
+    "comparing two with all names new": new_names,
+    "launches under one label": many_launches,
+    "aten::view in aten::view": deep("aten::view"),
+    "aten::matmul in aten::matmul": deep("aten::matmul"),
+    "aten::linear in aten::linear": deep("aten::linear"),
+    "Python frames over launches": frames,
+    "late kernels in every step": late_kernels,
+    "wide steps times names": wide_steps,
+    "overheads times steps": overheads,
+}
+
+
+def seconds(events: list[list[dict]], folder: str) -> float:
+    files = []
+    for number, one in enumerate(events):
+        files.append(Path(folder) / f"{number}.json")
+        files[-1].write_text(json.dumps({"traceEvents": one}))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "tracereader", *files], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    largest = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    print(f"{'':36}{largest // 4:>9,}{largest // 2:>9,}{largest:>9,}   a doubling")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in KINDS.items():
+            times = []
+            for n in (largest // 4, largest // 2, largest):
+                events = [make(n)]
+                if make is new_names:
+                    other = json.loads(json.dumps(events[0]).replace("ampere_bf16", "hopper_bf16"))
+                    events.append(other)
+                times.append(seconds(events, folder))
+            ratios = [after / before for before, after in itertools.pairwise(times)]
+            print(f"{name:36}" + "".join(f"{t:7.2f} s" for t in times) + "   " + " ".join(f"x {r:.2f}" for r in ratios))
+
+
+if __name__ == "__main__":
+    main()

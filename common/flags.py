@@ -1,0 +1,231 @@
+"""The flags of a numbered script: read, refused and named before torch is loaded, which takes seconds."""
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tracereader.command import BadInput, OneLineParser, add_view_flags, command, not_negative, positive
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule, in steps"
+SHOWN, RECORDED = "how it is shown", "what is recorded besides, and where"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag, as flag() declares it."""
+
+    name: str
+    group: str
+    tag: str | None
+    shape: bool
+    untagged: tuple
+    options: dict[str, Any]
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+def flag(
+    name: str,
+    says: str,
+    *,
+    group: str = WHAT,
+    tag: str | None = None,
+    shape: bool = False,
+    untagged: tuple = (),
+    **options,
+) -> Flag:
+    """Declare a flag. says: its help. options: as argparse's add_argument takes them; the first choice is the default.
+
+    tag: what a run's name says where this flag has not its default, "{}" standing for its value; ""
+    where the name says it anyway. Without a tag the flag changes nothing that is profiled: it is
+    then neither in the name nor in the trace. shape: the value is part of the name's first word.
+    untagged: further values that the name does not mention.
+    """
+    if options.get("type") in (positive, not_negative):
+        options.setdefault("metavar", "N")
+    if "choices" in options and "nargs" not in options:
+        options.setdefault("default", options["choices"][0])
+    default = options.get("default", False if options.get("action") == "store_true" else None)
+    return Flag(name, group, "" if shape else tag, shape, (default, *untagged), options | {"help": says})
+
+
+# In the order in which a run's name mentions them.
+COMMON = (
+    flag(
+        "--compile",
+        f"torch.compile it; MODE is {', '.join(COMPILE_MODES)} (default when left out)",
+        group=HOW,
+        tag="{}",
+        untagged=("default",),
+        nargs="?",
+        const="default",
+        choices=COMPILE_MODES,
+        metavar="MODE",
+    ),
+    flag(
+        "--warmup",
+        "call it N times before the profiler starts (3 when left out); without it: cold",
+        group=HOW,
+        tag="warmup{}",
+        untagged=(3,),
+        nargs="?",
+        const=3,
+        default=0,
+        type=not_negative,
+    ),
+    flag("--dtype", "element type (bf16)", group=HOW, tag="", choices=("bf16", "fp16", "fp32")),
+    flag("--wait", "not profiled (1)", group=SCHEDULE, tag="wait{}", default=1, type=not_negative),
+    flag(
+        "--schedule-warmup",
+        "profiled, then thrown away (1)",
+        group=SCHEDULE,
+        tag="schedwarmup{}",
+        default=1,
+        type=not_negative,
+    ),
+    flag("--active", "recorded (3)", group=SCHEDULE, tag="active{}", default=3, type=positive),
+    flag(
+        "--pause",
+        "sleep that many milliseconds before each (0): is a first step wide because it is the first?",
+        group=SCHEDULE,
+        tag="pause{}",
+        default=0,
+        type=not_negative,
+        metavar="MS",
+    ),
+    flag("--seed", "of the inputs (0)", group=HOW, tag="seed{}", default=0, type=not_negative),
+    flag(
+        "--device",
+        "auto: the accelerator that is there, else the CPU; cuda includes ROCm (auto)",
+        group=HOW,
+        tag="{}",
+        choices=("auto", "cuda", "xpu", "cpu"),
+    ),
+    flag("--guess", "say yes or no to our guesses before the run", group=HOW, action="store_true"),
+    flag("--record-shapes", "the shapes of ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
+    flag("--with-stack", "Python stacks (and file paths)", group=RECORDED, tag="stack", action="store_true"),
+    flag("--profile-memory", "allocations", group=RECORDED, tag="memory", action="store_true"),
+    flag(
+        "--out",
+        "where the trace and the table go (traces/ beside the scripts)",
+        group=RECORDED,
+        type=Path,
+        default=ROOT / "traces",
+        metavar="DIR",
+    ),
+)
+
+
+def parse(
+    argv: Sequence[str] | None,
+    doc: str,
+    file: str,
+    *own: Flag,
+    needs_gpu: str | None = None,
+):
+    """The flags of one run, as one frozen object with a field for each; see also prepare().
+
+    doc: the script's docstring, which opens the help page. file: its __file__. own: its flags besides
+    COMMON. needs_gpu: why it cannot run on a CPU, if so. Raises BadInput.
+    """
+    script = Path(file)
+    parser = OneLineParser(prog=script.name, usage="%(prog)s [flags]", description=doc.strip())
+    groups = {title: parser.add_argument_group(title) for title in (WHAT, HOW, SCHEDULE, SHOWN, RECORDED)}
+    for one in (*own, *COMMON):
+        groups[one.group].add_argument(one.name, **one.options)
+    add_view_flags(groups[SHOWN])
+    given = vars(parser.parse_args(argv))
+
+    first, count = given["wait"] + given["schedule_warmup"], given["active"]
+    if given["step"] is not None and not first <= given["step"] < first + count:
+        raise BadInput(f"--step {given['step']}: this schedule records #{first} to #{first + count - 1}")
+    if needs_gpu and given["device"] == "cpu":
+        raise BadInput(needs_gpu)
+    if given["guess"] and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
+        raise BadInput("--guess asks you questions, and this is no terminal: leave it out, or run it by hand")
+
+    settings = given | {"script": script.stem, "declared": (*own, *COMMON), "needs_gpu": needs_gpu}
+    settled_later = {"tag": "", "profiled": {}, "guesses": ()}  # by prepare(), which needs torch
+    return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
+
+
+def tag_of(args) -> str:
+    """A run's name: shape, dtype, cold or warm, path, then what is not the default."""
+    shape = "x".join(str(getattr(args, one.dest)) for one in args.declared if one.shape)
+    words = [shape, args.dtype, "warm" if args.warmup else "cold", "compile" if args.compile else "eager"]
+    for one in args.declared:
+        value = getattr(args, one.dest)
+        if one.tag and value not in one.untagged:
+            words.append(one.tag.format(value))
+    return "_".join(words)
+
+
+def profiled_flags(args) -> dict[str, Any]:
+    """The flags that change what is profiled, for the trace to say what ran."""
+    return {one.dest: getattr(args, one.dest) for one in args.declared if one.tag is not None}
+
+
+def answer_before_torch(flags: Callable, file: str) -> None:
+    """Where this script is what was typed: print --help, or refuse a wrong flag, and end here.
+
+    flags: the script's function that reads them; file: its __file__.
+    """
+    if Path(sys.argv[0]).resolve() != Path(file).resolve():
+        return
+    try:
+        flags()  # --help ends the program by itself
+    except BadInput:
+        sys.exit(command(lambda argv: flags())())  # says it in one line
+
+
+def advice(problem: str) -> str | None:
+    """What to do about an error of Triton's that only the user can mend."""
+    # By its text: Triton raises no type of its own.
+    if "Failed to find C compiler" in problem:
+        return "Triton needs a C compiler and found none: install gcc, or set CC"
+    return None
+
+
+def one_by_one(argv: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
+    """The flag that is followed by several whole numbers, and for each of these the command line with it alone.
+
+    Raises BadInput where no flag is, or more than one.
+    """
+    starts = [at for at, word in enumerate(argv) if word.startswith("--")]
+    found = []
+    for at, end in itertools.pairwise([*starts, len(argv)]):
+        values = argv[at + 1 : end]
+        if len(values) > 1 and all(word.isdecimal() for word in values):
+            found.append((at, end))
+    if len(found) != 1:
+        named = f"; {' and '.join(argv[at] for at, _ in found)} have" if found else ""
+        raise BadInput(f"one flag takes several whole numbers here, as in --size 64 128 256{named}")
+    ((at, end),) = found
+    return argv[at], {int(word): [*argv[: at + 1], word, *argv[end:]] for word in argv[at + 1 : end]}
+
+
+def load_script(file: Path, argv: Sequence[str]) -> ModuleType:
+    """A numbered script, to be run with these flags: a wrong one is refused before torch is loaded, as if typed.
+
+    Raises BadInput where there is no such script.
+    """
+    if not file.is_file() or file.suffix != ".py":
+        raise BadInput(f"there is no script {file}")
+    spec = importlib.util.spec_from_file_location(f"script_{file.stem}", file)
+    script = importlib.util.module_from_spec(spec)
+    typed, sys.argv = sys.argv, [str(file), *argv]
+    try:
+        spec.loader.exec_module(script)
+    finally:
+        sys.argv = typed
+    return script

@@ -1,0 +1,85 @@
+"""What a model does with inputs that it has not seen: is it compiled again, and is the result right?
+
+Calls a numbered script's model twice with each input in turn, after its first one. These are
+timings: nothing is profiled, and no trace holds them.
+
+  uv run recompile.py 02_linear.py --strides --compile
+  uv run recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile
+  uv run recompile.py 03_kernels_mlp.py --seq 128 256 64 200
+
+Either --strides: the same input, then one that lies transposed in memory. Or one of the script's
+flags takes several whole numbers, each making an input. The other flags are the script's own.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.flags import advice, load_script, one_by_one
+from tracereader.command import BadInput, OneLineParser, command
+
+
+def recompile(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        prog="recompile.py", usage="%(prog)s SCRIPT (--strides | --FLAG N N …) [the script's flags]",
+        description=__doc__.strip(),
+    )  # fmt: skip
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
+    parser.add_argument("--strides", action="store_true", help="the input, then one of other strides")
+    parsed, words = parser.parse_known_args(argv)
+    if parsed.strides:
+        flag, argvs = "", {0: words}
+    else:
+        flag, argvs = one_by_one(words)
+    script = load_script(parsed.script, next(iter(argvs.values())))
+
+    import torch
+
+    from common.harness import prepare
+    from common.memory import within_memory
+    from tracereader.show.text import console, print_columns, seconds
+
+    settled = {value: prepare(script.flags(some)) for value, some in argvs.items()}
+    args = next(iter(settled.values()))
+    with within_memory(args.device), torch.no_grad():
+        model, *first = script.build(args)
+        fn = torch.compile(model, mode=args.compile) if args.compile else model
+        if parsed.strides:
+            inputs = {"as it is": first, "transposed": [x.mT.contiguous().mT for x in first]}
+        else:
+            inputs = {f"{flag.removeprefix('--')} {value}": script.build(one)[1:] for value, one in settled.items()}
+        rows = [(name, *_called(fn, model, some, name, args.device)) for name, some in inputs.items()]
+    out = console()
+    out.print(f"[bold]{parsed.script.stem}, {'torch.compile' if args.compile else 'no torch.compile'}[/bold]")
+    rows = [
+        (name, seconds(once), seconds(again), str(graphs), f"{error:.1e}") for name, once, again, graphs, error in rows
+    ]
+    print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
+
+
+def _called(fn, model, inputs, name: str, device) -> tuple[float, float, int, float]:
+    """Seconds of the first and the second call, the graphs that Dynamo has made by then, the error against eager."""
+    from torch._dynamo.utils import counters
+
+    from common.harness import relative_error, synchronize
+
+    try:
+        reference = model(*inputs)
+    except RuntimeError as problem:
+        if "memory" in str(problem):
+            raise
+        raise BadInput(f"{name} makes another model, not only another input for the first one") from None
+    times = []
+    for _ in range(2):
+        synchronize(device)
+        start = time.perf_counter()
+        out = fn(*inputs)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return *times, counters["stats"]["unique_graphs"], relative_error(out, reference)
+
+
+main = command(recompile, advice)
+if __name__ == "__main__":
+    sys.exit(main())

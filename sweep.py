@@ -1,0 +1,259 @@
+"""One numbered script over several sizes: where the CPU stops being what a step waits for.
+
+Profiles once for each value, reads every trace back, and sets what the kernels reach against the
+best that this machine reaches now: a table, and a picture beside the traces.
+
+  uv run sweep.py 01_matmul_add.py --size 64 128 256 512 1024 2048 4096 --warmup
+  uv run sweep.py 03_simple_mlp.py --seq 16 64 256 1024 --compile --warmup
+
+One of the script's flags takes several whole numbers; the others are the script's own.
+"""
+
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.flags import advice, load_script, one_by_one
+from tracereader.command import BadInput, OneLineParser, command
+
+FOR_ONE_RUN = ("--guess", "--open", "--lanes", "--step", "--only", "--all")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of the flag, as its trace shows it. None where the trace has nothing to measure it by."""
+
+    value: int
+    cpu_us: float  # of the typical step
+    busy_us: float
+    regime: str
+    busy_share: float | None
+    pointwise_share: float | None  # of the GPU's time in a step
+    tflops: float | None  # of the matrix products together
+    gb_s: float | None  # of the pointwise kernels together
+
+    @classmethod
+    def of(cls, value: int, trace: Path) -> "Point":
+        from tracereader.figures import summarize
+        from tracereader.findings.steps import waiting
+        from tracereader.trace import read
+
+        summary = summarize(read(trace))
+        work = summary.gpu_work
+        total = sum(one.us for one in work)
+        return cls(
+            value=value,
+            cpu_us=summary.chosen.cpu_us,
+            busy_us=summary.chosen.gpu_busy_us,
+            regime=waiting(summary)[0],
+            busy_share=summary.busy_share,
+            pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
+            tflops=_per_us([(one.flops, one.us) for one in work if one.family == "GEMM"], 1e6),
+            gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
+        )
+
+
+def _per_us(amounts: Sequence[tuple[int | None, float]], unit: float) -> float | None:
+    known = [(amount, us) for amount, us in amounts if amount and us]
+    return sum(amount for amount, _ in known) / sum(us for _, us in known) / unit if known else None
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The best rate that this machine reached, and with what."""
+
+    rate: float
+    reached_by: str
+
+
+def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
+    """TFLOP/s and GB/s: the best of what is measured now, and of the sweep itself, so that nothing is above."""
+    import torch
+
+    from common.memory import free_bytes
+
+    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
+    n, length = (8192, 2**29) if args.device.type != "cpu" else (1024, 2**27)
+    free = free_bytes(args.device)
+    while free is not None and 3 * n * n * args.dtype.itemsize + 3 * length * args.dtype.itemsize > free / 2:
+        n, length = n // 2, length // 4
+    products, moves = [], []
+    with torch.no_grad():
+        for size in (n // 2, n):
+            a, b = (torch.randn(size, size, device=args.device, dtype=args.dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            us = _best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
+            products.append(Roof(2 * size**3 / us / 1e6, f"a product of {size} x {size} matrices"))
+        del a, b, out
+        one, two, three = (torch.ones(length, device=args.device, dtype=args.dtype) for _ in range(3))
+        for what, tensors, move in (
+            ("a large copy", 2, lambda: three.copy_(one)),
+            ("a large add, two read and one written", 3, lambda: torch.add(one, two, out=three)),
+            ("a large read", 1, lambda: torch.amax(one)),
+        ):
+            us = _best_us(move, args.device)
+            moves.append(Roof(tensors * length * args.dtype.itemsize / us / 1e3, what))
+    for point in points:
+        here = f"this sweep at {name} {point.value}"
+        products.append(Roof(point.tflops or 0.0, here))
+        moves.append(Roof(point.gb_s or 0.0, f"{here}, some of it from cache"))
+    return tuple(max(found, key=lambda roof: roof.rate) for found in (products, moves))
+
+
+def _best_us(fn: Callable, device) -> float:
+    """µs a call: the best of ten rounds of five calls, after a round to warm up."""
+    from common.harness import synchronize
+
+    times = []
+    for _ in range(11):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(5):  # in one go, so that launching and waiting weigh little
+            fn()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / 5 * 1e6)
+    return min(times[1:])
+
+
+def crossing(points: Sequence[Point]) -> float | None:
+    """The value at which a step's GPU work begins to take longer than its CPU time, between two points."""
+    for before, after in itertools.pairwise(points):
+        if 0 < before.busy_us < before.cpu_us and after.busy_us >= after.cpu_us:
+            # Both grow by powers of the size, so the line between them is straight in logarithms.
+            one, two = (math.log(point.busy_us / point.cpu_us) for point in (before, after))
+            return math.exp(math.log(before.value) + math.log(after.value / before.value) * -one / (two - one))
+    return None
+
+
+def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+    """A line for each value, the roofs, and where the regimes meet."""
+    from tracereader.show.text import console, percent, print_columns, rate, us
+
+    out = console()
+    out.print()
+    heads = (
+        name, "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share", "GEMM TFLOP/s", "pointwise GB/s", "regime",
+    )  # fmt: skip
+    rows = [
+        (
+            str(one.value), us(one.cpu_us), us(one.busy_us or None),
+            percent(None if one.busy_share is None else 1 - one.busy_share), percent(one.pointwise_share),
+            rate(one.tflops), rate(one.gb_s), one.regime,
+        )
+        for one in points
+    ]  # fmt: skip
+    print_columns(out, heads, rows, left=(len(heads) - 1,))
+    out.print()
+    out.print(f"roofs of this machine: {rate(compute.rate)} TFLOP/s ({compute.reached_by}),")
+    out.print(f"                       {rate(memory.rate)} GB/s ({memory.reached_by})")
+    if at := crossing(points):
+        out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")
+
+
+def picture(file: Path, title: str, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+    """Draw time and rates over the values. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    values = [point.value for point in points]
+    gpu = any(point.busy_us for point in points)
+    panels, width = (2, 12) if gpu else (1, 7)
+    figure, axes = plt.subplots(1, panels, figsize=(width, 4.6), squeeze=False, layout="constrained")
+    times = axes[0][0]
+    times.set(xscale="log", yscale="log", xlabel=name, ylabel="µs", title="time of one step")
+    times.plot(values, [point.cpu_us for point in points], "o-", color="tab:blue", label="CPU, one step")
+    if gpu:
+        times.plot(values, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
+        _mark_crossing(times, name, values, crossing(points))
+        _draw_rates(axes[0][1], name, points, compute, memory)
+    times.margins(y=0.15)  # room for the words above the curves
+    times.legend(loc="upper left", bbox_to_anchor=(0, 0.92))
+    for axis in axes[0]:
+        axis.set_xticks(values, [str(value) for value in values], rotation=30)
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    figure.suptitle(title)
+    unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
+    try:
+        figure.savefig(unfinished, dpi=110, format="png")
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+        plt.close(figure)
+
+
+def _mark_crossing(axis, name: str, values: Sequence[int], at: float | None) -> None:
+    if at is None:
+        return
+    axis.axvline(at, color="gray", linestyle="--", linewidth=1)
+    axis.axvspan(values[0], at, color="tab:blue", alpha=0.06)
+    axis.axvspan(at, values[-1], color="tab:red", alpha=0.06)
+    for side, text, align in ((values[0], "overhead-bound", "left"), (values[-1], "GPU-bound", "right")):
+        axis.text(side, 0.93, f" {text} ", transform=axis.get_xaxis_transform(), ha=align, color="dimgray")
+    axis.annotate(f" {name} {at:,.0f}", (at, 0.03), xycoords=axis.get_xaxis_transform(), color="dimgray")
+
+
+def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+    for values, roof, color, what, unit in (
+        ([point.tflops for point in points], compute, "tab:red", "matrix product", "TFLOP/s"),
+        ([point.gb_s for point in points], memory, "tab:green", "pointwise", "GB/s"),
+    ):
+        known = [(point.value, value / roof.rate) for point, value in zip(points, values, strict=True) if value]
+        if known:
+            axis.plot(*zip(*known, strict=True), "o-", color=color, label=f"{what}, of {roof.rate:,.0f} {unit}")
+    axis.axhline(1, color="black", linewidth=1)
+    roof_text = "roof: the best rate that this machine reached in the same run"
+    axis.text(points[0].value, 1.02, roof_text, va="bottom", fontsize="small")
+    axis.set(xscale="log", xlabel=name, ylabel="share of the roof", title="rate of the kernels", ylim=(0, 1.12))
+    axis.legend(loc="upper left", bbox_to_anchor=(0, 0.86))
+
+
+def sweep(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        prog="sweep.py", usage="%(prog)s SCRIPT --FLAG N N … [the script's flags]", description=__doc__.strip()
+    )
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
+    parsed, flags = parser.parse_known_args(argv)
+    flag, points_argv = one_by_one(flags)
+    for word in flags:
+        if word.split("=")[0] in FOR_ONE_RUN:
+            raise BadInput(f"{word} is for one run, and this makes {len(points_argv)}")
+    name = flag.removeprefix("--")
+    # Shapes are what the rates are made of.
+    points_argv = {value: [*words, "--record-shapes"] for value, words in sorted(points_argv.items())}
+    script = load_script(parsed.script, next(iter(points_argv.values())))
+
+    import torch
+
+    from common.harness import prepare
+    from common.lesson import run_once
+    from tracereader.show.text import console, shown_path
+
+    points = []
+    for value, words in points_argv.items():
+        if "--compile" in words:
+            torch.compiler.reset()  # or the second size would be compiled for every size
+        run = run_once(script, words)
+        points.append(Point.of(value, run.trace))
+        console().print(f"{name} {value}   {shown_path(run.trace)}", markup=False)
+    compute, memory = roofs(prepare(script.flags(words), script.what_we_guess), points, name)
+    show(name, points, compute, memory)
+    file = run.trace.with_name(f"sweep_{name}_{points[0].value}_to_{run.trace.stem}.png")
+    try:
+        picture(file, f"{run.trace.parent.name} · {run.machine}", name, points, compute, memory)
+    except ImportError:
+        console().print("no picture without matplotlib: uv run --extra plot … draws it")
+    else:
+        console().print(f"picture: {shown_path(file)}", markup=False)
+
+
+main = command(sweep, advice)
+if __name__ == "__main__":
+    sys.exit(main())

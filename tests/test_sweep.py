@@ -1,0 +1,133 @@
+"""One script over several sizes: its table, roofs and picture."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import sweep
+from common.flags import one_by_one
+from tracereader.command import BadInput
+
+RUNG_1 = str(ROOT / "01_matmul_add.py")
+
+
+@pytest.fixture
+def swept(compile_afresh, tmp_path):
+    """swept("--size", "8", "16") -> exit status; files land under tmp_path."""
+
+    def run(*flags, script=RUNG_1):
+        return sweep.main([script, *flags, "--device", "cpu", "--out", str(tmp_path)])
+
+    return run
+
+
+def test_sweep_on_the_cpu(swept, tmp_path, capsys):
+    assert swept("--size", "32", "8", "16", "--warmup") == 0
+    screen = capsys.readouterr()
+    rows = [line.split() for line in screen.out.splitlines() if line.endswith("CPU only")]
+    assert [row[0] for row in rows] == ["8", "16", "32"]
+    assert "roofs of this machine" in screen.out
+    assert "guess first" not in screen.out, "no report of each"
+    assert screen.err == ""
+    assert {file.stem.removesuffix("_cpu") for file in tmp_path.rglob("*.json")} == {
+        f"{size}_bf16_warm_eager_shapes" for size in (8, 16, 32)
+    }
+    (picture,) = tmp_path.rglob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name in screen.out
+    assert not list(tmp_path.rglob(".unfinished*"))
+
+
+def test_any_whole_number_of_any_script(swept, tmp_path):
+    small = ("--batch", "2", "--dim", "8", "--hidden", "16")
+    assert swept("--seq", "4", "8", *small, script=str(ROOT / "03_simple_mlp.py")) == 0
+    assert len(list(tmp_path.rglob("2x*x8x16_*.json"))) == 2
+
+
+def test_sweep_without_matplotlib_still_has_its_table(swept, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert swept("--size", "8", "16") == 0
+    screen = capsys.readouterr().out
+    assert "CPU µs a step" in screen
+    assert "uv run --extra plot" in screen
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize("flag", ["--guess", "--open", "--lanes", "--step", "--only=steps"])
+def test_flags_for_one_run_are_refused_in_a_sweep(swept, capsys, flag):
+    assert swept("--size", "8", "16", flag) == 2
+    assert "is for one run" in capsys.readouterr().err
+
+
+def test_one_flag_takes_several_whole_numbers():
+    name, argvs = one_by_one(["--warmup", "--size", "8", "16", "--dtype", "fp32"])
+    assert name == "--size"
+    assert argvs == {
+        8: ["--warmup", "--size", "8", "--dtype", "fp32"],
+        16: ["--warmup", "--size", "16", "--dtype", "fp32"],
+    }
+
+
+@pytest.mark.parametrize("flags", ["", "--size 8", "--size 8 16 --batch 2 4", "--size 8 four", "8 16"])
+def test_none_or_two_such_flags_are_refused(flags):
+    with pytest.raises(BadInput, match="one flag takes several whole numbers"):
+        one_by_one(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("", "required: SCRIPT"),
+        ("01_matmul_add.py --size 8", "one flag takes several"),
+        ("no_such.py --size 8 16", "there is no script"),
+        ("01_matmul_add.py --size 8 16 --dtype int8", "invalid choice"),
+        ("01_matmul_add.py --size 0 16", "too small"),
+        ("01_matmul_add.py --size 8 16 --guess", "is for one run"),
+    ],
+)
+def test_refused_in_one_line_before_torch_is_loaded(flags, says):
+    program = (
+        "import sys, sweep\nstatus = sweep.main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def point(value, cpu, busy, gb_s=None):
+    return sweep.Point(value, cpu, busy, "", None, None, None, gb_s)
+
+
+def test_crossing_lies_between_the_points_that_differ():
+    assert sweep.crossing([point(100, 50, 5), point(1000, 50, 500)]) == pytest.approx(100 * 10**0.5)
+    assert sweep.crossing([point(100, 50, 5), point(1000, 50, 20)]) is None
+    assert sweep.crossing([point(100, 50, 0), point(1000, 50, 0)]) is None
+
+
+def test_no_point_stands_above_its_roof(scripts):
+    from common.harness import prepare
+
+    args = prepare(scripts["01_matmul_add"].flags(["--device", "cpu"]))
+    compute, memory = sweep.roofs(args, [point(8, 1, 1, gb_s=1e6)], "size")
+    assert memory.rate == 1e6 and "size 8" in memory.reached_by
+    assert compute.rate > 0 and "product" in compute.reached_by
+
+
+def test_a_point_is_read_off_its_trace():
+    trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager_shapes.json.gz"
+    one = sweep.Point.of(4096, trace)
+    assert one.regime == "compute-bound"
+    assert 500 < one.tflops < 990, "of an H200's 989"
+    assert 1000 < one.gb_s < 4800, "of an H200's 4800"
+    assert 0 < one.pointwise_share < 0.5
+
+
+def test_the_picture_of_a_gpu_is_drawn(tmp_path):
+    points = [point(64, 50, 5, 100.0), point(4096, 50, 300, 3000.0)]
+    file = tmp_path / "sweep.png"
+    sweep.picture(file, "title", "size", points, sweep.Roof(700, "a product"), sweep.Roof(4000, "a copy"))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.png"]
