@@ -58,7 +58,7 @@ def claims_of(record: dict, script: str, flags: dict) -> str:
     if kind in CLAIMS:
         return CLAIMS[kind]
     if kind == "regime_is":
-        return {"overhead-bound": "02", "compute-bound": "03"}[record["name"]]
+        return {"overhead-bound": "02", "compute-bound": "03", "GPU-bound": "03"}[record["name"]]
     if kind == "dispatches":
         return {"aten::mm": "09", "aten::bmm": "10", "aten::addmm": "21"}[record["child"]]
     if kind == "bias_copy_then_gemm":

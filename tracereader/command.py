@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SECTIONS = ("steps", "lanes", "work", "names", "chain", "regime", "patterns", "guesses")
+SECTIONS = ("short", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
 
 
 class BadInput(Exception):
@@ -35,6 +35,7 @@ def command(
                 stream.reconfigure(errors="replace")  # a console without µ or … must not end a run
         # A reader can do nothing about a library's warnings, and they bury what the run says.
         # What they log as an error and survive (a candidate that max-autotune drops) is no news.
+        before = logging.root.manager.disable
         logging.disable(logging.ERROR)
         with warnings.catch_warnings():
             if not sys.warnoptions:
@@ -58,14 +59,15 @@ def command(
                     return _stop(told, 2)
                 raise
             finally:
-                logging.disable(logging.NOTSET)
+                logging.disable(before)
         return 0
 
     return guarded
 
 
 def _stop(problem: object, status: int) -> int:
-    print(f"{Path(sys.argv[0]).name}: {printable(' '.join(str(problem).split()))}", file=sys.stderr)
+    name = Path(sys.argv[0]).name.replace("__main__.py", "read-trace")  # python -m tracereader
+    print(f"{name}: {printable(' '.join(str(problem).split()))}", file=sys.stderr)
     return status
 
 
@@ -124,6 +126,7 @@ def add_view_flags(group) -> None:
         metavar="SECTION,…",
         help=f"of the report, only these, with commas between them: {', '.join(SECTIONS)}",
     )
+    group.add_argument("--all", action="store_true", help="show every section, and each row of it")
     group.add_argument("--step", type=not_negative, metavar="N", help="speak of step #N (a typical one)")
     group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even into a pipe")
     group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")

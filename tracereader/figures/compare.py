@@ -1,7 +1,7 @@
 """What changed between two runs' typical steps, and what stayed the same."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,8 @@ from tracereader.figures import Summary
 from tracereader.trace.kernel_names import decode, short
 
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
+
+NAMES_SHOWN, OPS_SHOWN = 15, 40
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,13 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     changed = []
     gone, new = sorted(set(first.ops) - set(other.ops)), sorted(set(other.ops) - set(first.ops))
     if gone:
-        changed.append("ops gone: " + ", ".join(gone))
+        changed.append("ops gone: " + _listed(gone))
     if rows := [name for name in new if name in COMPILE_ROWS]:
-        changed.append(f"torch.compile's rows before the ops: {', '.join(rows)}")
+        changed.append(f"torch.compile's rows before the ops: {_listed(rows)}")
     if ops := [name for name in new if name not in COMPILE_ROWS and name not in other.work]:
-        changed.append("ops new: " + ", ".join(ops))
+        changed.append("ops new: " + _listed(ops))
     kept = sorted(set(first.ops) & set(other.ops))
-    return changed, ["ops: " + ", ".join(kept)] if kept else []
+    return changed, ["ops: " + _listed(kept)] if kept else []
 
 
 def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
@@ -160,10 +162,21 @@ def what(name: str) -> str:
 
 
 def _counted(names: Counter, side: Side | None = None) -> str:
-    return ", ".join(
+    """The names with their counts, those that cost most first."""
+    costliest = sorted(names.items(), key=lambda item: -side.times[item[0]] if side else 0)
+    shown = [
         f"{count} x {short(name, 60)}" + (f" ({side.times[name]:.1f} µs)" if side else "")
-        for name, count in names.items()
-    )
+        for name, count in costliest[:NAMES_SHOWN]
+    ]
+    return ", ".join(shown) + _more(len(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:OPS_SHOWN]) + _more(len(names), OPS_SHOWN)
+
+
+def _more(count: int, shown: int = NAMES_SHOWN) -> str:
+    return f" and {count - shown:,} more" if count > shown else ""
 
 
 def setup(side: Side) -> str:
@@ -174,4 +187,5 @@ def setup(side: Side) -> str:
         else {"kernel": "GEMM", "memcpy": "copy"}.get(one.kind, one.kind)
         for one in side.summary.gpu_work
     )
-    return ", ".join(f"{count} x {part}" for part, count in parts.most_common()) or "no GPU work"
+    shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(NAMES_SHOWN))
+    return shown + _more(len(parts)) or "no GPU work"

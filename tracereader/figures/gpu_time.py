@@ -1,12 +1,14 @@
 """Where the GPU's time goes: exact, and adding up to the window."""
 
-from collections import defaultdict
+import bisect
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.intervals import clipped, gaps, length, minus, union
-from tracereader.trace import Work, kernel_names
+from tracereader.trace import Op, Step, Work, kernel_names
 
 
 class GpuTime(msgspec.Struct, frozen=True):
@@ -103,3 +105,33 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
         FamilyTime(family, ns / 1e3, ns / total if total else 0.0, pieces[family])
         for family, ns in sorted(times.items(), key=lambda item: -item[1])
     )
+
+
+def idle_in(step: Step) -> dict[str, float]:
+    """The GPU's idle time between a step's pieces of work, by what the launching thread was in when it began (µs).
+
+    Only gaps whose next piece had not been launched. What it was in: the innermost op or call of the
+    driver on that thread; "Python, between ops" where none was. The largest first.
+    """
+    idle = Counter()
+    roots: dict[tuple, list[Op]] = defaultdict(list)
+    for root in step.roots:
+        roots[root.track].append(root)
+    reached = None
+    for one in step.work:
+        if reached is not None and one.start > reached and one.launch and one.launch.start >= reached:
+            idle[_innermost(roots[one.launch.track], reached)] += one.start - reached
+        reached = one.end if reached is None else max(reached, one.end)
+    return {name: ns / 1e3 for name, ns in idle.most_common()}
+
+
+def _innermost(ops: Sequence[Op], time: int) -> str:
+    name = "Python, between ops"
+    while ops:
+        index = bisect.bisect_right(ops, time, key=attrgetter("start")) - 1
+        if index < 0 or ops[index].end <= time:
+            break
+        if ops[index].kind != "label":
+            name = ops[index].name
+        ops = ops[index].children
+    return name

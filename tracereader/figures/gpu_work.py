@@ -7,7 +7,9 @@ from statistics import fmean, median
 
 import msgspec
 
+from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.trace.kernel_names import KernelName
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 BYTES_OF = {
@@ -22,6 +24,13 @@ BYTES_OF = {
     "bool": 1,
 }
 
+# Pointwise ops with the number of tensors that they read; each writes one of the largest one's size.
+INPUTS = {
+    "aten::add": 2, "aten::sub": 2, "aten::mul": 2, "aten::div": 2, "aten::gelu": 1, "aten::silu": 1, "aten::relu": 1,
+    "aten::sigmoid": 1, "aten::tanh": 1, "aten::exp": 1, "aten::rsqrt": 1, "aten::neg": 1,
+    "LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2,
+}  # fmt: skip
+
 
 class Product(msgspec.Struct, frozen=True):
     """A matrix product: batch x [m, k] x [k, n]."""
@@ -34,6 +43,11 @@ class Product(msgspec.Struct, frozen=True):
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.k * self.n
+
+    @property
+    def elements(self) -> int:
+        """Of both factors and the result."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
 class GpuWork(msgspec.Struct, frozen=True):
@@ -58,8 +72,10 @@ class GpuWork(msgspec.Struct, frozen=True):
     product: Product | None
     flops: int | None
     tflops: float | None
-    bytes_moved: int | None  # read and written
+    bytes_moved: int | None  # read and written, each input and output once
     gb_s: float | None
+    roof: str | None  # compute or memory: which of the device's peaks it would meet first
+    of_roof: float | None  # the share of that peak that it reaches
     registers: int | None  # per thread
     shared_memory: int | None  # bytes per block
     grid: list[int] | None
@@ -67,11 +83,13 @@ class GpuWork(msgspec.Struct, frozen=True):
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
-    """All the work of one name over the steps."""
+    """All the work of one name over the steps. share: of the summed time of all."""
 
     name: str
+    family: str
     count: int
     total_us: float
+    share: float
     median_us: float
     mean_us: float
     low_us: float
@@ -84,39 +102,63 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     for step in trace.steps:
         for key, one in _numbered(step.work):
             durations[key].append(one.dur)
-    return tuple(_measured(one, [dur / 1e3 for dur in durations[key]]) for key, one in _numbered(chosen.work))
+    queries = _queries_before(chosen.work)
+    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    return tuple(
+        _measured(one, op, [dur / 1e3 for dur in durations[key]], queries.get(id(one.launch), 0), peaks)
+        for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
+    )
 
 
-def _measured(one: Work, times: list[float]) -> GpuWork:
-    op, args, says = one.op, one.args, kernel_names.decode(one.name)
-    us = median(times)
-    shape = _product(one, op, says.family)
-    flops = shape.flops if shape else None
-    moved = _moved_bytes(one, op, args)
+def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None) -> GpuWork:
+    args, says = one.args, kernel_names.decode(one.name)
+    # Sizes and rates come from this very piece of work: another step may have done another size here.
+    product, moved = _sizes_of(one, op, args, says)
+    flops = product.flops if product else None
+    tflops, gb_s = (
+        amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
+    )
+    reached = _reached(tflops, gb_s, says.parts.get("types", ""), peaks)
+    if max(reached.values(), default=0.0) > 1:
+        # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
+        tflops, gb_s, reached = None, None, {}
+    roof = max(reached, key=reached.get, default=None)
     return GpuWork(
         name=one.name,
         kind=one.kind,
         asked_by=op.name if op else "",
-        us=us,
+        us=median(times),
         mean_us=fmean(times),
         low_us=min(times),
         high_us=max(times),
         steps=len(times),
         launched_by=one.launch.name if one.launch else "",
-        occupancy_queries=_queries_before(one),
+        occupancy_queries=queries,
         family=says.family,
         maker=says.maker,
         name_says=says.parts,
-        product=shape,
+        product=product,
         flops=flops,
-        tflops=flops / us / 1e6 if flops and us else None,
+        tflops=tflops,
         bytes_moved=moved,
-        gb_s=moved / us / 1e3 if moved and us else None,
+        gb_s=gb_s,
+        roof=roof,
+        of_roof=reached.get(roof),
         registers=_count(args.get("registers per thread")),
         shared_memory=_count(args.get("shared memory")),
         grid=_sizes(args.get("grid")),
         block=_sizes(args.get("block")),
     )
+
+
+def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks | None) -> dict[str, float]:
+    """The share of each of the device's peaks."""
+    reached = {}
+    if peaks and gb_s:
+        reached["memory"] = gb_s / peaks.gb_s
+    if peaks and tflops and (peak := peak_tflops(peaks, types)):
+        reached["compute"] = tflops / peak
+    return reached
 
 
 def _numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
@@ -133,13 +175,16 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     for step in trace.steps:
         for one in step.work:
             times[one.name].append(one.dur)
+    total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
         found.append(
             KernelTimes(
                 name=name,
+                family=kernel_names.decode(name).family,
                 count=len(durations),
                 total_us=sum(durations) / 1e3,
+                share=sum(durations) / total if total else 0.0,
                 median_us=median(durations) / 1e3,
                 mean_us=fmean(durations) / 1e3,
                 low_us=min(durations) / 1e3,
@@ -149,32 +194,75 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     return tuple(sorted(found, key=lambda one: -one.total_us))
 
 
-def _queries_before(work: Work) -> int:
-    """Occupancy queries on the launching thread between the previous launch and this one's."""
-    if work.launch is None or work.launch.parent is None:
-        return 0
-    queries = 0
-    for call in work.launch.parent.children:
-        if call is work.launch:
-            return queries
-        if "Occupancy" in call.name:
-            queries += 1
-        elif call.work:
-            queries = 0
-    return queries
+def asking_ops(work: Sequence[Work]) -> list[Op | None]:
+    """For each piece the innermost op around its launch; the launch's label where there is no op."""
+    found: dict[int, Op | None] = {}  # by a call's id, each way up taken once
+    asking = []
+    for one in work:
+        way, op = [], one.launch
+        while op is not None and op.kind == "runtime" and id(op) not in found:
+            way.append(op)
+            op = op.parent
+        answer = found[id(op)] if op is not None and op.kind == "runtime" else op
+        found.update((id(passed), answer) for passed in way)
+        asking.append(answer)
+    return asking
 
 
-def _product(work: Work, op: Op | None, family: str) -> Product | None:
-    """What a GEMM kernel multiplied, where shapes were recorded."""
-    if op is None or op.name not in MATMULS or family != "GEMM":
-        return None
+def _queries_before(work: Sequence[Work]) -> dict[int, int]:
+    """By a launch's id: occupancy queries on its thread between the previous launch and it."""
+    parents = {id(one.launch.parent): one.launch.parent for one in work if one.launch and one.launch.parent}
+    before = {}
+    for parent in parents.values():
+        queries = 0
+        for call in parent.children:
+            if call.work:
+                before[id(call)] = queries
+                queries = 0
+            elif "Occupancy" in call.name:
+                queries += 1
+    return before
+
+
+def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[Product | None, int | None]:
+    """What a GEMM multiplied, and the bytes that a piece of work has to read and write; where the trace tells."""
+    if work.kind == "memcpy":
+        size = _count(args.get("bytes"))
+        return None, size and size * (2 if "DtoD" in work.name else 1)
+    if op is None or says.family not in ("GEMM", "pointwise"):
+        return None, None
+    asked = op.args
+    dims, types = _dims(asked), asked.get("Input type")
+    item = BYTES_OF.get(types[0]) if isinstance(types, list) and types and isinstance(types[0], str) else None
+    if not dims:
+        return None, None
+    if says.family == "GEMM":
+        product = _product(op.name, dims)
+        return product, product.elements * item if product and item else None
+    return None, _pointwise_bytes(op.name, work.name, dims, item)
+
+
+def _product(op: str, dims: list[list[int]]) -> Product | None:
     # Behind the two factors, compiled code names its output; before them, addmm names its bias.
-    first = 1 if op.name in ("aten::addmm", "aten::baddbmm") else 0
-    factors = _dims(op.args)[first : first + 2]
-    if len(factors) < 2 or any(len(dim) < 2 for dim in factors) or factors[0][-1] != factors[1][-2]:
+    first = 1 if op in ("aten::addmm", "aten::baddbmm") else 0
+    factors = dims[first : first + 2]
+    if op not in MATMULS or len(factors) < 2 or any(len(dim) < 2 for dim in factors):
         return None
     *batch, m, k = factors[0]
-    return Product(math.prod(batch), m, k, factors[1][-1])
+    return Product(math.prod(batch), m, k, factors[1][-1]) if k == factors[1][-2] else None
+
+
+def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | None) -> int | None:
+    sizes = [math.prod(dim) for dim in dims]
+    if item is None:
+        return None
+    if op == kernel:  # Inductor's own row names its outputs with its inputs
+        return sum(sizes) * item
+    inputs = INPUTS.get(op)
+    if inputs is None or not inputs <= len(sizes) <= inputs + 1:
+        return None
+    out = [] if len(sizes) > inputs else [max(sizes)]  # with out= it is among them
+    return (sum(sizes) + sum(out)) * item
 
 
 def _dims(args: dict) -> list[list[int]]:
@@ -187,22 +275,6 @@ def _dims(args: dict) -> list[list[int]]:
         for dim in dims
         if isinstance(dim, list) and dim and all(type(size) is int and 0 <= size < 2**40 for size in dim)
     ]
-
-
-def _moved_bytes(work: Work, op: Op | None, args: dict) -> int | None:
-    """Bytes read and written by a copy or by a pointwise kernel of ATen's whose inputs are known."""
-    if work.kind == "memcpy":
-        size = _count(args.get("bytes"))
-        return size and size * (2 if "DtoD" in work.name else 1)
-    if op is None or op.name not in ("aten::add", "aten::mul", "aten::gelu", "aten::silu", "aten::relu"):
-        return None
-    asked = op.args
-    types, dims = asked.get("Input type"), _dims(asked)
-    if not dims or not isinstance(types, list) or not types or not isinstance(types[0], str):
-        return None
-    sizes = [math.prod(dim) for dim in dims]
-    item = BYTES_OF.get(types[0])
-    return (sum(sizes) + max(sizes)) * item if item else None
 
 
 def _count(value: object) -> int | None:

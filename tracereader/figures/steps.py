@@ -1,6 +1,7 @@
 """Each recorded step measured on both lanes, and what a wide one did that the others did not."""
 
 import bisect
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -120,20 +121,28 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
 
 
 class _Covered:
-    """When each GPU was busy, as disjoint intervals: asked once a step, so found by bisection."""
+    """When each GPU was busy: disjoint intervals with their running sum, so that a question costs a bisection."""
 
     def __init__(self, work: Sequence[Work]):
         by_device = defaultdict(list)
         for one in work:
             by_device[one.device].append((one.start, one.end))
-        self.merged = {device: tuple(zip(*union(some), strict=True)) for device, some in by_device.items()}
+        self.busy = {}
+        for device, some in by_device.items():
+            starts, ends = zip(*union(some), strict=True)
+            before = list(itertools.accumulate((b - a for a, b in zip(starts, ends, strict=True)), initial=0))
+            self.busy[device] = starts, ends, before
+
+    def _until(self, device: object, time: int) -> int:
+        starts, ends, before = self.busy[device]
+        index = bisect.bisect_right(starts, time)
+        return before[index] - max(0, ends[index - 1] - time) if index else 0
 
     def idle_share(self, step: Step) -> float | None:
         """Of the time from the step's start to the end of its last GPU work, on its first GPU."""
-        end = max(step.end, max(one.end for one in step.work))
-        starts, ends = self.merged[step.work[0].device]
-        first, last = bisect.bisect_right(ends, step.start), bisect.bisect_left(starts, end)
-        busy = sum(min(ends[i], end) - max(starts[i], step.start) for i in range(first, last))
+        end = max(step.end, max([one.end for one in step.work]))
+        device = step.work[0].device
+        busy = self._until(device, end) - self._until(device, step.start)
         return 1 - busy / (end - step.start) if end > step.start else None
 
 

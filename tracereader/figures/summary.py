@@ -2,12 +2,13 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
-from tracereader.figures.steps import StepFacts, busy_us, label_of, self_us, step_facts, typical
+from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
@@ -31,7 +32,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class OpTimes(msgspec.Struct, frozen=True):
-    """All calls of one op in the step. gpu_us: of what was launched below it."""
+    """All calls of one op in the step. self_us: without what it calls."""
 
     calls: int
     total_us: float
@@ -65,14 +66,16 @@ class Overhead(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """All that is known of one trace. Times in µs, shares from 0 to 1; None: nothing to tell it by.
 
-    typical_step: the name of the step that gpu_work, chain and ops speak of. gpu_busy_us, gpu and
-    families: over the window, from the first step spoken of (see left_out) to the end of the last
+    typical_step: the name of the step that gpu_work, chain and ops speak of. gpu and families: over the
+    window, from the first step spoken of (see left_out) to the end of the last
     step or of the last GPU work launched in the steps.
     """
 
     trace: str
     lesson: dict | None
     devices: list[str]
+    rank: int | None
+    world_size: int | None
     has_steps: bool
     shapes_recorded: bool
     warnings: list[str]
@@ -80,7 +83,6 @@ class Summary(msgspec.Struct, frozen=True):
     left_out: list[str]  # steps so full of first use that they would hide what the rest is like
     typical_step: str
     window_us: float
-    gpu_busy_us: float  # of work launched in the steps of the window
     gpu: GpuTime | None
     families: tuple[FamilyTime, ...]
     gpu_work: tuple[GpuWork, ...]
@@ -88,6 +90,8 @@ class Summary(msgspec.Struct, frozen=True):
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
+    runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
+    idle_in: dict[str, float]  # the step's GPU idle time by what the launching thread was in as it began
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
     final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
@@ -106,8 +110,14 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def busy_share(self) -> float | None:
-        """Of the window, GPU busy with what the steps launched."""
-        return self.gpu_busy_us / self.window_us if self.gpu_busy_us and self.window_us else None
+        """Of the window, GPU busy."""
+        return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
+
+    @property
+    def cpu_us(self) -> float:
+        """The median step's CPU time."""
+        times = sorted(step.cpu_us for step in self.steps)
+        return times[(len(times) - 1) // 2]
 
     def count(self, kind: str) -> int:
         """Kernels, memcpys or memsets of the step spoken of."""
@@ -130,6 +140,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         trace=str(trace.path),
         lesson={"script": trace.lesson.script, "flags": trace.lesson.flags} if trace.lesson else None,
         devices=list(trace.devices),
+        rank=trace.rank.rank if trace.rank else None,
+        world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
         shapes_recorded=trace.has_shapes,
         warnings=_warnings(trace),
@@ -137,14 +149,15 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         left_out=[one.name for one in trace.steps[:first_use]],
         typical_step=step.name,
         window_us=(end - start) / 1e3,
-        gpu_busy_us=busy_us(launched),
         gpu=gpu_time(trace.work, start, end),
         families=families(trace.work, start, end),
         gpu_work=gpu_work(trace, step),
         kernels=kernel_times(trace),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
-        ops=_ops(chain),
+        ops=_times(chain, "op"),
+        runtime=_times(chain, "runtime"),
+        idle_in=idle_in(step),
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),
@@ -166,10 +179,10 @@ def _chain(step: Step, has_gpu: bool) -> tuple[Call, ...]:
     )
 
 
-def _ops(chain: tuple[Call, ...]) -> dict[str, OpTimes]:
+def _times(chain: tuple[Call, ...], kind: str) -> dict[str, OpTimes]:
     calls, total, own, reaches = Counter(), Counter(), Counter(), set()
     for call in chain:
-        if call.kind == "op":
+        if call.kind == kind:
             calls[call.name] += 1
             total[call.name] += call.us
             own[call.name] += call.self_us
@@ -218,6 +231,21 @@ def _warnings(trace: Trace) -> list[str]:
             f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
             f"such slices: {names}"
         )
+    if other := _table_of_another_run(trace):
+        found.append(f"{other.name} beside it is the profiler table of another run")
     if trace.unlaunched:
         found.append(f"{trace.unlaunched} pieces of GPU work have no launch in the trace: in no step, tied to no op")
     return found
+
+
+def _table_of_another_run(trace: Trace) -> Path | None:
+    """The .txt beside a numbered script's trace, where its first line names another run."""
+    if not trace.lesson or not trace.lesson.run:
+        return None
+    table = trace.path.with_name(trace.path.name.removesuffix(".gz").removesuffix(".json") + ".txt")
+    try:
+        with table.open(errors="replace") as file:
+            words = file.readline(200).split()
+    except OSError:
+        return None
+    return table if words[:1] == ["run"] and words[1:] != [trace.lesson.run] else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tracereader.figures import Summary
 from tracereader.findings import gpu_work, ops, steps
-from tracereader.findings.finding import Finding
+from tracereader.findings.finding import Finding, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ PATTERNS = (
     Pattern(TABLE, "the CPU's self total far above the GPU's", "Overhead-bound: the GPU waits for the CPU to launch. "
             "Give each launch more to do (larger or batched work), or fuse launches.",
             steps.regime_is("overhead-bound")),
-    Pattern(TABLE, "the two self totals of one size", "Compute-bound: the GPU is what you wait for, as it should be. "
-            "Only less or faster GPU work helps now.", steps.regime_is("compute-bound")),
+    Pattern(TABLE, "the two self totals of one size", "GPU-bound: the GPU is what you wait for. Only less or faster "
+            "GPU work helps now.", steps.regime_is("GPU-bound")),
     Pattern(TABLE, "one row holds most of the GPU's time", "The hotspot: start there.", gpu_work.hotspot()),
     Pattern(TABLE, "a row with very many calls", "Cheap calls add up: can they be batched or fused?", ops.many_calls()),
     Pattern(TABLE, "a row's total far above its self time", "The cost is in what it calls: look inside it, not at it.",
@@ -38,13 +38,17 @@ PATTERNS = (
     Pattern(CPU, "the first step much wider than the others", "A cold start loads, allocates and chooses: warm up "
             "before the profiler starts. Calls that are slower alike come from the pause before the step, in which the "
             "profiler begins to record: read the other steps.", steps.wide_first_step()),
-    Pattern(CPU, "a gap between the label's start and the first op in it", "A part of the same, before the first dispatch.",
+    Pattern(CPU, "a gap between the label's start and the first op in it", "A part of the same, before any op.",
             steps.label_gap()),
-    Pattern(CPU, "an occupancy query before a launch", "cuBLAS asks how many blocks of a GEMM fit on the chip: on "
-            "some GPUs before each launch, on Hopper once in a process. Pointwise kernels launch without.", gpu_work.occupancy_query()),
+    Pattern(CPU, "an occupancy query before a launch", "A library asks how many blocks of a kernel fit on the chip: "
+            "cuBLAS of a GEMM (on Hopper once in a process, then it remembers), cub of a sort or a scan.",
+            gpu_work.occupancy_query()),
     Pattern(CPU, "a long cudaDeviceSynchronize after the last step", "The profiler waits for the GPU to finish, then "
             "collects its records: long after little GPU work, it shows idleness; after much, only the queue.",
             steps.final_sync()),
+    Pattern(CPU, "a synchronization inside a step, with the GPU idle", "The CPU waited for a result (.item(), nonzero, "
+            "a blocking copy), and launched nothing meanwhile: drop it, or ask for the result later.",
+            steps.synchronization()),
     Pattern(CPU, "module or function loading", "CUDA loads code when it is first used: part of a cold start.",
             steps.module_loading()),
     Pattern(GPU, "an Activity Buffer Request", "The profiler's own cost, once: it allocates room for GPU records. Not "
@@ -81,6 +85,18 @@ def found(summary: Summary) -> list[tuple[Pattern, str]]:
     """The patterns that a trace shows, each with its evidence."""
     verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
     return [(pattern, verdict.evidence) for pattern, verdict in verdicts if verdict.holds]
+
+
+# A finding that costs less of a step is not worth a line of the answer.
+WORTH_TELLING = 0.05
+
+
+def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
+    """The one or two patterns that cost a step most."""
+    step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
+    verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
+    telling = [one for one in verdicts if one[1].holds and (one[1].cost_us or 0) > WORTH_TELLING * step_us]
+    return sorted(telling, key=lambda one: -one[1].cost_us)[:2]
 
 
 def markdown() -> str:

@@ -14,11 +14,15 @@ NO_GPU = "no GPU lane: this run was on the CPU"
 
 @dataclass(frozen=True)
 class Verdict:
-    """holds: None where this trace cannot tell. why_not: shown only where it does not hold."""
+    """holds: None where this trace cannot tell. why_not: shown only where it does not hold.
+
+    cost_us: what it costs each step, where that is known.
+    """
 
     holds: bool | None
     evidence: str
     why_not: str = ""
+    cost_us: float | None = None
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def copy_before_gemm() -> Finding:
                 "epilogue", ""
             )
             if adds and "DtoD" in copy.name and after.family == "GEMM":
-                return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}")
+                return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}", cost_us=copy.us)
         return Verdict(False, "")
 
     return Finding("a device-to-device copy before a GEMM", judge)
@@ -307,6 +307,7 @@ def graph_copies() -> Finding:
         if not copies or not graph_replay().ask(summary).holds:
             return Verdict(False, "")
         us = sum(one.us for one in copies)
-        return Verdict(True, f"{us:,.1f} of {sum(one.us for one in summary.gpu_work):,.1f} µs of GPU work a step")
+        total = sum(one.us for one in summary.gpu_work)
+        return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=us)
 
     return Finding("copies before a cudaGraphLaunch", judge)

@@ -173,9 +173,8 @@ def dynamo() -> Finding:
         lookup = total("TorchDynamo Cache Lookup")
         # The region less the graph that it calls: what torch.compile itself takes on the way there.
         around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
-        return Verdict(
-            lookup > 0, f"{around:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs, around the compiled graph"
-        )
+        seen = f"{around:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs, around the compiled graph"
+        return Verdict(lookup > 0, seen, cost_us=around)
 
     return Finding("TorchDynamo Cache Lookup in every step", judge)
 

@@ -1,35 +1,116 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
+from collections import Counter
 from statistics import median
 
 from tracereader.figures import Summary
 from tracereader.figures.steps import STANDS_OUT, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.trace import STEP
 
-# Shares of the window in which the GPU does something. On the H200: 3% at 64 x 64, 70 to 85% at
-# 4096 x 4096, where the first step's start is all that the GPU waits for.
-OVERHEAD_BOUND, COMPUTE_BOUND = 0.35, 0.65
+# Shares of the window. Idle: on the H200 97% at 64 x 64, 17 to 30% at 4096 x 4096, where the first
+# step's start is all that the GPU waits for; 88% in eager decoding, 2% in training on one GPU.
+MUCH_IDLE = 0.35
+# Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
+# rank, 34% in FSDP of a model too small for it.
+MUCH_EXPOSED = 0.3
+# Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
+# kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
+NEAR_THE_ROOF = 0.5
+# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
+MUCH_KNOWN = 0.5
+WORDS = {
+    "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
+    "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
+    None: "idle, for a reason that the trace does not hold",
+}  # fmt: skip
 # Calls of a step that took at least this many times as long as in the median one, nearly all of
 # them: 1.3 to 3.7 on the H200 in the first recorded step, 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
 
 
+def waits_for(summary: Summary) -> str | None:
+    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why."""
+    gpu = summary.gpu
+    if gpu is None:
+        return "cpu-only"
+    if gpu.idle_us > MUCH_IDLE * summary.window_us:
+        causes = {
+            "overhead": gpu.idle_not_launched_us,
+            "gpu-side": gpu.idle_launched_us,
+            None: gpu.idle_unknown_us,
+        }
+        return max(causes, key=causes.get)
+    if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
+        return "communication"
+    return _roof_met(summary)
+
+
+def _roof_met(summary: Summary) -> str:
+    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
+    near = Counter()
+    for one in summary.gpu_work:
+        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
+            near[one.roof] += one.us
+    total = sum(one.us for one in summary.gpu_work)
+    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
+    return roof if us > MUCH_KNOWN * total else "gpu"
+
+
 def regime(summary: Summary) -> str:
-    """overhead-bound, compute-bound, in between, or CPU only."""
-    share = summary.busy_share
-    if share is None:
-        return "CPU only"
-    return "overhead-bound" if share < OVERHEAD_BOUND else "compute-bound" if share > COMPUTE_BOUND else "in between"
+    """What the steps wait for, in a word of WORDS."""
+    return WORDS[waits_for(summary)]
+
+
+def waiting(summary: Summary) -> tuple[str, str]:
+    """What the steps wait for, in a word, and the figures that decide it."""
+    gpu, found, word = summary.gpu, waits_for(summary), regime(summary)
+    if gpu is None:
+        return word, "no GPU work to set against the CPU's time"
+    idle = gpu.idle_us / summary.window_us if summary.window_us else 0.0
+    if found in ("overhead", "gpu-side", None):
+        share = {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
+        why = {
+            "overhead": "the next piece of work was not launched yet",
+            "gpu-side": "the next piece of work was launched, and waited",
+            None: "the next piece of work has no launch in the trace",
+        }
+        return word, f"the GPU is idle {idle:.0%} of the time; in {share[found] / gpu.idle_us:.0%} of that {why[found]}"
+    busy = f"the GPU is busy {1 - idle:.0%} of the time"
+    if found == "communication":
+        return (
+            word,
+            f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them",
+        )
+    if found in ("compute", "memory"):
+        roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
+        near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
+        total = sum(one.us for one in summary.gpu_work)
+        weight = sum(one.us for one in near)
+        reached = sum(one.of_roof * one.us for one in near) / weight
+        return word, f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"
+    return word, f"{busy}, {_largest_family(summary)}"
+
+
+def _largest_family(summary: Summary) -> str:
+    largest = summary.families[0]
+    return f"{largest.share:.0%} of its work is {FAMILY_WORDS.get(largest.family, largest.family)}"
+
+
+FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "of kernels whose names tell nothing"}
 
 
 @recordable
 def regime_is(name: str) -> Finding:
+    """name: as in WORDS; GPU-bound holds for compute-bound and memory-bound, too."""
+
     def judge(summary):
-        found = regime(summary)
-        seen = f"the GPU is busy {summary.busy_share or 0:.0%} of the window"
-        sooner = "a faster GPU needs larger work to be kept busy" if name == "compute-bound" else ""
-        return Verdict(found == name, seen if found == name else f"{seen}: {found}", sooner)
+        found, figures = waiting(summary)
+        holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
+        sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
+        if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.shapes_recorded:
+            return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
+        return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
     return Finding(f"at this size the step is {name}", judge, needs_gpu=True)
 
@@ -56,7 +137,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         calls = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.first_calls.items())[:3])
         return f"a cold start: {calls} in calls that the median step does not make{beside}"
     name, us = next(iter(more.slower.items()), ("", 0.0))
-    if us > more.us / 2 and us > 10 * STANDS_OUT * summary_us(summary):
+    if us > more.us / 2 and us > 10 * STANDS_OUT * summary.cpu_us:
         return f"a cold start: {us:,.0f} of its {more.us:,.0f} µs more are {name}'s own, as on a first call{beside}"
     apart = more.slowest_times and more.times_high and more.slowest_times > 2 * more.times_high
     if us > more.us / 2 and apart:
@@ -73,12 +154,6 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if sum(more.overheads.values()) > more.us / 4:
         return told
     return None
-
-
-def summary_us(summary: Summary) -> float:
-    """The median step's CPU time."""
-    times = sorted(step.cpu_us for step in summary.steps)
-    return times[(len(times) - 1) // 2]
 
 
 def wide_first_step() -> Finding:
@@ -99,7 +174,7 @@ def first_step_is_wider() -> Finding:
         first, gaps = summary.steps[0], _gaps(summary)
         if len(summary.steps) < 2 or first.label_to_first_op_us is None:
             return Verdict(None, "fewer than two steps with a label")
-        usual = summary_us(summary)
+        usual = summary.cpu_us
         more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
         wide = wide_first_step().ask(summary).holds
         seen = (
@@ -119,7 +194,7 @@ def label_gap() -> Finding:
     def judge(summary):
         # 3 to 6 µs are the record_function itself on the H200's machine.
         gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
-        if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5:
+        if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
             return Verdict(False, "")
         return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others")
 
@@ -176,9 +251,10 @@ def long_final_sync() -> Finding:
     def judge(summary):
         if summary.final_sync_us is None:
             return Verdict(None, "no synchronization after the last step")
-        seen = f"{summary.final_sync_us:,.1f} µs, for {summary.gpu_busy_us:,.1f} µs of GPU work"
+        busy = summary.gpu.busy_us if summary.gpu else 0.0
+        seen = f"{summary.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
         short = "here it only waits for the last kernel: it measures no idleness"
-        return Verdict(summary.final_sync_us > 10 * summary.gpu_busy_us, seen, short)
+        return Verdict(summary.final_sync_us > 10 * busy, seen, short)
 
     return Finding("the closing cudaDeviceSynchronize dwarfs the GPU's work", judge, needs_gpu=True)
 
@@ -186,10 +262,25 @@ def long_final_sync() -> Finding:
 def final_sync() -> Finding:
     def judge(summary):
         # The shortest one seen on the H200 took 8.5 µs: the call itself.
-        us = summary.final_sync_us
-        return Verdict(us is not None and us > 20, f"{us or 0:,.1f} µs, over {summary.gpu_busy_us:,.1f} µs of GPU work")
+        us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
+        return Verdict(us is not None and us > 20, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 
     return Finding("a long cudaDeviceSynchronize after the last step", judge)
+
+
+def synchronization() -> Finding:
+    def judge(summary):
+        waits = {
+            name: us for name, us in summary.idle_in.items()
+            if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpyWithStream")
+        }  # fmt: skip
+        if not waits:
+            return Verdict(False, "")
+        us = sum(waits.values())
+        seen = f"{us:,.1f} µs of a step in which the GPU was idle behind {listed(waits)}"
+        return Verdict(us > 5, seen, cost_us=us)  # a launch alone takes that long
+
+    return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
 
 
 def queued() -> Finding:

@@ -12,15 +12,19 @@ from tracereader.show.report import View
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "steps": ("steps", "left_out"),
-    "work": ("gpu_work", "kernels"),
-    "names": ("gpu_work",),
-    "chain": ("label", "chain", "ops"),
-    "regime": ("regime", "gpu_busy_us", "gpu", "families"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
+    "short": ("waits_for", "waits_because", "gpu", "families"),
     "guesses": ("guesses",),
+    "steps": ("steps", "left_out"),
+    "gpu": ("gpu", "families", "idle_in"),
+    "kernels": ("kernels",),
+    "cpu": ("ops", "runtime"),
+    "work": ("gpu_work",),
+    "names": ("gpu_work",),
+    "chain": ("label", "chain"),
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
 }
-ALWAYS = ("trace", "lesson", "devices", "has_steps", "shapes_recorded", "warnings", "typical_step", "window_us")
+ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
+          "typical_step", "window_us")  # fmt: skip
 
 
 def as_json(summary: Summary, guesses: Sequence[Finding], view: View) -> str:
@@ -28,11 +32,8 @@ def as_json(summary: Summary, guesses: Sequence[Finding], view: View) -> str:
     document = msgspec.to_builtins(summary)
     for step, measured in zip(summary.steps, document["steps"], strict=True):
         measured["cause"] = steps.cause(summary, step)
-    document["regime"] = {
-        "name": steps.regime(summary),
-        "gpu_busy_share": summary.busy_share,
-        "window_us": summary.window_us,
-    }
+    document["waits_for"] = steps.waits_for(summary)
+    document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
         {"where": one.where, "see": one.see, "means": one.means, "figure": evidence}
         for one, evidence in cheatsheet.found(summary)

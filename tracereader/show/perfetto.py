@@ -8,7 +8,6 @@ until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfe
 import getpass
 import os
 import secrets
-import shutil
 import socket
 import sys
 import threading
@@ -105,12 +104,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _trace(self):
-        with open(self.server.trace, "rb") as file:
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/octet-stream")
-            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
-            self._end_private()
-            shutil.copyfileobj(file, self.wfile, 1 << 20)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self._end_private()
+        self.wfile.write(self.server.content)
 
     def _end_private(self):
         for header, value in (
@@ -139,7 +137,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, trace: Path, perfetto: str = ORIGIN):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.trace = trace
+        # Read once: what is served is what was reported on, whatever becomes of the file.
+        self.content = trace.read_bytes()
         self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
         self.perfetto = perfetto
         self.token = secrets.token_urlsafe(24)

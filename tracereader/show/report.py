@@ -12,33 +12,51 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.summary import Call
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import NO_GPU, Finding
 from tracereader.show import lanes
-from tracereader.show.text import Name, console, percent, plain, print_columns, rate, size, us
+from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, short
 
 STEPS_SHOWN = 8
-LINES_SHOWN = 45
+LINES_SHOWN = 30
+# A step with more pieces of GPU work is folded: by name, the costliest first.
+SMALL = 40
+ROWS_SHOWN = 6
+NAMES_SHOWN = 8
+# What a numbered script shows of its own run: the rest is a command away.
+BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
 @dataclass(frozen=True)
 class View:
-    """What of a report is shown, and of which step. step: None is a typical one. only: None is all."""
+    """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
+
+    all: every section and row. brief: what a numbered script shows of its own run.
+    """
 
     only: Sequence[str] | None = None
     step: int | None = None
     lanes: bool = False  # drawn at a terminal anyway
+    all: bool = False
+    brief: bool = False
 
     @classmethod
-    def of(cls, args) -> "View":
-        return cls(args.only, args.step, args.lanes)
+    def of(cls, args, brief: bool = False) -> "View":
+        return cls(args.only, args.step, args.lanes, args.all, brief)
 
     def shows(self, section: str) -> bool:
-        return self.only is None or section in self.only
+        if self.only is not None:
+            return section in self.only
+        return self.all or not self.brief or section in BRIEF
+
+    def most(self, rows: int) -> int | None:
+        """How many rows of something to show; None: all."""
+        return None if self.all else rows
 
 
 def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
@@ -75,24 +93,33 @@ def explain_file(path: Path, view: View) -> None:
 
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
-    """All that one trace shows, section by section."""
+    """All that one trace shows: the answer first, the evidence below it."""
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"work", "names"}
+        wanted -= {"gpu", "kernels", "work", "names"}
+    small = len(summary.gpu_work) <= SMALL
+    if not (view.only or view.all):
+        # A small step is shown piece by piece, a large one by name and family.
+        wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
+    if summary.gpu is None:  # no work in the window, though there may be some outside
+        wanted.discard("gpu")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
     sections: dict[str, Callable[[Console], None]] = {
-        "steps": lambda out: _steps(out, summary),
+        "short": lambda out: _in_short(out, summary),
+        "guesses": lambda out: _verdicts(out, guesses, summary, view),
+        "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
-        "work": lambda out: _gpu_work(out, summary),
-        "names": lambda out: _names(out, summary),
-        "chain": lambda out: _chain(out, summary),
-        "regime": lambda out: _regime(out, summary),
-        "patterns": lambda out: _patterns(out, summary),
-        "guesses": lambda out: _verdicts(out, guesses, summary),
+        "gpu": lambda out: _gpu_time(out, summary, view),
+        "kernels": lambda out: _kernels(out, summary, view),
+        "cpu": lambda out: _cpu(out, summary, view),
+        "work": lambda out: _gpu_work(out, summary, view),
+        "names": lambda out: _names(out, summary, view),
+        "chain": lambda out: _chain(out, summary, view),
+        "patterns": lambda out: _patterns(out, summary, view),
     }
     out = console()
     out.print()
@@ -101,32 +128,127 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         if name in wanted:
             out.print()
             sections[name](out)
+    left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
+    if view.brief and not view.only and left_out:
+        out.print()
+        out.print(f"more: read-trace {plain(shown_path(trace.path))} --all")
 
 
 def _header(out: Console, summary: Summary) -> None:
-    first, last = summary.steps[0], summary.steps[-1]
-    recorded = (
-        f"{len(summary.steps)} step{'s' * (len(summary.steps) != 1)}, {plain(first.number)} to {plain(last.number)}"
-        if summary.has_steps
-        else "no profiler steps: the whole trace is read as one"
-    )
-    where = ", ".join(dict.fromkeys(summary.devices)) or "CPU only, no GPU work"
+    """What was recorded: device, rank, steps, and how much work a step is."""
+    words = [", ".join(dict.fromkeys(summary.devices)) or "CPU only"]
     if len(summary.devices) > 1:
-        where += f" ({len(summary.devices)} GPUs)"
-    shapes = "shapes recorded" if summary.shapes_recorded else "no shapes (--record-shapes adds sizes and TFLOP/s)"
-    window = f"window {summary.window_us:,.1f} µs"
-    out.print(f"[bold]recorded[/bold]   {plain(where)} · {recorded} · {window} · {shapes}")
+        words[0] += f" ({len(summary.devices)} GPUs)"
+    if summary.rank is not None:
+        words.append(f"rank {summary.rank} of {summary.world_size}")
+    if summary.has_steps:
+        count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
+        words.append(
+            f"{count} steps of {time(summary.cpu_us)}, {first} to {last}"
+            if count > 1
+            else f"one step of {time(summary.cpu_us)}, {first}"
+        )
+    else:
+        words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
+    if summary.has_gpu_work:
+        words.append(f"{len(summary.gpu_work):,} pieces of GPU work a step")
+    out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
+    if summary.left_out:
+        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
     for text in summary.warnings:
-        out.print(f"[yellow]warning[/yellow]    {plain(text)}")
+        out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _steps(out: Console, summary: Summary) -> None:
+def _in_short(out: Console, summary: Summary) -> None:
+    word, figures = steps.waiting(summary)
+    lines = [f"[bold]{word}[/bold]: {figures}"]
+    if summary.has_gpu_work:
+        step = summary.chosen
+        lines.append(
+            f"{step.launches:,} launches a step, {time(step.cpu_us / max(1, step.launches))} of CPU time each; "
+            f"the work itself takes {time(step.gpu_busy_us)} a step"
+        )
+        shares = [f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}" for one in summary.families[:4]]
+        lines.append(f"of the GPU's time: {', '.join(shares)}")
+    else:
+        ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
+        if ops:
+            lines.append(
+                "most of a step's own time: "
+                + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
+            )
+    lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    for number, line in enumerate(lines):
+        out.print(f"{'[bold]in short[/bold]' if not number else '        '}   {line}")
+
+
+FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
+
+
+def _gpu_time(out: Console, summary: Summary, view: View) -> None:
+    """The window's time, adding up; then the same by family of kernel."""
+    gpu, window = summary.gpu, summary.window_us
+    rows = [
+        ("compute", gpu.compute_us), ("communication, nothing beside it", gpu.exposed_communication_us),
+        ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
+        ("idle: next piece not launched yet", gpu.idle_not_launched_us),
+        ("idle: next piece launched, and waiting", gpu.idle_launched_us),
+        ("idle: its launch is not in the trace", gpu.idle_unknown_us),
+    ]  # fmt: skip
+    shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
+    shown.append(("the whole window", us(window), "100%"))
+    print_columns(out, ("time of the GPU", "µs", "share"), shown)
+    for name, value in list(summary.idle_in.items())[:3]:
+        if value > 0.1 * sum(summary.idle_in.values()):
+            out.print(
+                f"  a step's GPU falls idle while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
+            )
+    out.print()
+    families = [
+        (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
+        for one in summary.families[: view.most(ROWS_SHOWN)]
+    ]
+    print_columns(out, ("by family", "µs", "share", "pieces"), families)
+    _and_more(out, len(summary.families), len(families))
+
+
+def _kernels(out: Console, summary: Summary, view: View) -> None:
+    asked = {one.name: one.asked_by for one in summary.gpu_work}
+    rows = [
+        (Name(short(one.name, 60)), Name(short(asked.get(one.name, ""), 28)), f"{one.count:,}", us(one.total_us),
+         us(one.median_us), us(one.mean_us), f"{one.share:.1%}")
+        for one in summary.kernels[: view.most(ROWS_SHOWN)]
+    ]  # fmt: skip
+    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
+    print_columns(out, heads, rows, left=(0, 1))
+    _and_more(out, len(summary.kernels), len(rows))
+
+
+def _cpu(out: Console, summary: Summary, view: View) -> None:
+    """The ops' own time; calls of the driver apart, since many of them wait."""
+    for head, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
+        ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
+        rows = [
+            (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
+            for name, one in ordered[: view.most(ROWS_SHOWN)]
+        ]
+        if rows:
+            print_columns(out, (head, "self µs", "total µs", "calls"), rows)
+            _and_more(out, len(ordered), len(rows))
+
+
+def _and_more(out: Console, count: int, shown: int) -> None:
+    if count > shown:
+        out.print(f"… and {count - shown:,} more")
+
+
+def _steps(out: Console, summary: Summary, view: View) -> None:
     gpu = summary.has_gpu_work
-    heads = ["step", "CPU µs", "label to first op µs"]
+    heads = ["step, in µs", "CPU", "to first op"]  # from its label
     if gpu:
-        heads += ["launches", "GPU busy µs", "GPU span µs", "GPU idle", "launch to start µs"]
+        heads += ["launches", "GPU busy", "span", "idle", "to start"]  # from the first launch
     found = summary.steps
-    shown = found if len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
+    shown = found if view.all or len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
     rows = []
     for one in shown:
         row = [one.number + " *" * (one.times_the_median is not None), us(one.cpu_us), us(one.label_to_first_op_us)]
@@ -136,8 +258,7 @@ def _steps(out: Console, summary: Summary) -> None:
         rows.append(row)
     print_columns(out, heads, rows)
     if len(shown) < len(found):
-        middle = steps.summary_us(summary)
-        out.print(f"… and {len(found) - len(shown)} more; the median step took {us(middle)} µs")
+        out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
         out.print(
@@ -160,7 +281,7 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
 
-def _gpu_work(out: Console, summary: Summary) -> None:
+def _gpu_work(out: Console, summary: Summary, view: View) -> None:
     rows = [
         (
             Name(short(one.name, 60)),
@@ -170,7 +291,7 @@ def _gpu_work(out: Console, summary: Summary) -> None:
             one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
             _footprint(one),
         )
-        for one in summary.gpu_work[:LINES_SHOWN]
+        for one in summary.gpu_work[: view.most(LINES_SHOWN)]
     ]
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
@@ -181,8 +302,7 @@ def _gpu_work(out: Console, summary: Summary) -> None:
         "regs, shared, grid x block",
     )
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
-    if len(summary.gpu_work) > LINES_SHOWN:
-        out.print(f"… and {len(summary.gpu_work) - LINES_SHOWN} more")
+    _and_more(out, len(summary.gpu_work), len(rows))
 
 
 def _footprint(one: GpuWork) -> str:
@@ -192,15 +312,16 @@ def _footprint(one: GpuWork) -> str:
     return f"{one.registers}, {one.shared_memory / 1024:.0f} KB, {grid} x {block}"
 
 
-def _names(out: Console, summary: Summary) -> None:
+def _names(out: Console, summary: Summary, view: View) -> None:
     said: dict[str, list[GpuWork]] = {}
-    for one in summary.gpu_work:
+    for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault(one.name, []).append(one)
     out.print("[bold]what the names say[/bold]")
-    for name, same in said.items():
+    for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         out.print(f"  {plain(short(name, out.width - 4))}")
         out.print(f"      {plain('; '.join([str(says), *_measured(same)]))}")
+    _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:
@@ -218,54 +339,71 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     return list(found.values())
 
 
-def _chain(out: Console, summary: Summary) -> None:
-    out.print(f"[bold]dispatch chain of {'step ' * summary.has_steps}{plain(summary.chosen.number)}[/bold]")
-    gpu = summary.has_gpu_work
-    for call in summary.chain[:LINES_SHOWN]:
+def _chain(out: Console, summary: Summary, view: View) -> None:
+    """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
+    folded = not view.all and len(summary.chain) > LINES_SHOWN
+    step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
+    out.print(f"[bold]dispatch chain of {step}{', into what takes longest' * folded}[/bold]")
+    if folded:
+        _folded_chain(out, summary.chain, 0, len(summary.chain))
+        return
+    for call in summary.chain:
         line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
         if call.launched:
             names = " + ".join(short(name, 48) for name in call.launched[:4])
             more = f" + {len(call.launched) - 4} more" if len(call.launched) > 4 else ""
             line += f"  → {plain(names)}{more}"
-        elif gpu and call.kind == "op" and not call.reaches_gpu:
+        elif summary.has_gpu_work and call.kind == "op" and not call.reaches_gpu:
             line += "  · no GPU work"
         out.print(line)
-    if len(summary.chain) > LINES_SHOWN:
-        out.print("  …")
 
 
-def _regime(out: Console, summary: Summary) -> None:
-    if summary.busy_share is None:
-        out.print("[bold]regime[/bold]   CPU only: no GPU work to set against the CPU's time")
-    else:
-        out.print(
-            f"[bold]regime[/bold]   {steps.regime(summary)}: the GPU is busy {summary.busy_share:.0%} of the window "
-            f"({us(summary.gpu_busy_us)} of {us(summary.window_us)} µs)"
-        )
+def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
+    """The calls side by side at one depth, by name; then the same inside the longest of the costliest name."""
+    while start < end:
+        depth = chain[start].depth
+        calls = [index for index in range(start, end) if chain[index].depth == depth]
+        by_name: dict[str, list[int]] = {}
+        for index in calls:
+            by_name.setdefault(chain[index].name, []).append(index)
+        costliest = sorted(by_name.items(), key=lambda item: -sum(chain[index].us for index in item[1]))
+        for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
+            total = sum(chain[index].us for index in same)
+            times = f"{len(same):,} x " if len(same) > 1 else ""
+            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]")
+        longest = max(costliest[0][1], key=lambda index: chain[index].us)
+        start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
-def _patterns(out: Console, summary: Summary) -> None:
+CALLS_SHOWN = 3
+
+
+def _patterns(out: Console, summary: Summary, view: View) -> None:
+    """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
+    explained = view.all or view.only or len(summary.gpu_work) <= SMALL
     out.print("[bold]patterns from the cheatsheet in this trace[/bold]")
     for pattern, evidence in cheatsheet.found(summary):
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
-        out.print(f"      {plain(pattern.means)}")
+        if explained:
+            out.print(f"      {plain(pattern.means)}")
 
 
-def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
-    """Each guess, whether the trace bears it out, and what was seen."""
+def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
+    """Each guess, whether the trace bears it out, and what was seen: what broke first."""
     out.print("[bold]guess first, then look[/bold]")
     answers = [(guess, guess.ask(summary)) for guess in guesses]
-    out_of_reach = False
-    for guess, verdict in sorted(answers, key=lambda pair: pair[1].evidence == NO_GPU):
+    told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if verdict.evidence == NO_GPU:
-            out_of_reach = True
-        else:
+        if not view.brief or not verdict.holds:
             out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
         if verdict.why_not and not verdict.holds:
             out.print(f"       {plain(verdict.why_not)}")
-    if out_of_reach:
-        out.print(f"       [dim]{NO_GPU}; traces/reference has a GPU's traces to read[/dim]")
+    if len(told) < len(answers):
+        out.print(
+            f"  {MARKS[None]}  {len(answers) - len(told)} more about the GPU: this run was on the CPU "
+            "(traces/reference has a GPU's traces to read)"
+        )
 
 
 def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:

@@ -1,6 +1,7 @@
 """How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ def console() -> Console:
     """Where a report goes: plain text in a pipe, 140 columns wide there unless COLUMNS says otherwise."""
     # Made on demand, so that a redirected stdout is the one written to.
     width = None
-    if not sys.stdout.isatty():
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some say that they have none
+    else:
         told = os.environ.get("COLUMNS", "")
         width = int(told) if told.isdecimal() and int(told) else PIPE_WIDTH
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
@@ -88,11 +91,20 @@ def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[s
 
 def shown_path(path: Path) -> str:
     """The path as the user would type it: relative where it lies below the current folder."""
-    return printable(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    try:
+        here = Path.cwd()
+    except OSError:  # deleted meanwhile
+        return printable(str(path))
+    return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def us(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
+
+
+def time(value: float) -> str:
+    """µs with their unit: to one decimal below a millisecond, then ms."""
+    return f"{value:,.1f} µs" if value < 1000 else f"{value / 1e3:,.1f} ms"
 
 
 def percent(share: float | None) -> str:

@@ -16,8 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.machine import free_memory
+
 DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
 DEFLATE_MOST = 1032  # to one, by the format
+# What reading takes at most, per brace of the JSON (an event that is {} becomes 300 bytes; with json, 800)
+# and per byte.
+BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 EXACT = 2.0**43  # µs
 LARGEST = 1e16  # µs: no clock shows more
 MISSING = -math.inf  # what JSON cannot say
@@ -73,6 +78,7 @@ class Document:
 def load(path: Path, limit: int) -> Document:
     """The file's events and what stands beside them. Raises TraceError."""
     data = _bytes(path, limit)
+    _require_memory(path, data, BYTES_PER_OBJECT)
     exact = False
     try:
         found = msgspec.json.decode(data, type=_File)
@@ -104,6 +110,14 @@ def _bytes(path: Path, limit: int) -> bytes:
         raise TraceError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from None
 
 
+def _require_memory(path: Path, data: bytes, per_object: int) -> None:
+    free, needed = free_memory(), per_object * data.count(b"{") + BYTES_PER_BYTE * len(data)
+    if free is not None and needed > free:
+        raise TraceError(
+            f"{path}: reading it may take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        )
+
+
 def _unpacked(path: Path, limit: int) -> bytes:
     too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
     # Without O_NONBLOCK, opening a FIFO would wait for its other end for ever.
@@ -120,6 +134,9 @@ def _unpacked(path: Path, limit: int) -> bytes:
                 raise too_long
             return file.read()
         unzipped = gzip.GzipFile(fileobj=file)
+        free = free_memory()
+        if free is not None and limit > free:
+            limit, too_long = free, TraceError(f"{path}: holds more JSON than the {free / 1e9:.1f} GB of free memory")
         if status.st_size * DEFLATE_MOST > limit:
             # It may be a bomb: count what it holds before keeping any of it.
             held = 0
@@ -133,6 +150,7 @@ def _unpacked(path: Path, limit: int) -> bytes:
 
 def _any_json(path: Path, data: bytes) -> _File:
     """What json accepts and the typed reading does not: NaN, a string for a number, a name that is none."""
+    _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
     try:
         found = json.loads(data, parse_float=decimal.Decimal)
     except UnicodeDecodeError:

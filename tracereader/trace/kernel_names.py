@@ -1,8 +1,14 @@
 """What a kernel's name says about its work. An unknown name is said to be unknown.
 
-Sources: the naming schemes as seen in traces (claims 16, 22, 24, 32), cuBLAS's and CUTLASS's
-<instruction><tile><stages><layout> pattern, Inductor's triton_<kind>_fused_<ops>_<id>, Tensile's
-Cijk_ scheme. A letter whose meaning is nowhere documented is left out rather than guessed at.
+Sources: the naming schemes as seen in traces (claims 16, 22, 24, 32), the names inside PyTorch's, cuBLAS's, cuDNN's
+and NCCL's own libraries, CUTLASS's <instruction><tile><stages><layout> pattern, Inductor's
+triton_<kind>_fused_<ops>_<id>, Tensile's Cijk_ scheme, flash-attention's kernel_traits.h and
+flash_fwd_launch_template.h (which template argument is which), ATen's PersistentSoftmax.cuh and
+ScatterGatherKernel.cu (the same). A letter or number whose meaning is nowhere documented is left out, not guessed at.
+
+How a name is read: the first pattern of READERS that fits, for names that say more than their job. Any other name by
+two tables: MAKERS (whose kernel it is, by namespace or prefix) and JOBS (what it does, by a word of the function's own
+name). Only the first LOOKED_AT characters are looked at: template arguments can make a name tens of kB long.
 """
 
 import functools
@@ -10,6 +16,12 @@ import re
 from dataclasses import dataclass
 
 UNKNOWN = "unknown"
+LOOKED_AT = 2_000
+# The words a family can be.
+FAMILIES = (
+    "GEMM", "attention", "convolution", "normalization", "reduction", "pointwise", "copy", "memset", "communication",
+    "optimizer", "embedding", "sort and scan", "other", UNKNOWN,
+)  # fmt: skip
 # Parts that may differ between two kernels doing the same product in the same way.
 EPILOGUES = {
     "bz": "beta zero",
@@ -17,15 +29,28 @@ EPILOGUES = {
     "bias": "bias added",
     "relu": "ReLU",
     "gelu": "GELU",
+    "drelu": "ReLU's gradient",
+    "dgelu": "GELU's gradient",
+    "bgrada": "gradient of the bias",
+    "bgradb": "gradient of the bias",
     "splitK": "split K",
 }
+TYPES = {
+    "c10::BFloat16": "bf16", "cutlass::bfloat16_t": "bf16", "__nv_bfloat16": "bf16", "__hip_bfloat16": "bf16",
+    "c10::Half": "fp16", "cutlass::half_t": "fp16", "__half": "fp16", "float": "fp32", "double": "fp64",
+    "cutlass::float_e4m3_t": "fp8", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
+    "c10::complex<float>": "complex fp32", "c10::complex<double>": "complex fp64", "unsigned char": "uint8",
+    "signed char": "int8", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KernelName:
-    """family: gemm, pointwise, reduction, copy, attention, convolution, communication, … or unknown.
+    """family: one of FAMILIES. `other`: the maker is known, but the job is none of the families or not said.
 
-    parts: what the name says, each under the field's word for it (tile, stages, layout, …).
+    pointwise: each output element by itself, casts and strided copies among them. copy: elements moved, nothing
+    computed (a driver's copy, concatenation, a gather or scatter, another layout). reduction: softmax, loss and
+    pooling too. parts: what the name says, each under the field's word for it (tile, stages, layout, …).
     """
 
     family: str
@@ -42,23 +67,37 @@ class KernelName:
 @functools.lru_cache(maxsize=100_000)  # a pure function of a name, asked of each piece of work
 def decode(name: str) -> KernelName:
     """What the name of a kernel, a copy or a memset says."""
+    text, own = _plain(name)
     for pattern, read in READERS:
-        if match := pattern.search(name):
-            family, maker, parts = read(match, name)
+        if match := pattern.search(text):
+            family, maker, parts = read(match, text)
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
-    return KernelName(UNKNOWN, "", {})
+    maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
+    family, does = next(((family, does) for pattern, family, does in JOBS if pattern.search(own)), ("other", ""))
+    if not maker and family != "other" and HAND_WRITTEN.search(own):
+        maker = "by hand" if own != text else "Triton, by hand"
+    if not maker:
+        return KernelName(UNKNOWN, "", {})
+    return KernelName(family, maker, {"does": does or _words(own)})
 
 
 def short(name: str, width: int = 40) -> str:
-    """The name at most `width` wide: without C++ wrapping, the middle left out."""
-    decoded = decode(name)
-    if decoded.maker == "ATen":
-        core = re.sub(r"<.*", "", re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", name))
-        does = decoded.parts.get("does", "")
-        name = core if not does or does in core.lower() else f"{core}<{does}>"
-    elif match := re.search(r"cutlass_\d+\w+", name):
-        name = match[0]
-    return cut(re.sub(r"^void ", "", name), width)
+    """The name at most `width` wide: without C++ wrapping, the middle left out. labels() keeps a table's apart."""
+    return cut(_label(name), width)
+
+
+def labels(names, width: int = 40) -> dict[str, str]:
+    """A short name for each of a table's names, no two the same: a second one of the same kind is numbered."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in dict.fromkeys(names):
+        label, number = short(name, width), 1
+        while label in taken:
+            number += 1
+            label = f"{short(name, max(1, width - len(str(number)) - 2))} #{number}"
+        taken.add(label)
+        found[name] = label
+    return found
 
 
 def cut(name: str, width: int) -> str:
@@ -66,39 +105,141 @@ def cut(name: str, width: int) -> str:
     if len(name) <= width:
         return name
     tail = (width - 1) // 2
-    return f"{name[: width - 1 - tail]}…{name[-tail:]}"
+    return f"{name[: width - 1 - tail]}…{name[-tail:]}" if tail else name[: width - 1] + "…"
 
 
-def _nvjet(match, name):
+# Functions that only start what their template argument names: that argument is what says the job.
+WRAPPER = re.compile(r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|thrust::|DSL|\w*::_kernel_agent)")
+# What nsys writes before a template's number, and the wrapping that says nothing.
+NOISE = re.compile(
+    r"\((?:unsigned )?(?:int|long|bool|char|short)\)(?=-?\d)|\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N_1::"
+    r"| ?\[clone [^\]]{0,30}\]|\.kd$"
+)
+RETURNS = re.compile(r"^(?:void|std::enable_if<.{0,120}?>::type) ")
+
+
+@functools.lru_cache(maxsize=100_000)
+def _plain(name: str) -> tuple[str, str]:
+    """The start of the name without what wraps it; the function's own name in that, with no template or parameters."""
+    text = name[:LOOKED_AT]
+    if mangled := re.search(r"_Z(?=\d|N\d|N12_GLOBAL)", text[:200]):
+        text = _unmangled(text[mangled.end() :].removeprefix("N"))
+    text = RETURNS.sub("", NOISE.sub("", text))
+    own = re.match(r"[^<(\[]*", text)[0].strip()
+    return text, text[:300] if WRAPPER.search(own) else own
+
+
+def _unmangled(rest: str) -> str:
+    """aiter::fmha_fwd_hd128 of 5aiter14fmha_fwd_hd128…: the path, then what is left as if it were its template."""
+    path = []
+    while (length := re.match(r"\d{1,3}", rest)) and (size := int(length[0])):
+        word, rest = rest[length.end() :][:size], rest[length.end() + size :]
+        path.append(word)
+    return "::".join(path) + (f"<{rest}" if rest.startswith("I") else "")
+
+
+# What names of one kind all have, or nearly all: it goes before anything that tells them apart.
+LONG_WINDED = re.compile(
+    r"^cudnn_generated_(?:fort_native_)?|_cga1x1x1_kernel0_0$|_align[ac]\d|tilesize|(?:_execute)?_kernel__5x_cu\w+$"
+)
+
+
+@functools.lru_cache(maxsize=100_000)
+def _label(name: str) -> str:
+    said = decode(name)
+    if said.family == UNKNOWN or said.maker.startswith("driver"):
+        return re.sub(r"^void ", "", name)
+    text, own = _plain(name)
+    if match := re.search(r"cutlass_\d+\w+", text):
+        return match[0]
+    if said.maker == "ATen":
+        own = re.sub(r"^.*::", "", own)
+        does = said.parts.get("does", "")
+        if all(word in own.lower() for word in re.findall(r"[a-z\d]+", does)):
+            does = ""
+        scalar = "scalar" if "other operand" in said.parts else ""
+        types = said.parts.get("types") or (_types(text, text.find("<")) if "<" in text else "")
+        says = [word for word in (does, scalar, types, said.parts.get("vector", "")) if word]
+        return own + (f"<{', '.join(says)}>" if says else "")
+    if "<" not in text and "(" not in text:
+        return LONG_WINDED.sub("", text) if len(name) <= LOOKED_AT else name
+    text = re.sub(r"^cutlass\w*::device_kernel<(?:[\w:]*enable_\w+<)?", "", text)
+    # Up to where the template ends: the parameters repeat it.
+    depth = 0
+    for at, char in enumerate(text):
+        depth += (char == "<") - (char == ">")
+        if char == "(" and not depth:
+            text = text[:at]
+            break
+    return re.sub(r"\b(?:[a-zA-Z_]\w*::)+", "", text)
+
+
+# --- names that say more than their job -----------------------------------------------------------------------------
+
+
+def _nvjet(match, text):
     words = match["rest"].split("_")
     parts = {
         "types": {"t": "bf16", "h": "fp16", "s": "fp32"}.get(match["types"][0], "") if match["types"] else "",
         "tile": match["tile"],
         "K block x stages": match["stages"],
         "cluster": match["cluster"],
-        "epilogue": ", ".join(EPILOGUES[word] for word in words if word in EPILOGUES),
+        "epilogue": _epilogue(words),
         "cooperative": next((word for word in words if word.startswith("coop")), ""),
         "layout": words[-1] if re.fullmatch("[NT]{3}", words[-1]) else "",
     }
     return "GEMM", f"cuBLAS nvjet{', sm ' + match['sm'] if match['sm'] else ''}", parts
 
 
-def _cublas(match, name):
+def _epilogue(words) -> str:
+    return ", ".join(EPILOGUES[word] for word in words if word in EPILOGUES)
+
+
+def _cublas(match, text):
     return "GEMM", f"cuBLAS, {match['arch']}", _mma_parts(match["rest"])
 
 
-def _cutlass(match, name):
+def _cutlass(match, text):
     return "GEMM", f"CUTLASS, sm {match['sm']}", _mma_parts(match["rest"])
+
+
+def _cutlass3x(match, text):
+    rest = match["rest"]
+    tiles = re.findall(r"(?<![a-z\d])(\d+x\d+)x(\d+)(?=_)", rest)
+    mma = re.search(r"_([a-z])(\d+x\d+x\d+)", rest)
+    layout = re.search(r"_([nt]{3})(?:_|$)", rest)
+    inputs = re.search(r"gemm_(?:[a-z_]*?_)??([a-z]+\d+\w*?)_", rest)
+    return (
+        "convolution" if re.search(CONVOLVES, rest) else "GEMM",
+        f"CUTLASS 3, sm {match['sm']}",
+        {
+            "types": SHORT_TYPES.get(inputs[1], inputs[1]) if inputs else "",
+            "instruction": mma[2] if mma else "",
+            "tile": tiles[0][0] if tiles else "",
+            "K block": tiles[0][1] if tiles else "",
+            "epilogue": _epilogue(rest.split("_")),
+            "layout": layout[1] if layout else "",
+        },
+    )
+
+
+# What the letters before gemm say of the types: d and z are fp64, c and z complex, h fp16, i int8.
+LETTERS = {"d": "fp64", "z": "complex fp64", "c": "complex fp32", "gc": "complex fp32", "h": "fp16", "i": "int8"}
 
 
 def _mma_parts(rest: str) -> dict[str, str]:
     # CUTLASS writes the stages as a second tile.
     tile, stages, *_ = [*re.findall(r"(?<![a-z\d])(\d+x\d+)(?!x)", rest), "", ""]
-    kind = re.search(r"(?:^|_)([a-z]*?)(\d*)gemm", rest)
+    kind = re.search(r"(?:^|_)(gc|[a-z]?)(\d*)(?:tf32|bf16|f16|fast\w{0,8})?gemm", rest)
     mma, sums = (kind[2], kind[1]) if kind else ("", "")
-    layout = re.search(r"_([nt]{2})(?:_|$)", rest)
+    layout = re.search(r"_([ntc]{2})(?:_|$)", rest)
+    types = next((one for one in ("bf16", "fp16", "tf32", "fp8", "f16", "s8") if one in rest), "")
+    types = {"f16": "fp16", "s8": "int8", "tf32": "TF32"}.get(types, types) or LETTERS.get(sums, "fp32")
+    # 16x8x8 on inputs of 4 bytes is TF32's instruction: it keeps 10 of fp32's 23 bits.
+    if mma == "1688" and types.endswith("fp32"):
+        types = types.replace("fp32", "TF32")
     return {
-        "types": next((one for one in ("bf16", "fp16", "tf32", "fp8", "f16", "s8") if one in rest), "fp32"),
+        "types": types,
         "instruction": "x".join(_mma_shape(mma)),
         "sums in": "fp32" if sums.startswith("s") and mma else "",
         "tile": tile,
@@ -112,144 +253,524 @@ def _mma_shape(digits: str) -> list[str]:
     return re.findall("16|8|4|32", digits)
 
 
-def _xmma(match, name):
-    tile = re.search(r"tilesize(\d+x\d+)(?:x(\d+))?", name)
-    stage = re.search(r"stage(\d+)", name)
-    layout = re.search(r"_([nt]{2})_[nt]_", name)
-    types = re.search(r"_(bf16|f16|f32|tf32|i8|e4m3)", name)
-    return (
-        "convolution" if re.search("fprop|dgrad|wgrad", name) else "GEMM",
-        f"cuBLAS xmma, sm {match['sm']}",
-        {
-            "types": {"f16": "fp16", "f32": "fp32"}.get(types[1], types[1]) if types else "",
-            "tile": tile[1] if tile else "",
-            "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
-            "layout": layout[1] if layout else "",
-        },
-    )
-
-
-def _tensile(match, name):
-    tile = re.search(r"_MT(\d+x\d+)x(\d+)", name)
-    types = re.search(r"_(BBS|HHS|HSS|SB|BSS|DB)_", name)
-    return (
-        "GEMM",
-        "rocBLAS/hipBLASLt Tensile",
-        {
-            "types": {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64"}[types[1][0]] if types else "",
-            "tile": tile[1] if tile else "",
-            "K block": tile[2] if tile else "",
-            "indices": f"A {match['a']}, B {match['b']}",
-        },
-    )
-
-
-# Ops whose own names hold underscores; any other word of a fused name is an op by itself.
-COMPOUND_OPS = (
-    "_unsafe_view", "_to_copy", "_softmax", "_log_softmax", "_native_batch_norm_legit", "native_layer_norm",
-    "native_dropout", "layer_norm", "rms_norm", "index_select", "masked_fill", "slice_scatter", "nll_loss_forward",
-    "_scaled_dot_product_flash_attention", "convert_element_type", "prims_convert_element_type",
-)  # fmt: skip
-
-
-def _inductor(match, name):
-    ops = re.findall("|".join([*COMPOUND_OPS, r"[a-z\d]+"]), match["ops"])
-    family = {"poi": "pointwise", "red": "reduction", "per": "reduction", "tem": "GEMM"}.get(match["kind"], "foreach")
-    if family == "GEMM" and not re.search("mm|conv|linear", match["ops"]):
-        family = "template"
-    kind = "persistent" if match["kind"] == "per" else "template" if match["kind"] == "tem" else ""
-    return family, "Inductor, Triton", {"kind": kind, "fuses": "fuses " + ", ".join(ops)}
-
-
-def _inductor_template(match, name):
-    return "GEMM", "Inductor, Triton", {"kind": "template", "does": match["op"]}
-
-
-WRAPPERS = {
-    "BinaryFunctor", "UnaryOpFunctor", "AUnaryFunctor", "BUnaryFunctor", "UnaryFunctor", "TensorListMetadata",
+SHORT_TYPES = {
+    "f16": "fp16", "f32": "fp32", "f64": "fp64", "tf32": "TF32", "i8": "int8", "s8": "int8", "e4m3": "fp8",
+    "e5m2": "fp8", "f8": "fp8", "cf32": "complex fp32", "cf64": "complex fp64",
 }  # fmt: skip
 
 
-def _functor(name: str) -> str:
+def _xmma(match, text):
+    tile = re.search(r"tilesize(\d+x\d+)(?:x(\d+))?", text)
+    stage = re.search(r"stage(\d+)", text)
+    layout = re.search(r"_([ntc]{2})_[nt]_", text)
+    types = re.search(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
+    convolves = re.search(CONVOLVES, text)
+    return (
+        "convolution" if convolves else "GEMM",
+        f"{'cuDNN' if convolves else 'cuBLAS'} xmma, sm {match['sm']}",
+        {
+            "types": "TF32" if "_tf32" in text else SHORT_TYPES.get(types[1], types[1]) if types else "",
+            "tile": tile[1] if tile else "",
+            "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
+            "epilogue": _epilogue(text.split("_")),
+            "layout": layout[1] if layout else "",
+            "does": CONVOLVING.get(convolves[0], "") if convolves else "",
+        },
+    )
+
+
+CONVOLVES = "fprop|dgrad|wgrad|conv"
+CONVOLVING = {"fprop": "forward", "dgrad": "gradient of the input", "wgrad": "gradient of the weight"}
+
+
+def _convolution(match, text):
+    way = re.search("fprop|dgrad|wgrad", text)
+    parts = _mma_parts(match["rest"].replace("fprop", "gemm").replace("dgrad", "gemm").replace("wgrad", "gemm"))
+    return "convolution", "cuDNN", {"does": CONVOLVING[way[0]] if way else "", **parts}
+
+
+TENSILE_TYPES = {
+    "B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64", "F": "fp8", "I": "int8", "C": "complex fp32",
+    "Z": "complex fp64",
+}  # fmt: skip
+
+
+def _tensile(match, text):
+    tile = re.search(r"_MT(\d+x\d+)x(\d+)", text)
+    types = re.search(r"_(BBS|HHS|HSS|BSS|SB|DB|CB|ZB|F8\w{0,6}|I8\w{0,3})_", text)
+    parts = {
+        "types": TENSILE_TYPES[types[1][0]] if types else "",
+        "tile": tile[1] if tile else "",
+        "K block": tile[2] if tile else "",
+        "indices": f"A {match['a']}, B {match['b']}",
+    }
+    if "PostGSU" in text:
+        return "reduction", "rocBLAS/hipBLASLt Tensile", {"does": SPLIT_K}
+    return "GEMM", "rocBLAS/hipBLASLt Tensile", parts
+
+
+SPLIT_K = "adds the parts of a split-K GEMM"
+# Ops whose own names hold underscores; any other word of a fused name is an op by itself.
+COMPOUND_OPS = (
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention", "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
+    "_log_softmax_backward_data", "_softmax_backward_data", "_unsafe_view", "_to_copy", "_log_softmax", "_softmax",
+    "native_layer_norm_backward", "native_layer_norm", "native_group_norm_backward", "native_group_norm",
+    "native_batch_norm_backward", "native_batch_norm", "native_dropout_backward", "native_dropout",
+    "prepare_softmax_online", "embedding_dense_backward", "fused_add_rms_norm", "layer_norm", "rms_norm", "batch_norm",
+    "group_norm", "index_select", "index_copy", "index_put", "masked_fill", "slice_scatter", "slice_backward",
+    "select_backward", "select_scatter", "nll_loss_forward", "nll_loss_backward", "prims_convert_element_type",
+    "convert_element_type", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward",
+    "threshold_backward", "max_pool2d_with_indices", "flex_attention_backward", "flex_attention", "scalar_tensor",
+    "constant_pad_nd", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
+    "linalg_vector_norm", "var_mean",
+)  # fmt: skip
+# An op's own trailing underscore (in place: copy_) is told from the one between ops by what follows it.
+OPS = re.compile("|".join([*COMPOUND_OPS, r"[a-z\d]+(?:_(?=$|_(?!to_copy|unsafe|softmax|log_|scaled|native)))?"]))
+
+
+def _inductor(match, text):
+    kind, said = match["kind"], re.sub(r"_(?:\d+|\d+d[\dde]*|[a-z\d]{26,})$", "", match["ops"])
+    ops = OPS.findall(said) if not said.isdigit() else []
+    parts = {"kind": {"per": "persistent", "tem": "template"}.get(kind, ""), "fuses": ops and "fuses " + ", ".join(ops)}
+    family = {"red": "reduction", "per": "reduction", "tem": "GEMM"}.get(kind, "pointwise")
+    if kind == "tem":
+        family = next((one for word, one in TEMPLATES if re.search(word, said)), "other")
+    elif family == "reduction" and re.search(NORMS, said):
+        family = "normalization"
+    elif "embedding" in said and "softmax" not in said:
+        family = "embedding"
+    return family, "Inductor, C++" if match[0].startswith("cpp") else "Inductor, Triton", parts
+
+
+# By the op's own name, or by what RMS norm is made of.
+NORMS = "(?:layer|rms|batch|group|instance)_norm|(?:mean|pow|var)_.{0,200}rsqrt"
+TEMPLATES = (("attention", "attention"), ("conv", "convolution"), ("mm|linear|gemm", "GEMM"))
+
+
+def _inductor_template(match, text):
+    family = next(family for word, family in TEMPLATES if re.search(word, match["op"]))
+    return family, "Inductor, Triton", {"kind": "template", "does": match["op"]}
+
+
+# --- ATen -----------------------------------------------------------------------------------------------------------
+
+# Words on the way to the operation that a kernel was made from.
+NO_OPERATION = re.compile(
+    r"at|native|c10|std|cuda|detail|internal|apply|binary_internal|lambda|operator|const|instance|array|Array|templates|"
+    r"thrust|void|ul|true|false|unsigned|signed|char|int|long|short|float|double|bool|complex|Half|BFloat16|Float[48]_\w+|q?u?int\d+|bits\d+\w*|"
+    r"OpaqueType|gpu_kernel_impl(?:_nocast)?|gpu_index_kernel|cuda_take_put_kernel|opmath_\w*|function_traits|"
+    r"TensorIterator(?:Base)?|Tensor(?:Base)?|\w*TensorList\w*Metadata|ReduceOp|func_wrapper_t|"
+    r"[AB]?UnaryFunctor|BinaryFunctor|(?:Unary|Binary|Pointwise|Ternary)Op\w*Functor|CopyFunctor|NormType|unrolled\w*"
+)
+OPERATION = re.compile(
+    r"CUDAFunctor(?:OnSelf|OnOther)?_(\w+)|(?:launch_|_cuda_)?(\w+?)"
+    r"(?:(?:_scalar)?(?:_tensor)?(?:_internal)?_kernel(?:_?cuda)?(?:_impl)?|CUDAKernelImpl|KernelImpl(?:Internal)?|"
+    r"Functor|_functor|Ops?|_cuda_out|_cuda_|_scalar|_impl|_and_transform)?"
+)
+ALIASES = {
+    "plus": "add", "minus": "sub", "multiplies": "mul", "mul_scalar": "mul", "divides": "div", "negate": "neg",
+    "direct_copy": "copy", "copy_device_to_device": "copy", "tensor_fill": "fill", "argmaxops": "argmax",
+    "norm_two": "norm", "norm_one": "norm 1", "norm_zero": "norm 0", "arg_max": "argmax", "arg_min": "argmin",
+    "welford": "variance", "nan_sum": "nansum", "max_nan": "max", "min_nan": "min", "lp_norm": "norm",
+    "lp_max": "norm", "reduction_add": "add", "reduction_mul": "mul", "pow_tensor": "pow",
+    "pow_scalar_tensor": "pow",
+    "power": "pow",
+}  # fmt: skip
+TYPE = "|".join(sorted(map(re.escape, TYPES), key=len, reverse=True))
+FIRST_TYPES = re.compile(rf"(?:lambda\(|<)\s*((?:{TYPE})(?:,\s*(?:{TYPE}))*)\s*[,)>]|(OpaqueType<(\d+))")
+
+
+def _operation(text: str, start: int) -> str:
     """The operation inside an ATen kernel: CUDAFunctor_add is add, GeluCUDAKernelImpl is gelu."""
-    found = re.findall(r"CUDAFunctor(?:OnSelf|OnOther)?_(\w+)|(\w+?)_kernel_(?:cuda|impl)|"
-                       r"(\w+?)(?:CUDAKernelImpl|KernelImpl|Functor|Ops)\b", name)  # fmt: skip
-    words = [next(part for part in parts if part) for parts in found]
-    words = [word for word in words if f"{word}Functor" not in WRAPPERS and word not in ("gpu", "Reduce")]
-    if not words and "Copy<" in name:
-        return "copy"
-    return words[-1].lower().removesuffix("_nocast") if words else ""
+    for match in re.finditer(r"[A-Za-z_]\w*", text[start : start + 800]):
+        word = match[0]
+        if not NO_OPERATION.fullmatch(word) and not word.startswith("_INTERNAL_"):
+            found = OPERATION.fullmatch(word)
+            said = next((part for part in found.groups() if part), word) if found else word
+            said = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", said).lower().strip("_")
+            said = said.removesuffix("_nocast").removesuffix("_cuda")
+            return ALIASES.get(said, said)
+    return ""
 
 
-def _aten_elementwise(match, name):
-    return "pointwise", "ATen", {"does": _functor(name), "vector": match["width"] if match["vectorized"] else ""}
+def _types(text: str, start: int) -> str:
+    """The element types that an ATen kernel was made for: the first ones in its template."""
+    found = FIRST_TYPES.search(text, start, start + 800)
+    if not found:
+        return ""
+    if found[2]:
+        return f"{found[3]}-byte"
+    return ", ".join(dict.fromkeys(TYPES[one] for one in re.findall(TYPE, found[1])))
 
 
 def _aten(family: str):
-    return lambda match, name: (family, "ATen", {"does": _functor(name)})
-
-
-def _aten_other(match, name):
-    return "other", "ATen", {"does": match["what"].lower()}
-
-
-def _attention(maker: str):
-    def read(match, name):
-        backward = re.search("bwd|backward|bprop|cutlassB", name)
-        return "attention", maker, {"does": "backward" if backward else "forward"}
+    def read(match, text):
+        start = match.end()
+        does = _operation(text, start)
+        found = next((one for pattern, one in ATEN_OPERATIONS if re.match(pattern, does)), family)
+        index = "with_index" in match["name"]
+        parts = {"does": does, "types": "" if index else _types(text, match.end("name"))}
+        if re.search("[AB]UnaryFunctor|FunctorOn(?:Self|Other)", text[match.end() : match.end() + 200]):
+            parts["other operand"] = "a scalar"
+        if "vectorized" in match["name"]:
+            parts["vector"] = (re.match(r"<(\d+)", text[match.end("name") :]) or ("", ""))[1]
+        return found, "ATen", parts
 
     return read
 
 
-def _nccl(match, name):
+# Kernels for any operation whose operation is of a family by itself.
+ATEN_OPERATIONS = (
+    ("group_norm|batch_norm", "normalization"),
+    (r"amp_|.*non_finite", "optimizer"),
+)
+
+
+def _scatter(match, text):
+    # _cuda_scatter_gather_internal_kernel<is scatter, …>, _cuda_scatter_fill_internal_kernel<…>; then how it combines
+    rest = text[match.end() : match.end() + 800]
+    gathers = re.search(r"scatter_gather_internal_kernel<(?:false|0)", rest)
+    how = re.search(r"Reduce(Add|Multiply|Maximum|Minimum|Mean)", rest)
+    does = "gather" if gathers else "scatter" + (f"_{how[1].lower()}" if how else "")
+    return "copy", "ATen", {"does": does, "types": _types(text, match.end())}
+
+
+def _aten_reduction(match, text):
+    does = _operation(text, match.end())
+    return "reduction", "ATen", {
+        "does": {"and": "all", "or": "any"}.get(does, does),
+        "types": _types(text, match.end("name")),
+    }  # fmt: skip
+
+
+def _softmax(match, text):
+    # softmax_warp_forward<input, output, accumulated, log2 of the length, is log softmax, is masked>
+    flag = re.search(r"softmax_warp_\w+<(?:[^,<>]+,){4}\s*(true|1)\b", text)
+    log = "log softmax" if flag or "LogSoftMax" in text else "softmax"
+    way = "backward" if re.search("[Bb]ackward", match["name"]) else "forward"
+    return "reduction", "ATen", {"does": f"{log}, {way}", "types": _types(text, match.end("name"))}
+
+
+OPTIMIZERS = r"(Adam|SGD|Sgd|Adagrad|LAMB|Lamb|NovoGrad|Lion|RMSprop|Adadelta)"
+
+
+def _foreach(match, text):
+    """torch's _foreach_ ops and fused optimizers; Apex's and Transformer Engine's of the same name."""
+    maker = next((maker for word, maker in FOREACH_MAKERS if word in text), "Apex")
+    rest = text[match.end() : match.end() + 800]
+    parts = {"types": _types(text, match.end("name")) if maker == "ATen" else ""}
+    if found := re.search(OPTIMIZERS, rest):
+        return "optimizer", maker, {"does": found[1].lower(), **parts}
+    if "FusedOptimize" in rest:
+        return "optimizer", maker, parts
+    if "non_finite" in rest:
+        return "optimizer", maker, {"does": "gradient scaling", **parts}
+    does = _operation(text, match.end())
+    return "reduction" if re.match("norm|l2_?norm", does) else "pointwise", maker, {"does": does, **parts}
+
+
+FOREACH_MAKERS = (("transformer_engine", "Transformer Engine"), ("at::native", "ATen"), ("colossalai", "ColossalAI"))
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _way(text: str) -> str:
+    return "backward" if re.search("bwd|[Bb]ackward|Bwd|bprop|cutlassB|_dkdv|dk_dv", text) else "forward"
+
+
+def _attention(maker: str):
+    def read(match, text):
+        return "attention", maker, {"does": _way(text)}
+
+    return read
+
+
+def _memory_efficient(match, text):
     words = match["rest"].split("_")
-    return "communication", "NCCL", {"does": words[0], "details": " ".join(words[1:])}
-
-
-def _hand_triton(match, name):
-    maker = "Liger, Triton" if re.match(LIGER, name) else "Triton, by hand"
-    return "pointwise" if "glu" in name else "other", maker, {"does": match["what"].replace("_", " ")}
-
-
-LIGER = r"_(?:geglu|swiglu|rms_norm|layer_norm|group_norm|triton_rope|fused_add_rms_norm)\w*_(?:for|back)ward_kernel"
-
-# First match wins: from the most particular to the general.
-READERS = tuple(
-    (re.compile(pattern), reader)
-    for pattern, reader in (
-        (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
-         r"(?P<rest>\w+)", _nvjet),
-        (r"cudnn\w*sdpa", _attention("cuDNN")),
-        (r"flash_(?:fwd|bwd)|flash::|FlashAttn", _attention("flash attention")),
-        (r"fmha_cutlass", _attention("memory-efficient, CUTLASS")),
-        (r"sm(?P<sm>\d+)_xmma_", _xmma),
-        (r"cutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
-        (r"(?:^|void )(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
-        (r"^Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
-        (r"^nccl(?:Dev)?Kernel_(?P<rest>\w+)", _nccl),
-        (r"^triton_(?P<kind>poi|red|per|tem|for)_fused_(?P<ops>\w+?)_\d+$", _inductor),
-        (r"^triton_(?P<op>mm|bmm|addmm|convolution)_\d+$", _inductor_template),
-        (r"^_(?P<what>\w+)_kernel$", _hand_triton),
-        (r"multi_tensor_apply_kernel", _aten("foreach")),
-        (r"(?P<vectorized>vectorized)?_?elementwise_kernel(?:_manual_unroll)?<(?P<width>\d+)?", _aten_elementwise),
-        (r"at::native::(?:\(anonymous namespace\)::)?reduce_kernel", _aten("reduction")),
-        (r"at::native::.*?(?P<what>[Ss]oft[Mm]ax\w*|layer_norm\w*|CatArrayBatchedCopy\w*|index\w+|distribution\w+)",
-         _aten_other),
-        (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", lambda m, n: ("reduction", "cuBLAS", {"does": "adds the parts "
-                                                                                            "of a split-K GEMM"})),
-        (r"(?:^|void |::)gemv\w*|gemmSN\w*|gemmk1_kernel|dot_kernel", lambda m, n: ("GEMM", "cuBLAS",
-                                                                                   {"does": "vector or thin matrix"})),
-        (r"cutlass::|cutlass3x_", lambda m, n: ("GEMM" if "gemm" in n.lower() else "other", "CUTLASS", {})),
-        (r"implicit_convolve|convolve_|cudnn::|cudnn_", lambda m, n: ("convolution" if "conv" in n else "other",
-                                                                      "cuDNN", {})),
-        (r"^Memcpy (?P<way>\w+)", lambda m, n: ("copy", "driver", {"does": COPIES.get(m["way"], m["way"])})),
-        (r"^memcpy\d+", lambda m, n: ("copy", "driver, inside a CUDA graph", {})),
-        (r"^Memset", lambda m, n: ("memset", "driver", {})),
+    types = next((TYPED[word] for word in words if word in TYPED), "")
+    sm = next((word[2:] for word in words if re.fullmatch(r"sm\d+", word)), "")
+    return (
+        "attention",
+        "memory-efficient, CUTLASS",
+        {
+            "does": _way(match[0]),
+            "for": f"sm {sm}" if sm else "",
+            "types": types,
+            "tile": next((word for word in words if re.fullmatch(r"\d+x\d+", word)), ""),
+            "inputs": next((word for word in words if word in ("aligned", "notaligned")), ""),
+            "accumulators": {"rf": "in registers", "gmem": "in global memory"}.get(
+                next((word for word in words if word in ("rf", "gmem")), ""), ""
+            ),
+            "dropout": "yes" if "dropout" in words else "",
+        },
     )
-)  # fmt: skip
+
+
+TYPED = {"bf16": "bf16", "f16": "fp16", "f32": "fp32"}
+
+
+def _flash(match, text):
+    """flash-attention 2, whose traits are <head size, block M, block N, warps, …, type>."""
+    traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<(\d+), (\d+), (\d+), (\d+),", text)
+    typed = re.search("bfloat16_t|half_t|float_e4m3_t", text)
+    # After the traits: dropout, causal, …; where K and V are split over blocks, causal comes first.
+    flags = re.search(r">, *(true|false|[01])\b, *(true|false|[01])\b", text)
+    on = [flag in ("true", "1") for flag in flags.groups()] if flags else [False, False]
+    split = "splitkv" in match[0]
+    parts = {"does": _way(match[0])}
+    if traits:
+        parts |= {"head size": traits[1], "tile": f"{traits[2]}x{traits[3]}", "warps": traits[4]}
+    parts["types"] = {"bfloat16_t": "bf16", "half_t": "fp16", "float_e4m3_t": "fp8"}[typed[0]] if typed else ""
+    if re.search("flash_fwd_kernel|splitkv_kernel|dq_dk_dv", match[0]) and flags:
+        parts["causal"] = "yes" if on[0 if split else 1] else "no"
+        parts["dropout"] = "yes" if on[0] and not split else ""
+    return "attention", "flash attention", parts
+
+
+def _flash_newer(match, text):
+    """flash-attention 3 (Hopper's C++) and 4 (CuTe DSL)."""
+    sm = re.search(r"[Ss]m(\d{2,3})", text)
+    return "attention", "flash attention", {"does": _way(text), "for": f"sm {sm[1]}" if sm else ""}
+
+
+def _cudnn_attention(match, text):
+    sm = re.search(r"_sm(\d+)_", text)
+    tile = re.search(r"knob_(\d+)(?:_(\d+x\d+x\d+))?", text)
+    cluster = re.search(r"_cga(\d+x\d+x\d+)", text)
+    instruction = re.search("wgmma|wmma|hmma|mma", text)
+    return (
+        "attention",
+        "cuDNN",
+        {
+            "does": _way(text),
+            "for": f"sm {sm[1]}" if sm else "",
+            "instruction": instruction[0] if instruction else "",
+            "tile": (tile[2] or "") if tile else "",
+            "knob": tile[1] if tile else "",
+            "cluster": cluster[1] if cluster else "",
+        },
+    )
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _nccl(match, text):
+    words = match["rest"].split("_")
+    does = re.sub(r"(?:(?:Ring|Tree|CollNet|NVLS)\w*)?Kernel$", "", words[0])
+    details = " ".join(words[1:])
+    if does == "Generic":
+        return "communication", "RCCL", {"does": "any collective", "details": f"kernel {details}"}
+    return "communication", "NCCL", {"does": does, "details": details}
+
+
+def _liger(match, text):
+    family = next(family for pattern, family in LIGER_JOBS if re.search(pattern, match[0]))
+    return family, "Liger, Triton", {"does": match[0].removesuffix("_kernel").strip("_").replace("_", " ")}
+
+
+LIGER = (
+    r"^_(?:geglu|swiglu|relu_squared|(?:fused_add_|block_|modulated_)?rms_norm|layer_norm|group_norm|poly_norm|dyt|jsd|tv_distance"
+    r"|fused_linear_jsd|grpo_loss|kldiv|softmax_(?:single|multi)_block|sparsemax)_?\w{0,40}(?:forward|backward|fwd|bwd)\w{0,30}$"
+    r"|^_?triton_(?:llama4_|qwen2vl_m)?rope\w{0,20}$|^_?liger_\w{1,60}$|^_jsd_kernel$|^_kldiv_kernel_\w+$"
+)
+LIGER_JOBS = (
+    ("norm|dyt", "normalization"),
+    ("glu|rope|relu", "pointwise"),
+    ("", "reduction"),
+)
+
+
+def _driver_copy(match, text):
+    way = match["way"] or match["nsys"]
+    return "copy", "driver", {"does": COPIES.get(way, way)}
+
+
 COPIES = {
     "DtoD": "within the GPU's memory",
     "HtoD": "from the CPU's memory",
     "DtoH": "to the CPU's memory",
     "PtoP": "between GPUs",
+    "Device-to-Device": "within the GPU's memory",
+    "Host-to-Device": "from the CPU's memory",
+    "Device-to-Host": "to the CPU's memory",
 }
+
+
+def _says(family: str, maker: str, does: str = ""):
+    return lambda match, text: (family, maker, {"does": does})
+
+
+# First match wins: from the most particular to the general. Anchored or plain words: none may try a long name twice.
+READERS = tuple(
+    (re.compile(pattern), reader)
+    for pattern, reader in (
+        # the driver
+        (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]", _driver_copy),
+        (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
+        (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
+        (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
+        (r"^__amd_rocclr_fill", _says("memset", "driver, ROCm")),
+        # NCCL
+        (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
+         lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
+        (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
+        # Inductor, before any word of the ops that it names
+        (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
+        (r"^(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
+        (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
+         _inductor_template),
+        (LIGER, _liger),
+        # attention
+        (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
+        (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
+        (r"FlashAttn(?:Fwd|Bwd)|FlashAttentionForward|FlashAttentionBackward|flash_(?:fwd|bwd)_sm\d", _flash_newer),
+        (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
+        (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
+        # convolutions, before the GEMMs that they are made of
+        (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
+        (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
+         _convolution),
+        # GEMMs
+        (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
+         r"(?P<rest>\w+)", _nvjet),
+        (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
+        (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
+        (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
+        (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
+        (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
+        (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),
+        (r"^cublasLt::epilogue::impl::globalKernelBgrad", _says("reduction", "cuBLAS", "gradient of a GEMM's bias")),
+        (r"^cublasLt::epilogue", _says("pointwise", "cuBLAS", "a GEMM's epilogue as a kernel of its own")),
+        (r"^(?:internal::)?gemv|^gemmSN|^gemmk1_kernel|^dot_kernel|^reduce_1Block_kernel",
+         _says("GEMM", "cuBLAS", "vector or thin matrix")),
+        # ATen: kernels made for any operation, which their template names
+        (r"(?P<name>\bmulti_tensor_apply_kernel)\b", _foreach),
+        (r"\b_scatter_gather_elementwise_kernel\b", _scatter),
+        (r"(?P<name>\bindex_elementwise_kernel)\b", _aten("copy")),
+        (r"(?P<name>\bdistribution\w*elementwise\w*)", _aten("pointwise")),
+        (r"(?P<name>\b(?:\w{1,60}_)?elementwise_kernel\w{0,30})(?:<\d+,|<|$)", _aten("pointwise")),
+        (r"(?P<name>\bkernelPointwiseApply\d)", _aten("pointwise")),
+        (r"\bat::native::(?P<name>reduce_kernel)", _aten_reduction),
+        (r"^(?:at::native::)?(?P<name>softmax_warp_(?:for|back)ward|cunn_(?:Spatial)?SoftMax\w*)", _softmax),
+    )
+)  # fmt: skip
+
+# Whose kernel it is, first match wins.
+MAKERS = tuple(
+    (re.compile(pattern), maker)
+    for pattern, maker in (
+        (r"^c10d::|^(?:one|two)_shot_all_reduce|^multimem_", "PyTorch, symmetric memory"),
+        (r"^at_cuda_detail::cub|^cub::|^at::cuda::cub|^DeviceRadixSort", "CUB"),
+        (r"^thrust::", "Thrust"),
+        (r"^at::|^cunn_|^c10::|^indexing_backward_kernel|^elementwise_kernel_with_index|^compute_cuda_kernel"
+         r"|^randperm_handle", "ATen"),
+        (r"^rocprim|^hipcub", "rocPRIM"),
+        (r"^(?:primus_turbo::)?deep_ep::", "DeepEP"),
+        (r"^nvshmem", "NVSHMEM"),
+        (r"^gloo", "Gloo"),
+        (r"^deep_gemm::", "DeepGEMM"),
+        (r"^sm\d+::(?:fwd|decode|prefill|bwd)::|^flash_mla", "FlashMLA"),
+        (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
+        (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
+         r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
+        (r"^marlin|^Marlin", "Marlin"),
+        (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
+        (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
+        (r"^tensorrt_llm::|^fmhaSm\d|^trtllm|^moe::dev::", "TensorRT-LLM"),
+        (r"^transformer_engine::|^nvte_", "Transformer Engine"),
+        (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
+         r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
+        (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
+        (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
+        (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
+        (r"^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
+        (r"^(?:MIOpen|miopen|Sp3Asm|igemm_(?:fwd|bwd|wrw)|naive_conv|SubTensorOp|batched_transpose|Op\dTensor|mlir_gen)",
+         "MIOpen"),
+        (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
+         r"|^convolve|^op_(?:generic_)?tensor|^fft\dd_|^nchw|^nhwc|^folded|^tensorTransform|^flip_filter|^im2col4d|^softmax_[fb]w"
+         r"|^(?:wgrad|dgrad)_|^RNN_|^elemWiseRNNcell|^(?:GRU|LSTM|GENERIC)_|^conv2d_|^calc_bias_diff|^genericTranspose"
+         r"|^transpose(?:Warp|Block)|^DSE::|^bn_|^(?:volta|ampere)_lstm", "cuDNN"),
+        (r"^(?:regular|vector|composite)_fft|^cufft", "cuFFT"),
+        (r"^cusolver|^(?:getrf|geqr|potrf|syevj|steqr|gesvdj)", "cuSOLVER"),
+        (r"^cusparse", "cuSPARSE"),
+        (r"^magma_", "MAGMA, in cuBLAS"),
+        (r"^cublas|^cask_?\w*cublas|^internal::|^xmma::gemm|^trsm|^trmm|^syrk|^[sdcz]gemm_largek|^geam_kernel"
+         r"|^scal_kernel|^transpose_readWrite|^nrm2_kernel|^asum_kernel|^axpy_kernel|^batch_gemm_kernel"
+         r"|^gemm_kernel\dx\d", "cuBLAS"),
+        (r"^cutlass\w*::", "CUTLASS"),
+        (r"^kernel_cutlass_", "CuTe DSL"),
+        (r"_tilelang_kernel", "TileLang"),
+        (r"^gen_conv|^gen9_conv|^gemm_kernel$|^micro_gemm|^ref_\w+_kernel|^xe_|^simple_reorder|^gen_reorder", "oneDNN"),
+        (r"^void kernel_gemm|^ggml|^mul_mat|^dequantize_block", "llama.cpp"),
+        (r"^Eigen::|^tensorflow::", "TensorFlow"),
+    )
+)  # fmt: skip
+
+# A name without a known maker is read by its words only where it looks like a kernel's.
+HAND_WRITTEN = re.compile(r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel")
+
+# What a function's own name says that it does, first match wins. does: "" for the name's own words.
+JOBS = tuple(
+    (re.compile(pattern, re.IGNORECASE), family, does)
+    for pattern, family, does in (
+        (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
+        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall", "communication", "AllToAll"),
+        (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
+         r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
+        (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
+         r"copy_page|cache_kernel", "copy", "into the KV cache"),
+        (r"adam|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
+         r"non_finite", "optimizer", ""),
+        (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
+         "batch norm"),
+        (r"nchw\w*nhwc|nhwc\w*nchw|folded|tensorTransform|addPadding|transposeWarp|transposeBlock|batched_transpose|"
+         r"convertTensor|reorder", "copy", "another layout"),
+        (r"selective_scan|chunk_scan|chunk_state|chunk_cumsum|state_passing|bmm_chunk|mamba|(?:^|_)ssd_|(?<![a-z])RNN|LSTM|(?<![a-z])GRU_",
+         "other", "recurrence"),
+        (r"winograd|fprop|dgrad|wgrad|depthwise|convolve|igemm_|miopenSp3|fft\dd_[rc]2[rc]|flip_filter|im2col|col2im|"
+         r"vol2col|vol2im|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
+         r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
+        (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
+        # what surrounds attention and experts, before the words that name those
+        (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
+         r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
+         r"rms_fp8|_norm_|add_norm|fused_norm|welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
+        (r"rotary|rope", "pointwise", "rotary embedding"),
+        (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
+         r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
+         r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing", "sort and scan", ""),
+        (r"attention|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+         r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
+         r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
+        (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
+         r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
+        (r"(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
+        (r"(?<!fb)(?<!deep_)gemm|gemv|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
+         r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
+         r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
+        (r"softmax|sparsemax", "reduction", ""),
+        (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
+        (r"pool|adaptive_?(?:average|max)", "reduction", "pooling"),
+        (r"dropout", "pointwise", "dropout"),
+        (r"act_and_mul|silu|gelu|relu|glu|swish|sigmoid|tanh|activation", "pointwise", ""),
+        (r"fill|memset", "pointwise", "fill"),
+        (r"CatArray|chunk_cat|split_with_sizes|gather|scatter|indexSelect|indexFunc|index_|indexing|_index|take_|flip|(?<!un)roll_|"
+         r"transpose|permute|copy|memcpy|concat|_cat_|_pad|pad_|padding|unfold|replication|reflection|slice|sort_chunks|"
+         r"stack_|repeat_interleave|compressSparse|laswp|displace", "copy", ""),
+        (r"upsample|interpolat|grid_sampler|triu|tril|bilinear", "pointwise", ""),
+        (r"reduce|reduction|moe_sum|nrm2|asum|lpnorm|lpmax|norm_cleanup|argmax|argmin|cdist|pdist|MovingAverage|"
+         r"(?:^|_)(?:sum|mean|max|min|var)_", "reduction", ""),
+        (r"norm", "normalization", ""),
+        (r"elementwise|elemwise|op_(?:generic_)?tensor|pointwise|(?:^|_)(?:add|mul|div|sub|scale|cast|clamp|mask|element|"
+         r"where|exp|bias)_|apply_kernel|transform_kernel|transform_vals|for_each|convert|_to_float|float_to_|OpTensor|SubTensorOp|prelu|cross_kernel|"
+         r"linspace|arange|philox|axpy|scal_kernel|scalePacked|scaleTensor|setTensor|float2half|lerp", "pointwise", ""),
+    )
+)  # fmt: skip
+
+
+def _words(own: str) -> str:
+    """The function's own name as words, without its namespaces: what it is called is what is known of its job."""
+    name = re.sub(r"^.*::|_?(?:CUDA|Cuda)?[Kk]ernel(?:Template)?$", "", re.match(r"[\w:]*", own)[0])
+    return re.sub(r"(?<=[a-z\d])(?=[A-Z])|_+", " ", name[:60]).strip().lower()

@@ -93,13 +93,6 @@ class Work(_Slice, eq=False):
     device: int | str = 0
     launch: Op | None = None
 
-    @property
-    def op(self) -> Op | None:
-        """The innermost op around the launch; the launch's label where there is no op."""
-        if self.launch is None:
-            return None
-        return next((op for op in self.launch.above() if op.kind in ("op", "label")), None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
@@ -140,11 +133,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a numbered script stored of its run. guesses: as expect.py records them."""
+    """What a numbered script stored of its run. guesses: as expect.py records them. run: stands in its table, too."""
 
     script: str
     flags: dict
     guesses: tuple[dict, ...]
+    run: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which process of a distributed run this trace is of."""
+
+    rank: int
+    world_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +164,7 @@ class Trace:
     op_names: frozenset[str]
     devices: tuple[str, ...]
     lesson: Lesson | None
+    rank: Rank | None
     has_shapes: bool
     zeroed: int
     crossing: Counter  # slices that overlap another of their track without nesting, by name
@@ -244,6 +247,7 @@ def _built(path: Path, document: Document) -> Trace:
         op_names=frozenset(op.name for op in ops),
         devices=_devices(document, work),
         lesson=_lesson(document.lesson),
+        rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         crossing=crossing,
@@ -391,4 +395,12 @@ def _lesson(found: object) -> Lesson | None:
         script=found["script"],
         flags=flags if isinstance(flags, dict) else {},
         guesses=tuple(one for one in guesses if isinstance(one, dict)) if isinstance(guesses, list) else (),
+        run=str(found.get("run", "")),
     )
+
+
+def _rank(found: object) -> Rank | None:
+    if not isinstance(found, dict):
+        return None
+    rank, size = found.get("rank"), found.get("world_size")
+    return Rank(rank, size) if type(rank) is type(size) is int and 0 <= rank < size < 2**31 else None

@@ -1,0 +1,53 @@
+"""What a device can do at most, by its data sheet: dense rates, without sparsity.
+
+Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce
+Ada and Blackwell), AMD's of the Instinct MI300X and MI325X, as of 2026. An unknown device has no peaks.
+"""
+
+import re
+
+import msgspec
+
+
+class Peaks(msgspec.Struct, frozen=True):
+    """TFLOP/s by element type, and GB/s of the device's memory. bf16 stands for fp16, too."""
+
+    bf16: float
+    tf32: float
+    fp32: float
+    gb_s: float
+
+
+# The first pattern that is found in the device's name; SXM and PCIe boards differ.
+PEAKS = (
+    (r"GB200", Peaks(2500, 1250, 80, 8000)),
+    (r"B200", Peaks(2250, 1125, 75, 8000)),
+    (r"H200", Peaks(989, 494, 67, 4800)),
+    (r"GH200", Peaks(989, 494, 67, 4000)),
+    (r"H100 PCIe", Peaks(756, 378, 51, 2000)),
+    (r"H100 NVL", Peaks(835, 417, 60, 3900)),
+    (r"H100", Peaks(989, 494, 67, 3350)),
+    (r"A100-SXM4-80GB", Peaks(312, 156, 19.5, 2039)),
+    (r"A100 80GB PCIe", Peaks(312, 156, 19.5, 1935)),
+    (r"A100", Peaks(312, 156, 19.5, 1555)),
+    (r"A10(?!\d)(?!G)", Peaks(125, 62.5, 31.2, 600)),
+    (r"L40S", Peaks(362, 183, 91.6, 864)),
+    (r"L4(?!\d)", Peaks(121, 60, 30.3, 300)),
+    (r"V100", Peaks(125, 15.7, 15.7, 900)),
+    (r"T4(?!\d)", Peaks(65, 8.1, 8.1, 320)),
+    (r"RTX 5090", Peaks(209.5, 104.8, 104.8, 1792)),
+    (r"RTX 4090(?! D| Laptop)", Peaks(165.2, 82.6, 82.6, 1008)),
+    (r"RTX 3090(?! Ti)", Peaks(71, 35.6, 35.6, 936)),
+    (r"MI325X", Peaks(1307, 654, 163, 6000)),
+    (r"MI300X", Peaks(1307, 654, 163, 5300)),
+)
+
+
+def peaks_of(device: str) -> Peaks | None:
+    """The peaks of the device of this name, as the trace has it."""
+    return next((peaks for pattern, peaks in PEAKS if re.search(rf"\b(?:{pattern})", device)), None)
+
+
+def peak_tflops(peaks: Peaks, types: str) -> float | None:
+    """The arithmetic peak for the element type that a kernel's name tells; None where it tells none."""
+    return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types)

@@ -1,0 +1,16 @@
+"""What this machine has left."""
+
+import contextlib
+import re
+from pathlib import Path
+
+
+def free_memory() -> int | None:
+    """Bytes that a process can take without swapping; None where the system does not say."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, TypeError):  # Linux
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        limits.append(int(available[1]) * 1024)
+        group = Path("/sys/fs/cgroup")  # a container's own limit, cgroup v2
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits, default=None)
