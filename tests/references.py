@@ -1,7 +1,8 @@
-"""The committed traces, which tests of the reader read."""
+"""The committed traces, which tests of the reader read: the rungs', and other programs' on an H200."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCES = sorted(ROOT.glob("traces/reference/*/*/*.json.gz"))
 H200 = ROOT / "traces/reference/nvidia-h200"
+OTHERS = sorted(ROOT.glob("tests/traces/*.json.gz"))

@@ -25,7 +25,6 @@ def test_what_is_made_is_up_to_date(page):
 def test_readme_holds_the_whole_cheatsheet():
     readme = (ROOT / "README.md").read_text()
     assert cheatsheet.markdown() in readme
-    assert len(readme.splitlines()) <= 260
 
 
 def test_every_console_block_is_one_that_is_made():
@@ -41,7 +40,8 @@ def test_links_lead_somewhere():
 
 
 def test_no_page_names_a_package_registrys_host():
-    for file in [*PAGES, ROOT / "pyproject.toml", ROOT / ".ci/run", *ROOT.glob("*/*.py"), *ROOT.glob("*/*/*.py")]:
+    code = [*(ROOT / "common").rglob("*.py"), *(ROOT / "tracereader").rglob("*.py")]
+    for file in [*PAGES, ROOT / "pyproject.toml", ROOT / ".ci/run", *code]:
         assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch", file.read_text()), file.name
 
 

@@ -18,11 +18,21 @@ def main(argv=None):
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a .json or .json.gz file")
     parser.add_argument("--json", action="store_true", help="print all that was measured of one trace as JSON")
     parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
+    parser.add_argument(
+        "--previous", action="store_true", help="set each trace against the one before it, not the first"
+    )
+    parser.add_argument(
+        "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
+    )
     add_view_flags(parser)
     args = parser.parse_args(argv)
-    for flag in ("open", "json"):
+    for flag in ("open", "json", "against"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
+    if args.previous and len(args.traces) < 3:
+        raise BadInput("--previous is for three traces and more")
+    if args.json and args.against:
+        raise BadInput("--json takes one trace: leave out --against")
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
 
@@ -32,6 +42,8 @@ def main(argv=None):
     from tracereader.trace.document import DEFAULT_LIMIT
 
     view = report.View.of(args)
+    if args.against:
+        args.traces.insert(0, reference_of(args.traces[0], args.against))
     read = [report.opened(path, view, args.limit or DEFAULT_LIMIT) for path in args.traces]
     trace, _, summary = read[0]
     if args.json:
@@ -43,11 +55,27 @@ def main(argv=None):
     else:
         from tracereader.show import comparison
 
-        comparison.side_by_side([summary for _, _, summary in read], view)
+        comparison.side_by_side([summary for _, _, summary in read], view, args.previous)
     if args.open:
         from tracereader.show import perfetto
 
-        perfetto.hand_over(args.traces[0])
+        perfetto.hand_over(args.traces[-1])
+
+
+def reference_of(path: Path, machine: str) -> Path:
+    """The committed trace of the same script and run on another machine. Raises BadInput."""
+    references = Path(__file__).resolve().parent.parent / "traces/reference"
+    if not references.is_dir():
+        raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
+    names = sorted(folder.name for folder in references.iterdir() if folder.is_dir())
+    found = [name for name in names if machine.lower() in name.lower()]
+    if len(found) != 1:
+        raise BadInput(f"--against {machine}: the machines are {', '.join(names)}")
+    run = path.name.removesuffix(".gz").removesuffix(".json").removesuffix("_cpu")
+    reference = references / found[0] / path.resolve().parent.name / f"{run}.json.gz"
+    if not reference.is_file():
+        raise BadInput(f"--against {machine}: there is no reference of {path.resolve().parent.name} {run}")
+    return reference
 
 
 def entry() -> int:

@@ -1,13 +1,12 @@
 """Where the GPU's time goes: exact, and adding up to the window."""
 
-import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.intervals import clipped, gaps, length, minus, union
+from tracereader.figures.places import innermost
 from tracereader.trace import Op, Step, Work, kernel_names
 
 
@@ -120,18 +119,7 @@ def idle_in(step: Step) -> dict[str, float]:
     reached = None
     for one in step.work:
         if reached is not None and one.start > reached and one.launch and one.launch.start >= reached:
-            idle[_innermost(roots[one.launch.track], reached)] += one.start - reached
+            inside = [op.name for op in innermost(roots[one.launch.track], reached) if op.kind != "label"]
+            idle[inside[-1] if inside else "Python, between ops"] += one.start - reached
         reached = one.end if reached is None else max(reached, one.end)
     return {name: ns / 1e3 for name, ns in idle.most_common()}
-
-
-def _innermost(ops: Sequence[Op], time: int) -> str:
-    name = "Python, between ops"
-    while ops:
-        index = bisect.bisect_right(ops, time, key=attrgetter("start")) - 1
-        if index < 0 or ops[index].end <= time:
-            break
-        if ops[index].kind != "label":
-            name = ops[index].name
-        ops = ops[index].children
-    return name

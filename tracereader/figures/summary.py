@@ -8,6 +8,7 @@ import msgspec
 
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
 from tracereader.trace import Op, Step, Trace, kernel_names
 
@@ -85,6 +86,8 @@ class Summary(msgspec.Struct, frozen=True):
     window_us: float
     gpu: GpuTime | None
     families: tuple[FamilyTime, ...]
+    by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
+    by_module: tuple[Place, ...]  # of the step; empty without stacks
     gpu_work: tuple[GpuWork, ...]
     kernels: tuple[KernelTimes, ...]
     label: Label | None
@@ -151,6 +154,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         window_us=(end - start) / 1e3,
         gpu=gpu_time(trace.work, start, end),
         families=families(trace.work, start, end),
+        by_label=by_label(step),
+        by_module=by_module(trace, step),
         gpu_work=gpu_work(trace, step),
         kernels=kernel_times(trace),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
@@ -234,7 +239,10 @@ def _warnings(trace: Trace) -> list[str]:
     if other := _table_of_another_run(trace):
         found.append(f"{other.name} beside it is the profiler table of another run")
     if trace.unlaunched:
-        found.append(f"{trace.unlaunched} pieces of GPU work have no launch in the trace: in no step, tied to no op")
+        pieces = (
+            f"{trace.unlaunched:,} pieces of GPU work have" if trace.unlaunched > 1 else "one piece of GPU work has"
+        )
+        found.append(f"{pieces} no launch in the trace: in no step, tied to no op")
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import MATMULS
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.findings.steps import waits_for
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
 VIEWS = frozenset(
@@ -174,7 +175,8 @@ def dynamo() -> Finding:
         # The region less the graph that it calls: what torch.compile itself takes on the way there.
         around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
         seen = f"{around:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs, around the compiled graph"
-        return Verdict(lookup > 0, seen, cost_us=around)
+        # A step that waits for the GPU does not wait for this.
+        return Verdict(lookup > 0, seen, cost_us=around if waits_for(summary) in ("overhead", "cpu-only") else None)
 
     return Finding("TorchDynamo Cache Lookup in every step", judge)
 

@@ -15,7 +15,7 @@ SECTION_KEYS = {
     "short": ("waits_for", "waits_because", "gpu", "families"),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out"),
-    "gpu": ("gpu", "families", "idle_in"),
+    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),

@@ -1,4 +1,4 @@
-"""Several runs side by side: their figures, then what changed and what stayed the same."""
+"""Several runs side by side: their figures, where the difference lies, what changed and what stayed the same."""
 
 from collections.abc import Sequence
 
@@ -7,59 +7,115 @@ from rich.table import Table
 
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
-from tracereader.show.report import View
+from tracereader.show.report import FAMILY_WORDS, View
 from tracereader.show.text import Name, console, plain, print_columns, ratio, us
 
-SECTIONS = ("steps", "work", "chain")
+SECTIONS = ("steps", "gpu", "cpu", "work", "chain")
+ROWS_SHOWN = 8
 
 
-def side_by_side(summaries: Sequence[Summary], view: View) -> None:
-    """Several runs: their figures with the ratio to the first, then what changed and what did not.
+def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False) -> None:
+    """Several runs, each set against the first, or against the one before it.
 
-    Of a report's sections, steps has the figures, work the GPU work and chain the ops. Raises BadInput.
+    Of a report's sections, steps has the figures, gpu the time by family, cpu the ops' own time, work what
+    changed in the GPU work and chain in the ops. Raises BadInput.
     """
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
         raise BadInput(f"--only {','.join(view.only)}: of several traces there are {', '.join(SECTIONS)}")
+    if not any(one.has_gpu_work for one in summaries):
+        wanted = [name for name in wanted if name != "gpu"]
+    elif not view.only and not view.all:
+        wanted = [name for name in wanted if name != "cpu"]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
-    if "steps" in wanted:
-        _figures(out, sides, "typical step" if view.step is None else f"step #{view.step}")
-    if {"work", "chain"} & set(wanted):
-        if "steps" in wanted:
+    devices = [", ".join(dict.fromkeys(one.devices)) or "CPU only" for one in summaries]
+    if len(set(devices)) > 1:
+        told = ", ".join(f"{plain(side.name)}: {plain(device)}" for side, device in zip(sides, devices, strict=True))
+        out.print(f"[yellow]the devices differ[/yellow]   {told}")
+        out.print()
+    else:
+        out.print(f"[bold]{plain(devices[0])}[/bold]")
+    sections = {
+        "steps": lambda: _figures(out, sides, before, "typical step" if view.step is None else f"step #{view.step}"),
+        "gpu": lambda: _times(out, sides, "GPU µs of a step, by family", [_by_family(one) for one in summaries], view),
+        "cpu": lambda: _times(out, sides, "CPU µs of a step, ops' own", [_by_op(one) for one in summaries], view),
+    }
+    for number, name in enumerate(name for name in wanted if name in sections):
+        if number:
             out.print()
-        _differences(out, sides, "work" in wanted, "chain" in wanted)
+        sections[name]()
+    if {"work", "chain"} & set(wanted):
+        if set(wanted) & set(sections):
+            out.print()
+        _differences(out, sides, before, "work" in wanted, "chain" in wanted)
 
 
-def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
-    first = sides[0].summary
+def _figures(out: Console, sides: Sequence[compare.Side], before: bool, title: str) -> None:
     rows = []
-    for side in sides:
-        one = side.summary
+    for number, side in enumerate(sides):
+        one, base = side.summary, sides[max(0, number - 1) if before else 0].summary
+        first = one.steps[0].cpu_us
         rows.append(
             [
-                Name(side.name),
+                Name(f"{number + 1} {side.name}"),
                 us(one.chosen.cpu_us),
-                ratio(one.chosen.cpu_us, first.chosen.cpu_us),
+                ratio(one.chosen.cpu_us, base.chosen.cpu_us),
+                us(first),
                 us(one.chosen.gpu_busy_us),
-                ratio(one.chosen.gpu_busy_us, first.chosen.gpu_busy_us),
+                ratio(one.chosen.gpu_busy_us, base.chosen.gpu_busy_us),
                 str(one.chosen.launches),
                 *(str(one.count(kind)) for kind in ("kernel", "memcpy", "memset")),
             ]
         )
-    heads = [title, "CPU µs", "", "GPU busy µs", "", "launches", "kernels", "copies", "memsets"]
+    heads = [title, "CPU µs", "", "1st step", "GPU busy", "", "launches", "kernels", "copies", "memsets"]
     print_columns(out, heads, rows)
 
 
-def _differences(out: Console, sides: Sequence[compare.Side], work: bool, ops: bool) -> None:
+def _by_family(summary: Summary) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for one in summary.gpu_work:
+        family = FAMILY_WORDS.get(one.family, one.family)
+        times[family] = times.get(family, 0.0) + one.us
+    return times
+
+
+def _by_op(summary: Summary) -> dict[str, float]:
+    return {name: one.self_us for name, one in summary.ops.items()}
+
+
+def _times(
+    out: Console, sides: Sequence[compare.Side], title: str, times: Sequence[dict[str, float]], view: View
+) -> None:
+    """One row a name, one column a run (by its number); where they differ most comes first."""
+    names = {name for one in times for name in one}
+
+    def spread(name: str) -> float:
+        values = [one.get(name, 0.0) for one in times]
+        return max(values) - min(values)
+
+    rows = [
+        (Name(name), *(us(one[name]) if name in one else "–" for one in times))
+        for name in sorted(names, key=lambda name: (-spread(name), name))[: view.most(ROWS_SHOWN)]
+    ]
+    heads = (title, *(f"run {number}" for number in range(1, len(sides) + 1)))
+    print_columns(out, heads, rows or [(Name("none"), *("–" for _ in sides))])
+
+
+def _differences(out: Console, sides: Sequence[compare.Side], before: bool, work: bool, ops: bool) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
     for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
         table.add_column(title, ratio=share, overflow="fold")
     first = sides[0]
     setup = compare.setup(first) if work else ", ".join(sorted(first.ops))
-    table.add_row(plain(first.name), plain(setup), "(the first: what the others are set against)")
-    for side in sides[1:]:
-        found = compare.difference(first, side)
+    against = (
+        "(the first: each is set against the one before it)"
+        if before
+        else "(the first: what the others are set against)"
+    )
+    table.add_row(plain(first.name), plain(setup), against)
+    for number, side in enumerate(sides[1:]):
+        found = compare.difference(sides[number] if before else first, side)
         changed = found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
         cells = ("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in (changed, same))

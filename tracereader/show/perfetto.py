@@ -16,6 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tracereader.interrupts import raised
 from tracereader.show.text import console, plain, shown_path
 
 ORIGIN = "https://ui.perfetto.dev"
@@ -155,7 +156,7 @@ class Server(ThreadingHTTPServer):
 def hand_over(trace: Path, timeout_s: float = TIMEOUT_S) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it."""
     out = console()
-    with Server(trace) as server:
+    with raised(), Server(trace) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
             # Inside, since Ctrl-C may come as soon as its last line is read.

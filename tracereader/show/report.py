@@ -22,11 +22,12 @@ from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, short
 
 STEPS_SHOWN = 8
-LINES_SHOWN = 30
+LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
-ROWS_SHOWN = 6
-NAMES_SHOWN = 8
+ROWS_SHOWN = 5
+NAMES_SHOWN = 5
+EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
 BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
@@ -168,13 +169,17 @@ def _in_short(out: Console, summary: Summary) -> None:
             f"{step.launches:,} launches a step, {time(step.cpu_us / max(1, step.launches))} of CPU time each; "
             f"the work itself takes {time(step.gpu_busy_us)} a step"
         )
-        shares = [f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}" for one in summary.families[:4]]
+        shares = [
+            f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}"
+            for one in summary.families[:4]
+            if one.share >= 0.005
+        ]
         lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
         ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
         if ops:
             lines.append(
-                "most of a step's own time: "
+                "ops by their own time, of a step: "
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
     lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
@@ -203,6 +208,14 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             out.print(
                 f"  a step's GPU falls idle while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
             )
+    for head, places in (("GPU time of a step, by label", summary.by_label), ("by module", summary.by_module)):
+        shown = places[: view.most(ROWS_SHOWN)]
+        if shown:
+            rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
+            print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
+            _and_more(out, len(places), len(rows))
+    if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
+        return  # the answer has the families already
     out.print()
     families = [
         (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
@@ -380,7 +393,7 @@ CALLS_SHOWN = 3
 
 def _patterns(out: Console, summary: Summary, view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    explained = view.all or view.only or len(summary.gpu_work) <= SMALL
+    explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
     out.print("[bold]patterns from the cheatsheet in this trace[/bold]")
     for pattern, evidence in cheatsheet.found(summary):
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
@@ -395,7 +408,7 @@ def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: 
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if not view.brief or not verdict.holds:
+        if view.all or view.only or not verdict.holds:
             out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
         if verdict.why_not and not verdict.holds:
             out.print(f"       {plain(verdict.why_not)}")

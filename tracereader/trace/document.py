@@ -43,6 +43,7 @@ class Event(msgspec.Struct):
     ts: float = MISSING
     dur: float = MISSING
     args: msgspec.Raw = msgspec.Raw(b"{}")
+    id: int | str | None = None
 
 
 class ExactEvent(Event):
@@ -173,6 +174,7 @@ def _any_json(path: Path, data: bytes) -> _File:
                 ts=_number(event.get("ts")),
                 dur=_number(event.get("dur")),
                 args=_raw(event.get("args")),
+                id=_plain(event.get("id")),
             )
         )
     beside = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, TraceError, decoded, load
+from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, decoded, load
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -32,6 +32,7 @@ KINDS = {
 }  # fmt: skip
 GPU_KINDS = frozenset({"kernel", "memcpy", "memset"})
 STEP = "ProfilerStep#"
+MODULE = "nn.Module: "
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
@@ -162,6 +163,8 @@ class Trace:
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
+    modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
+    forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
     lesson: Lesson | None
     rank: Rank | None
@@ -193,13 +196,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _built(path: Path, document: Document) -> Trace:
-    ops, work, spans, overheads, zeroed = [], [], [], [], 0
+    ops, work, spans, overheads, modules, flows, zeroed = [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
     events, exact = document.events, document.exact
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
+            if event.cat == "fwdbwd":
+                flows.append(event)
             continue
         kind = KINDS.get(event.cat)
         if kind is None:
@@ -216,6 +221,8 @@ def _built(path: Path, document: Document) -> Trace:
         track = (event.pid, event.tid)
         track = tracks.setdefault(track, track)
         into = lists.get(kind, ops)
+        if kind == "python" and event.name.startswith(MODULE):
+            into = modules
         if into is work or into is spans:
             into.append(Work(event.name, kind, start, length, track, event.args))
         elif into is not None:
@@ -232,6 +239,9 @@ def _built(path: Path, document: Document) -> Trace:
     roots = _nest(ops, crossing)
     _nest([*work, *spans], crossing)
     _nest(overheads, crossing)
+    module_roots: dict[tuple, list[Op]] = {}
+    for root in _nest(modules, Counter()):
+        module_roots.setdefault(root.track, []).append(root)
     unlaunched = _link(ops, work)
     work.sort(key=_start)
     steps, outside = _steps(ops, roots, work)
@@ -245,6 +255,8 @@ def _built(path: Path, document: Document) -> Trace:
         outside=outside,
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
+        modules=module_roots,
+        forward_of=_forward_of(flows, zero) if modules else {},
         devices=_devices(document, work),
         lesson=_lesson(document.lesson),
         rank=_rank(document.distributed),
@@ -338,6 +350,15 @@ def _link(ops: list[Op], work: list[Work]) -> int:
             else:
                 launch.work = [one]
     return unlaunched
+
+
+def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
+    """From autograd's flow events: the forward op, by thread and start, that each backward op belongs to."""
+    ends: dict[str, dict] = {"s": {}, "f": {}}
+    for flow in flows:
+        if flow.ph in ends and flow.id is not None and _is_time(flow.ts):
+            ends[flow.ph][flow.id] = (flow.pid, flow.tid), round((flow.ts - zero) * 1000)
+    return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
 def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:

@@ -1,0 +1,91 @@
+"""Where in the program a step's time goes: by its labels (phases), and by the modules that asked for the work."""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import attrgetter
+
+import msgspec
+
+from tracereader.trace import STEP, Op, Step, Trace
+
+_start = attrgetter("start")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """GPU time of the work launched there. cpu_us: of a label's own slices; None of a module."""
+
+    name: str
+    cpu_us: float | None
+    gpu_us: float
+    pieces: int
+
+
+def innermost(ops: Sequence[Op], time: int) -> list[Op]:
+    """What encloses a moment on one thread, outermost first. ops: its roots, by start."""
+    found = []
+    while ops:
+        index = bisect.bisect_right(ops, time, key=_start) - 1
+        if index < 0 or ops[index].end <= time:
+            break
+        found.append(ops[index])
+        ops = ops[index].children
+    return found
+
+
+def by_label(step: Step) -> tuple[Place, ...]:
+    """The outermost labels of a step in the order of their starts, where there are two or more of them.
+
+    Work launched from another thread (backward's) counts where it was launched in time.
+    """
+    labels: list[Op] = []
+    pending = list(reversed(step.roots))
+    while pending:
+        op = pending.pop()
+        if op.kind == "label" and not op.name.startswith(STEP):
+            labels.append(op)
+        elif op.kind == "label":
+            pending.extend(reversed(op.children))
+    labels.sort(key=_start)
+    if len({label.name for label in labels}) < 2:
+        return ()
+    cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
+    for label in labels:
+        cpu[label.name] += label.dur
+    for one in step.work:
+        index = bisect.bisect_right(labels, one.launch.start, key=_start) - 1 if one.launch else -1
+        inside = index >= 0 and one.launch.start < labels[index].end
+        name = labels[index].name if inside else "outside them"
+        gpu[name] += one.dur
+        pieces[name] += 1
+    names = dict.fromkeys([*cpu, *gpu])
+    return tuple(Place(name, cpu[name] / 1e3 if name in cpu else None, gpu[name] / 1e3, pieces[name]) for name in names)
+
+
+def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
+    """GPU time of a step by the innermost nn.Module around the launch, the largest first; with stacks only.
+
+    Backward's work goes to the module of the forward op that its op belongs to, where the trace ties them.
+    """
+    if not trace.modules:
+        return ()
+    gpu, pieces = defaultdict(int), defaultdict(int)
+    for one in step.work:
+        name = _module_of(trace, one.launch) or "no module"
+        gpu[name] += one.dur
+        pieces[name] += 1
+    return tuple(
+        Place(name, None, ns / 1e3, pieces[name]) for name, ns in sorted(gpu.items(), key=lambda item: -item[1])
+    )
+
+
+def _module_of(trace: Trace, launch: Op | None) -> str | None:
+    if launch is None:
+        return None
+    track, time, backward = launch.track, launch.start, False
+    for op in launch.above():
+        if forward := trace.forward_of.get((op.track, op.start)):
+            track, time, backward = *forward, True
+            break
+    around = innermost(trace.modules.get(track, ()), time)
+    return around[-1].name.removeprefix("nn.Module: ") + " backward" * backward if around else None
