@@ -601,3 +601,50 @@ def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
 def test_a_report_fits_its_lines(monkeypatch, capsys, file):
     monkeypatch.setenv("COLUMNS", "140")
     assert len(shown(capsys, file).splitlines()) <= 80
+
+
+def test_the_last_steps_stub_is_not_typical(tmp_path):
+    events = []
+    for number, dur in enumerate((100, 110, 10)):
+        events.append(event(f"ProfilerStep#{number}", cat="user_annotation", ts=200 * number, dur=dur))
+        if dur > 10:
+            for at in range(4):
+                ts, tie = 200 * number + 10 * at + 1, {"correlation": 10 * number + at}
+                events.append(event("cudaLaunchKernel", cat="cuda_runtime", ts=ts, dur=1, args=tie))
+                events.append(event("k", cat="kernel", ts=ts + 2, dur=5, tid=9, args=tie))
+    assert measured(written(tmp_path, events)).typical_step == "ProfilerStep#0"
+
+
+def test_a_step_slow_on_the_gpu_is_marked(tmp_path, capsys):
+    events = []
+    for number, dur in enumerate((20, 20, 30, 20)):
+        ts = 200 * number
+        events.append(event(f"ProfilerStep#{number}", cat="user_annotation", ts=ts, dur=100))
+        events.append(event("cudaLaunchKernel", cat="cuda_runtime", ts=ts + 1, dur=1, args={"correlation": number}))
+        events.append(event("k", cat="kernel", ts=ts + 5, dur=dur, tid=9, args={"correlation": number}))
+    file = written(tmp_path, events)
+    assert [step.gpu_times_the_median for step in measured(file).steps] == [None, None, 1.5, None]
+    assert "#2's GPU work took 1.5 times the median step's" in shown(capsys, file)
+
+
+def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):
+    launch = event("cudaLaunchKernel", cat="cuda_runtime", ts=13, dur=2, args={"correlation": 7})
+    device = event("k", cat="mtia_kernel", ts=20, dur=5, tid=9, args={"stream": 1, "device": 0})
+    screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch, device]))
+    assert "1 slices of a device are of a category not known here, and left out: mtia_kernel" in screen
+    assert "there are launches on the CPU lane and no GPU work" in screen
+    assert "CPU only" not in screen.splitlines()[1]
+
+
+def test_an_out_tensor_is_not_counted_twice(tmp_path):
+    """add(a, b, out=c) reads two and writes one: c is among the inputs that torch records."""
+    for dims in ([[1000], [1000], [], [1000]], [[1000], [1000], []]):
+        args = {"Input Dims": dims, "Input type": ["float", "float", "Scalar", "float"][: len(dims)]}
+        events = [
+            event("aten::add", ts=1, dur=20, args=args),
+            event("cudaLaunchKernel", cat="cuda_runtime", ts=3, dur=2, args={"correlation": 7}),
+            event("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>", cat="kernel",
+                  ts=10, dur=5, tid=9, args={"correlation": 7}),
+        ]  # fmt: skip
+        (one,) = measured(written(tmp_path, events)).gpu_work
+        assert one.bytes_moved == 3 * 1000 * 4

@@ -262,9 +262,9 @@ def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
     _, _, said = capsys.readouterr().out.partition("Self CPU time total")
     *said, more = [line for line in said.splitlines()[1:] if line]
     assert len(said) > 15
-    command, *arguments = more.removeprefix("more: ").split()
-    assert command == "read-trace"
-    assert cli.main(arguments) == 0
+    *command, trace, every = more.removeprefix("more: ").split()
+    assert command == ["uv", "run", "read-trace"]
+    assert cli.main([trace, every]) == 0
     later = capsys.readouterr().out
     assert "guess first, then look" in later
     assert set(said) <= set(later.splitlines())

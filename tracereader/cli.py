@@ -64,17 +64,17 @@ def main(argv=None):
 
 def reference_of(path: Path, machine: str) -> Path:
     """The committed trace of the same script and run on another machine. Raises BadInput."""
-    references = Path(__file__).resolve().parent.parent / "traces/reference"
-    if not references.is_dir():
+    from tracereader.show import references
+
+    machines = references.machines()
+    if not machines:
         raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
-    names = sorted(folder.name for folder in references.iterdir() if folder.is_dir())
-    found = [name for name in names if machine.lower() in name.lower()]
+    found = [name for name in machines if machine.lower() in name.lower()]
     if len(found) != 1:
-        raise BadInput(f"--against {machine}: the machines are {', '.join(names)}")
-    run = path.name.removesuffix(".gz").removesuffix(".json").removesuffix("_cpu")
-    reference = references / found[0] / path.resolve().parent.name / f"{run}.json.gz"
-    if not reference.is_file():
-        raise BadInput(f"--against {machine}: there is no reference of {path.resolve().parent.name} {run}")
+        raise BadInput(f"--against {machine}: the machines are {', '.join(machines)}")
+    reference = references.of(path, found[0])
+    if reference is None:
+        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {found[0]}")
     return reference
 
 

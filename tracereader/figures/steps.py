@@ -14,6 +14,8 @@ from tracereader.trace import STEP, Op, Step, Trace, Work
 # A step that took this many times the median one is pointed at. On the H200 the first recorded
 # step takes 1.7 to 3.4 times the others, and the others differ among each other by up to 1.4.
 STANDS_OUT = 1.5
+# A step whose GPU work took this many times the median step's is marked, too: kernels vary by 9% at most.
+GPU_STANDS_OUT = 1.3
 # Calls shorter than this in the median step say nothing about what all calls became.
 TELLING_US = 2.0
 
@@ -54,6 +56,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     idle_before_us: float | None  # between the end of the step before it and its own start
     times_the_median: float | None  # its CPU time over the median step's, where it stands out
     excess: Excess | None  # where it stands out
+    gpu_times_the_median: float | None  # the same of its GPU busy time, where that stands out
 
     @property
     def number(self) -> str:
@@ -61,8 +64,14 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 def typical(trace: Trace) -> Step:
-    """The step with the median CPU time; of an even number, the lower middle one."""
-    return sorted(trace.steps, key=lambda step: step.us)[(len(trace.steps) - 1) // 2]
+    """The step with the median CPU time of those that did work; of an even number, the lower middle one."""
+    if any(step.work for step in trace.steps):
+        amounts = [len(step.work) for step in trace.steps]
+    else:
+        amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
+    # The stub after the last call of a loop is a step by name only.
+    working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= max(amounts)]
+    return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
 
 
 def busy_us(work: Iterable[Work]) -> float:
@@ -94,19 +103,22 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
     covered = _Covered(trace.work)
+    busy = [busy_us(step.work) for step in trace.steps]
+    usual_busy = median(busy)
     facts = []
     before = None
-    for step, gap in zip(trace.steps, gaps, strict=True):
+    for step, gap, gpu_us in zip(trace.steps, gaps, busy, strict=True):
         first = next((one for one in step.work if one.launch is not None), None)
         ratio = step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
         wide = ratio >= STANDS_OUT
+        slow_on_gpu = len(trace.steps) > 2 and 0 < GPU_STANDS_OUT * usual_busy <= gpu_us
         facts.append(
             StepFacts(
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
                 launches=len({id(one.launch) for one in step.work if one.launch is not None}),
-                gpu_busy_us=busy_us(step.work),
+                gpu_busy_us=gpu_us,
                 gpu_span_us=span_us(step.work),
                 gpu_idle_share=covered.idle_share(step) if step.work else None,
                 launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
@@ -114,6 +126,7 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 times_the_median=ratio if wide else None,
                 excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
+                gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
             )
         )
         before = step

@@ -238,6 +238,13 @@ def _warnings(trace: Trace) -> list[str]:
         )
     if other := _table_of_another_run(trace):
         found.append(f"{other.name} beside it is the profiler table of another run")
+    for category, count in trace.not_known.most_common(3):
+        found.append(f"{count:,} slices of a device are of a category not known here, and left out: {category}")
+    launches = sum("Launch" in name for name in trace.op_names)
+    if launches and not trace.work:
+        found.append(
+            "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
+        )
     if trace.unlaunched:
         pieces = (
             f"{trace.unlaunched:,} pieces of GPU work have" if trace.unlaunched > 1 else "one piece of GPU work has"

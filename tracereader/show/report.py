@@ -15,11 +15,11 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import NO_GPU, Finding
-from tracereader.show import lanes
+from tracereader.show import lanes, references
 from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
-from tracereader.trace.kernel_names import KernelName, short
+from tracereader.trace.kernel_names import KernelName, labels, short
 
 STEPS_SHOWN = 8
 LINES_SHOWN = 24
@@ -132,12 +132,13 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
     if view.brief and not view.only and left_out:
         out.print()
-        out.print(f"more: read-trace {plain(shown_path(trace.path))} --all")
+        out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
 
 
 def _header(out: Console, summary: Summary) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
-    words = [", ".join(dict.fromkeys(summary.devices)) or "CPU only"]
+    nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
+    words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
     if len(summary.devices) > 1:
         words[0] += f" ({len(summary.devices)} GPUs)"
     if summary.rank is not None:
@@ -227,11 +228,20 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     asked = {one.name: one.asked_by for one in summary.gpu_work}
+    shown = summary.kernels[: view.most(ROWS_SHOWN)]
+    named = labels([one.name for one in shown], 60)
     rows = [
-        (Name(short(one.name, 60)), Name(short(asked.get(one.name, ""), 28)), f"{one.count:,}", us(one.total_us),
-         us(one.median_us), us(one.mean_us), f"{one.share:.1%}")
-        for one in summary.kernels[: view.most(ROWS_SHOWN)]
-    ]  # fmt: skip
+        (
+            Name(named[one.name]),
+            Name(short(asked.get(one.name, ""), 28)),
+            f"{one.count:,}",
+            us(one.total_us),
+            us(one.median_us),
+            us(one.mean_us),
+            f"{one.share:.1%}",
+        )
+        for one in shown
+    ]
     heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
     print_columns(out, heads, rows, left=(0, 1))
     _and_more(out, len(summary.kernels), len(rows))
@@ -264,7 +274,11 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     shown = found if view.all or len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
     rows = []
     for one in shown:
-        row = [one.number + " *" * (one.times_the_median is not None), us(one.cpu_us), us(one.label_to_first_op_us)]
+        row = [
+            one.number + " *" * (one.times_the_median is not None or one.gpu_times_the_median is not None),
+            us(one.cpu_us),
+            us(one.label_to_first_op_us),
+        ]
         if gpu:
             row += [str(one.launches), us(one.gpu_busy_us), us(one.gpu_span_us), percent(one.gpu_idle_share)]
             row += [us(one.launch_to_start_us)]
@@ -272,6 +286,8 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     print_columns(out, heads, rows)
     if len(shown) < len(found):
         out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
+    for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
+        out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
         out.print(
@@ -295,16 +311,18 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
 
 
 def _gpu_work(out: Console, summary: Summary, view: View) -> None:
+    shown = summary.gpu_work[: view.most(LINES_SHOWN)]
+    named = labels([one.name for one in shown], 60)
     rows = [
         (
-            Name(short(one.name, 60)),
+            Name(named[one.name]),
             Name(short(one.asked_by, 28)),
             us(one.us),
             f"{us(one.low_us)}–{us(one.high_us)}",
             one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
             _footprint(one),
         )
-        for one in summary.gpu_work[: view.most(LINES_SHOWN)]
+        for one in shown
     ]
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
@@ -343,13 +361,17 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     for one in same:
         if shape := one.product:
             batch = f"{shape.batch} x " if shape.batch > 1 else ""
-            found[shape] = (
-                f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP"
-                f" at {rate(one.tflops)} TFLOP/s"
+            found[shape] = f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP" + (
+                f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
             )
         elif one.bytes_moved and one.gb_s:
-            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s"
+            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+def _of_roof(one: GpuWork) -> str:
+    roofs = {"compute": "the data sheet's arithmetic peak", "memory": "the data sheet's memory bandwidth"}
+    return f", {one.of_roof:.0%} of {roofs[one.roof]}" if one.roof else ""
 
 
 def _chain(out: Console, summary: Summary, view: View) -> None:
@@ -413,10 +435,26 @@ def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: 
         if verdict.why_not and not verdict.holds:
             out.print(f"       {plain(verdict.why_not)}")
     if len(told) < len(answers):
-        out.print(
-            f"  {MARKS[None]}  {len(answers) - len(told)} more about the GPU: this run was on the CPU "
-            "(traces/reference has a GPU's traces to read)"
-        )
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary)
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
+    """What the reference trace of a GPU answers, where a run on the CPU cannot."""
+    reference = references.of(Path(summary.trace), GPU_REFERENCE)
+    if reference is None:
+        out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
+        return
+    gpu = summarize(read(reference))
+    out.print(f"  {len(guesses)} more about the GPU: this run was on the CPU. The same on {plain(gpu.devices[0])},")
+    out.print(f"  by the reference trace {plain(shown_path(reference))}:")
+    for guess in guesses:
+        verdict = guess.ask(gpu)
+        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
+        if not verdict.holds:
+            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+
+
+GPU_REFERENCE = "nvidia-h200"
 
 
 def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:

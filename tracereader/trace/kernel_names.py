@@ -90,11 +90,14 @@ def labels(names, width: int = 40) -> dict[str, str]:
     """A short name for each of a table's names, no two the same: a second one of the same kind is numbered."""
     found: dict[str, str] = {}
     taken: set[str] = set()
+    numbers: dict[str, int] = {}  # the last number given, by the name that was taken
     for name in dict.fromkeys(names):
-        label, number = short(name, width), 1
+        label = plain = short(name, width)
+        number = numbers.get(plain, 1)
         while label in taken:
             number += 1
             label = f"{short(name, max(1, width - len(str(number)) - 2))} #{number}"
+        numbers[plain] = number
         taken.add(label)
         found[name] = label
     return found

@@ -172,6 +172,7 @@ class Trace:
     zeroed: int
     crossing: Counter  # slices that overlap another of their track without nesting, by name
     unlaunched: int  # GPU work whose launch is not in the trace
+    not_known: Counter  # slices on a device, of categories that this reader does not know
 
 
 def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
@@ -199,6 +200,7 @@ def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, zeroed = [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
+    not_known = Counter()
     events, exact = document.events, document.exact
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
@@ -208,6 +210,8 @@ def _built(path: Path, document: Document) -> Trace:
             continue
         kind = KINDS.get(event.cat)
         if kind is None:
+            if b'"stream"' in bytes(event.args):
+                not_known[event.cat] += 1
             continue
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
@@ -264,6 +268,7 @@ def _built(path: Path, document: Document) -> Trace:
         zeroed=zeroed,
         crossing=crossing,
         unlaunched=unlaunched,
+        not_known=not_known,
     )
 
 

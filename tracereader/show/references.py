@@ -1,0 +1,17 @@
+"""The committed traces of other machines, where the reader stands in the repository."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "traces/reference"
+
+
+def machines() -> list[str]:
+    """The folders of traces/reference; none where the reader was installed alone."""
+    return sorted(one.name for one in FOLDER.iterdir() if one.is_dir()) if FOLDER.is_dir() else []
+
+
+def of(path: Path, machine: str) -> Path | None:
+    """The trace of the same script and run on that machine, if it was recorded."""
+    run = path.name.removesuffix(".gz").removesuffix(".json").removesuffix("_cpu")
+    reference = FOLDER / machine / path.resolve().parent.name / f"{run}.json.gz"
+    return reference if reference.is_file() else None
