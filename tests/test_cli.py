@@ -643,8 +643,8 @@ def test_an_out_tensor_is_not_counted_twice(tmp_path):
         events = [
             event("aten::add", ts=1, dur=20, args=args),
             event("cudaLaunchKernel", cat="cuda_runtime", ts=3, dur=2, args={"correlation": 7}),
-            event("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>", cat="kernel",
-                  ts=10, dur=5, tid=9, args={"correlation": 7}),
+            event("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>",
+                  cat="kernel", ts=10, dur=5, tid=9, args={"correlation": 7}),
         ]  # fmt: skip
         (one,) = measured(written(tmp_path, events)).gpu_work
         assert one.bytes_moved == 3 * 1000 * 4

@@ -11,6 +11,7 @@ from references import H200, OTHERS, REFERENCES, ROOT
 
 from tracereader import expect
 from tracereader.figures import compare, summarize
+from tracereader.figures.occupancy import occupancy
 from tracereader.findings.steps import waits_for
 from tracereader.show.report import guesses_of
 from tracereader.trace import read
@@ -396,3 +397,29 @@ def test_every_kind_of_guess_survives_being_written_down():
 )  # fmt: skip
 def test_a_guess_that_cannot_be_read_is_left_out(record):
     assert expect.from_record(record) is None
+
+
+H200_LIMITS = {"warpSize": 32, "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
+               "sharedMemPerMultiprocessor": 233472, "computeMajor": 9}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "block", "limit", "limited_by"),
+    [
+        (255, 49152, [128, 1, 1], 8 / 64, "registers"),  # flash: claim 51, 13%
+        (168, 134144, [384, 1, 1], 12 / 64, "registers"),  # cuDNN: claim 55, 19%
+        (32, 0, [256, 1, 1], 1.0, "threads"),
+        (32, 100_000, [256, 1, 1], 16 / 64, "shared memory"),
+    ],
+)
+def test_occupancy_limit(registers, shared, block, limit, limited_by):
+    found = occupancy(H200_LIMITS, registers, shared, block, 13)
+    assert (found.limit, found.limited_by, found.reported) == (limit, limited_by, 0.13)
+    assert occupancy({}, registers, shared, block, 13) is None
+
+
+def test_the_profilers_estimate_never_passes_the_limit(any_trace):
+    ours, _ = any_trace
+    for one in ours.gpu_work:
+        if one.occupancy and one.occupancy.reported:
+            assert one.occupancy.reported <= one.occupancy.limit + 0.011, one.name

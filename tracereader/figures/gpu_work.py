@@ -8,6 +8,7 @@ from statistics import fmean, median
 import msgspec
 
 from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
+from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
 from tracereader.trace.kernel_names import KernelName
 
@@ -65,6 +66,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     high_us: float
     steps: int
     launched_by: str
+    launch_to_start_us: float | None  # in this step
     occupancy_queries: int
     family: str
     maker: str
@@ -80,6 +82,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     shared_memory: int | None  # bytes per block
     grid: list[int] | None
     block: list[int] | None
+    occupancy: Occupancy | None
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
@@ -105,12 +108,19 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     queries = _queries_before(chosen.work)
     peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
     return tuple(
-        _measured(one, op, [dur / 1e3 for dur in durations[key]], queries.get(id(one.launch), 0), peaks)
+        _measured(
+            one,
+            op,
+            [dur / 1e3 for dur in durations[key]],
+            queries.get(id(one.launch), 0),
+            peaks,
+            trace.device_properties.get(one.device, {}),
+        )
         for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
-def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None) -> GpuWork:
+def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
     product, moved = _sizes_of(one, op, args, says)
@@ -123,6 +133,8 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
         tflops, gb_s, reached = None, None, {}
     roof = max(reached, key=reached.get, default=None)
+    registers, shared = _count(args.get("registers per thread")), _count(args.get("shared memory"))
+    block = _sizes(args.get("block"))
     return GpuWork(
         name=one.name,
         kind=one.kind,
@@ -133,6 +145,7 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         high_us=max(times),
         steps=len(times),
         launched_by=one.launch.name if one.launch else "",
+        launch_to_start_us=(one.start - one.launch.start) / 1e3 if one.launch else None,
         occupancy_queries=queries,
         family=says.family,
         maker=says.maker,
@@ -144,10 +157,11 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         gb_s=gb_s,
         roof=roof,
         of_roof=reached.get(roof),
-        registers=_count(args.get("registers per thread")),
-        shared_memory=_count(args.get("shared memory")),
+        registers=registers,
+        shared_memory=shared,
         grid=_sizes(args.get("grid")),
-        block=_sizes(args.get("block")),
+        block=block,
+        occupancy=occupancy(device, registers, shared, block, args.get("est. achieved occupancy %")),
     )
 
 

@@ -55,7 +55,8 @@ PATTERNS = (
             "your program's.", steps.buffer_request()),
     Pattern(GPU, "kernels start long after their launch", "They queue behind earlier work: the CPU runs ahead, and "
             "the GPU is never starved.", steps.queued()),
-    Pattern(GPU, "gaps between the kernels of one step", "The GPU waits for the next launch: each gap is CPU time.",
+    Pattern(GPU, "gaps between the kernels of one step", "When they began, the next kernel was not launched yet: the "
+            "GPU waits for the CPU.",
             steps.gaps_between_kernels()),
     Pattern(GPU, "one kernel with different times on the same data", "Clocks, heat, neighbours. Trust the median, "
             "not the mean.", gpu_work.duration_varies()),

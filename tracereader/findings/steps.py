@@ -284,18 +284,19 @@ def synchronization() -> Finding:
 def queued() -> Finding:
     def judge(summary):
         # A launch reaches an idle GPU in 5 to 15 µs on the H200.
-        longest = max((one.launch_to_start_us or 0.0 for one in summary.steps), default=0.0)
-        return Verdict(longest > 30, f"up to {longest:,.0f} µs from launch to start")
+        waits = [one.launch_to_start_us for one in summary.gpu_work if one.launch_to_start_us is not None]
+        if not waits:
+            return Verdict(None, "no launch in the trace")
+        return Verdict(median(waits) > 30, f"{median(waits):,.0f} µs from launch to start, the median of a step")
 
     return Finding("kernels start long after their launch", judge, needs_gpu=True)
 
 
 def gaps_between_kernels() -> Finding:
     def judge(summary):
-        step, pieces = summary.chosen, len(summary.gpu_work)
-        span, idle = step.gpu_span_us, step.gpu_span_us - step.gpu_busy_us
         # Back-to-back kernels of one stream stand 1 to 2 µs apart.
+        idle, span = sum(summary.idle_in.values()), summary.chosen.gpu_span_us
         seen = f"{idle:,.1f} of the {span:,.1f} µs from the first kernel's start to the last one's end"
-        return Verdict(pieces >= 2 and idle >= 3 * pieces, seen)
+        return Verdict(idle >= 3 * len(summary.gpu_work), seen)
 
     return Finding("gaps between the kernels of one step", judge, needs_gpu=True)

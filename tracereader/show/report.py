@@ -351,7 +351,7 @@ def _names(out: Console, summary: Summary, view: View) -> None:
     for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         out.print(f"  {plain(short(name, out.width - 4))}")
-        out.print(f"      {plain('; '.join([str(says), *_measured(same)]))}")
+        out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
     _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
 
 
@@ -367,6 +367,14 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+def _occupancy(one: GpuWork) -> list[str]:
+    found = one.occupancy
+    if found is None:
+        return []
+    told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
+    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:

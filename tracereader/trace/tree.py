@@ -166,6 +166,7 @@ class Trace:
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
+    device_properties: dict[int, dict]  # by the device's number, as the driver told the profiler
     lesson: Lesson | None
     rank: Rank | None
     has_shapes: bool
@@ -247,6 +248,7 @@ def _built(path: Path, document: Document) -> Trace:
     for root in _nest(modules, Counter()):
         module_roots.setdefault(root.track, []).append(root)
     unlaunched = _link(ops, work)
+    properties = _properties(document.device_properties)
     work.sort(key=_start)
     steps, outside = _steps(ops, roots, work)
     return Trace(
@@ -261,7 +263,8 @@ def _built(path: Path, document: Document) -> Trace:
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
         forward_of=_forward_of(flows, zero) if modules else {},
-        devices=_devices(document, work),
+        devices=_devices(properties, work),
+        device_properties=properties,
         lesson=_lesson(document.lesson),
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
@@ -404,13 +407,15 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
     return tuple(steps), tuple(outside)
 
 
-def _devices(document: Document, work: list[Work]) -> tuple[str, ...]:
+def _properties(found: object) -> dict[int, dict]:
+    listed = found if isinstance(found, list) else []
+    return {one["id"]: one for one in listed if isinstance(one, dict) and type(one.get("id")) is int}
+
+
+def _devices(properties: dict[int, dict], work: list[Work]) -> tuple[str, ...]:
     """The names of the GPUs that did work; their numbers where the trace does not name them."""
-    listed = document.device_properties
-    listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    named = {one["id"]: str(one.get("name")) for one in listed if isinstance(one.get("id"), int)}
     used = {one.device for one in work if isinstance(one.device, int)}
-    return tuple(named.get(device, f"GPU {device}") for device in sorted(used))
+    return tuple(str(properties.get(device, {}).get("name", f"GPU {device}")) for device in sorted(used))
 
 
 def _lesson(found: object) -> Lesson | None:
