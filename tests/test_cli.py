@@ -648,3 +648,18 @@ def test_an_out_tensor_is_not_counted_twice(tmp_path):
         ]  # fmt: skip
         (one,) = measured(written(tmp_path, events)).gpu_work
         assert one.bytes_moved == 3 * 1000 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_nn", "tile 128x256"),
+        ("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_32x1_tn_align8", "layout tn"),
+        ("who_knows", "unknown name"),
+    ],
+)
+def test_one_name_is_decoded(capsys, name, says):
+    screen = shown(capsys, "--name", name)
+    assert screen.startswith(name) and says in screen
+    assert "name a trace" in refused(capsys)
+    assert "name a trace" in refused(capsys, "--name", name, SMALL)

@@ -4,7 +4,7 @@ import gc
 import sys
 from pathlib import Path
 
-from tracereader.command import BadInput, OneLineParser, add_view_flags, command, positive
+from tracereader.command import BadInput, OneLineParser, add_view_flags, command, positive, printable
 
 
 @command
@@ -15,7 +15,8 @@ def main(argv=None):
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
         "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same",
     )
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a .json or .json.gz file")
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
+    parser.add_argument("--name", metavar="KERNEL", help="say what this kernel's name says, instead of reading a trace")
     parser.add_argument("--json", action="store_true", help="print all that was measured of one trace as JSON")
     parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
     parser.add_argument(
@@ -26,6 +27,13 @@ def main(argv=None):
     )
     add_view_flags(parser)
     args = parser.parse_args(argv)
+    if (args.name is None) == (not args.traces):
+        raise BadInput("name a trace, or a kernel with --name")
+    if args.name is not None:
+        from tracereader.trace.kernel_names import decode
+
+        print(f"{printable(args.name)}\n    {printable(str(decode(args.name)))}")
+        return
     for flag in ("open", "json", "against"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
