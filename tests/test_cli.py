@@ -663,3 +663,24 @@ def test_one_name_is_decoded(capsys, name, says):
     assert screen.startswith(name) and says in screen
     assert "name a trace" in refused(capsys)
     assert "name a trace" in refused(capsys, "--name", name, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [("aten::_flash_attention_forward", [8, 1024, 16, 64]), ("aten::_cudnn_attention_forward", [8, 16, 1024, 64])],
+)
+def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
+    """Two products of [1024, 64] and [1024, 1024] a head; query, key, value and result moved once."""
+    args = {"Input Dims": [shape] * 3, "Input type": ["c10::BFloat16"] * 3}
+    kernel = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>"
+    events = [
+        event(op, ts=1, dur=200, args=args),
+        event("cudaLaunchKernel", cat="cuda_runtime", ts=3, dur=2, args={"correlation": 7}),
+        event(kernel, cat="kernel", ts=10, dur=95, tid=9, args={"correlation": 7, "device": 0}),
+    ]
+    file = written(tmp_path, events)
+    (one,) = measured(file).gpu_work
+    assert one.flops == 2 * (2 * 8 * 16 * 1024 * 1024 * 64)
+    assert one.bytes_moved == 4 * (8 * 16 * 1024 * 64) * 2
+    assert one.tflops == pytest.approx(one.flops / 95e-6 / 1e12)
+    assert "34.4 GFLOP without a mask" in shown(capsys, file)

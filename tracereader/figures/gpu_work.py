@@ -32,6 +32,33 @@ INPUTS = {
     "LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2,
 }  # fmt: skip
 
+# Attention ops whose first three inputs are query, key and value, with the places of [batch, heads, sequence].
+ATTENTION = {
+    "aten::_flash_attention_forward": (0, 2, 1), "aten::_efficient_attention_forward": (0, 2, 1),
+    "aten::_cudnn_attention_forward": (0, 1, 2), "aten::_scaled_dot_product_cudnn_attention": (0, 1, 2),
+    "aten::_scaled_dot_product_flash_attention": (0, 1, 2),
+    "aten::_scaled_dot_product_efficient_attention": (0, 1, 2),
+}  # fmt: skip
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """softmax(q @ k.T) @ v. FLOPs are counted without a mask: a causal one saves up to half of them."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.batch * self.heads * self.queries * self.keys * self.head_size
+
+    @property
+    def elements(self) -> int:
+        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
+        return 2 * self.batch * self.heads * (self.queries + self.keys) * self.head_size
+
 
 class Product(msgspec.Struct, frozen=True):
     """A matrix product: batch x [m, k] x [k, n]."""
@@ -72,6 +99,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     maker: str
     name_says: dict[str, str]
     product: Product | None
+    attention: Attention | None
     flops: int | None
     tflops: float | None
     bytes_moved: int | None  # read and written, each input and output once
@@ -123,12 +151,14 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
 def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    product, moved = _sizes_of(one, op, args, says)
-    flops = product.flops if product else None
+    shape, moved = _sizes_of(one, op, args, says)
+    flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    reached = _reached(tflops, gb_s, says.parts.get("types", ""), peaks)
+    # Attention has no share of a roof: a causal mask halves its FLOPs, and the trace does not tell of one.
+    known = peaks if says.family != "attention" else None
+    reached = _reached(tflops, gb_s, says.parts.get("types", ""), known)
     if max(reached.values(), default=0.0) > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
         tflops, gb_s, reached = None, None, {}
@@ -150,7 +180,8 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         family=says.family,
         maker=says.maker,
         name_says=says.parts,
-        product=product,
+        product=shape if isinstance(shape, Product) else None,
+        attention=shape if isinstance(shape, Attention) else None,
         flops=flops,
         tflops=tflops,
         bytes_moved=moved,
@@ -238,12 +269,12 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
     return before
 
 
-def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[Product | None, int | None]:
-    """What a GEMM multiplied, and the bytes that a piece of work has to read and write; where the trace tells."""
+def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[Product | Attention | None, int | None]:
+    """What a GEMM or an attention kernel computed, and the bytes that a piece of work has to read and write."""
     if work.kind == "memcpy":
         size = _count(args.get("bytes"))
         return None, size and size * (2 if "DtoD" in work.name else 1)
-    if op is None or says.family not in ("GEMM", "pointwise"):
+    if op is None or says.family not in ("GEMM", "attention", "pointwise"):
         return None, None
     asked = op.args
     dims, types = _dims(asked), asked.get("Input type")
@@ -253,6 +284,9 @@ def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[
     if says.family == "GEMM":
         product = _product(op.name, dims)
         return product, product.elements * item if product and item else None
+    if says.family == "attention":
+        attention = _attention(op.name, dims)
+        return attention, attention.elements * item if attention and item else None
     return None, _pointwise_bytes(op.name, work.name, dims, item)
 
 
@@ -264,6 +298,15 @@ def _product(op: str, dims: list[list[int]]) -> Product | None:
         return None
     *batch, m, k = factors[0]
     return Product(math.prod(batch), m, k, factors[1][-1]) if k == factors[1][-2] else None
+
+
+def _attention(op: str, dims: list[list[int]]) -> Attention | None:
+    places = ATTENTION.get(op)
+    if places is None or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
+        return None
+    query, key = dims[:2]
+    batch, heads, sequence = places
+    return Attention(query[batch], query[heads], query[sequence], key[sequence], query[3])
 
 
 def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | None) -> int | None:

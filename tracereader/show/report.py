@@ -364,6 +364,13 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
             found[shape] = f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP" + (
                 f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
             )
+        elif heads := one.attention:
+            found[heads] = (
+                f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
+                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
+            )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
