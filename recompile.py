@@ -23,7 +23,7 @@ from tracereader.command import BadInput, OneLineParser, command
 def recompile(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser(
         prog="recompile.py", usage="%(prog)s SCRIPT (--strides | --FLAG N N …) [the script's flags]",
-        description=__doc__.strip(),
+        description=(__doc__ or "").strip(),
     )  # fmt: skip
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
     parser.add_argument("--strides", action="store_true", help="the input, then one of other strides")

@@ -11,7 +11,6 @@ One of the script's flags takes several whole numbers; the others are the script
 
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags import advice, load_script, one_by_one
+from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
 
 FOR_ONE_RUN = ("--guess", "--open", "--lanes", "--step", "--only", "--all")
@@ -180,12 +180,10 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     figure.suptitle(title)
-    unfinished = file.with_name(f".unfinished-{os.getpid()}-{file.name}")
     try:
-        figure.savefig(unfinished, dpi=110, format="png")
-        os.replace(unfinished, file)
+        with published(file.parent, file.name) as (unfinished,):
+            figure.savefig(unfinished, dpi=110, format="png")
     finally:
-        unfinished.unlink(missing_ok=True)
         plt.close(figure)
 
 
@@ -217,7 +215,7 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory:
 
 def sweep(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser(
-        prog="sweep.py", usage="%(prog)s SCRIPT --FLAG N N … [the script's flags]", description=__doc__.strip()
+        prog="sweep.py", usage="%(prog)s SCRIPT --FLAG N N … [the script's flags]", description=(__doc__ or "").strip()
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
     parsed, flags = parser.parse_known_args(argv)

@@ -1,7 +1,10 @@
 """The flags of a numbered script: read, refused and named before torch is loaded, which takes seconds."""
 
+import argparse
 import importlib.util
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass
@@ -10,9 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from tracereader.command import BadInput, OneLineParser, add_view_flags, command, not_negative, positive
+from tracereader.machine import free_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# What one recorded step of few ops takes at its peak, as the trace is written: 35 (rung 1 on a CPU) to 53 kB measured.
+BYTES_A_STEP = 53_000
+DAY_MS = 24 * 60 * 60 * 1000
 
 WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule, in steps"
 SHOWN, RECORDED = "how it is shown", "what is recorded besides, and where"
@@ -32,6 +40,12 @@ class Flag:
     @property
     def dest(self) -> str:
         return self.name.removeprefix("--").replace("-", "_")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("no folder is named: . is the one that you are in")
+    return Path(text)
 
 
 def flag(
@@ -119,7 +133,7 @@ COMMON = (
         "--out",
         "where the trace and the table go (traces/ beside the scripts)",
         group=RECORDED,
-        type=Path,
+        type=_folder,
         default=ROOT / "traces",
         metavar="DIR",
     ),
@@ -128,18 +142,22 @@ COMMON = (
 
 def parse(
     argv: Sequence[str] | None,
-    doc: str,
+    doc: str | None,
     file: str,
     *own: Flag,
     needs_gpu: str | None = None,
 ):
     """The flags of one run, as one frozen object with a field for each; see also prepare().
 
-    doc: the script's docstring, which opens the help page. file: its __file__. own: its flags besides
-    COMMON. needs_gpu: why it cannot run on a CPU, if so. Raises BadInput.
+    doc: the script's docstring, which opens the help page; None under python -OO. file: its __file__. own: its flags
+    besides COMMON. needs_gpu: why it cannot run on a CPU, if so. Raises BadInput.
     """
+    try:
+        os.getcwd()
+    except OSError:  # MKL, for one, ends the program where there is none
+        raise BadInput("the folder that you are in has been deleted: go to another one") from None
     script = Path(file)
-    parser = OneLineParser(prog=script.name, usage="%(prog)s [flags]", description=doc.strip())
+    parser = OneLineParser(prog=script.name, usage="%(prog)s [flags]", description=(doc or "").strip())
     groups = {title: parser.add_argument_group(title) for title in (WHAT, HOW, SCHEDULE, SHOWN, RECORDED)}
     for one in (*own, *COMMON):
         groups[one.group].add_argument(one.name, **one.options)
@@ -149,6 +167,16 @@ def parse(
     first, count = given["wait"] + given["schedule_warmup"], given["active"]
     if given["step"] is not None and not first <= given["step"] < first + count:
         raise BadInput(f"--step {given['step']}: this schedule records #{first} to #{first + count - 1}")
+    if given["pause"] > DAY_MS:
+        raise BadInput(f"--pause {given['pause']} is longer than a day")
+    free = free_memory()
+    if free is not None and count * BYTES_A_STEP > free:
+        from tracereader.show.text import size
+
+        raise BadInput(
+            f"--active {count}: recording takes about {size(BYTES_A_STEP)} a step or more, which makes "
+            f"{size(count * BYTES_A_STEP)}, and this machine has {size(free)} free: record fewer"
+        )
     if needs_gpu and given["device"] == "cpu":
         raise BadInput(needs_gpu)
     if given["guess"] and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
@@ -189,10 +217,15 @@ def answer_before_torch(flags: Callable, file: str) -> None:
 
 
 def advice(problem: str) -> str | None:
-    """What to do about an error of Triton's that only the user can mend."""
-    # By its text: Triton raises no type of its own.
+    """What to do about an error of Inductor's or Triton's that only the user can mend."""
+    # By its text: Triton raises no type of its own, and Inductor's would need torch.
     if "Failed to find C compiler" in problem:
         return "Triton needs a C compiler and found none: install gcc, or set CC"
+    if refused := re.search(r"InductorError: (?:\w*NotFound|\w*Exists|Permission|\w*Directory|OS)Error: (.*)", problem):
+        return f"--compile cannot keep what it makes: {refused[1]}; TORCHINDUCTOR_CACHE_DIR names another folder for it"
+    if "InvalidCxxCompiler" in problem or "CppCompileError" in problem:
+        named = os.environ.get("CXX", "g++")
+        return f"--compile needs a C++ compiler, and {named} does not compile: install g++ or clang++, or set CXX"
     return None
 
 

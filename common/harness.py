@@ -1,7 +1,9 @@
 """What surrounds the profiler's loop of a numbered script: device, memory, warm-up, files, checks."""
 
 import contextlib
+import importlib
 import io
+import itertools
 import json
 import mmap
 import os
@@ -32,8 +34,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error past which a result is wrong rather than rounded: bf16 keeps 8 bits.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4}
 TABLE_ROWS = 15
+MANY_STEPS = 10_000
 # Looked for in a trace as text: parsing it would be most of the harness's work.
 GPU_EVENT = re.compile(rb'"cat":\s*"(?:kernel|gpu_memcpy|gpu_memset)"')
+COMPILED_REGION = b"Torch-Compiled Region"
 ZERO_STAMP = re.compile(rb'"ts":\s*0(?:\.0*)?\s*[,}]')
 
 
@@ -47,7 +51,7 @@ class Run:
     table: Path
     totals: tuple[str, ...]  # the table's last lines
     first_call_s: float
-    error: float | None  # ‖out − ref‖ / ‖ref‖ in float32; None where eager is itself the reference
+    error: float | None  # see relative_error(); None where eager is itself the reference
     peak_bytes: int | None
 
 
@@ -61,6 +65,8 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
         raise BadInput(args.needs_gpu)
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput("--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, or set CXX")
+    # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
+    importlib.import_module("torch._inductor.config")
     torch.manual_seed(args.seed)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
@@ -103,9 +109,10 @@ def hub_errors(repo: str) -> Iterator[None]:
     """Turn what get_kernel raises where the Hub or the kernel is out of reach into BadInput."""
     try:
         yield
-    except Exception as problem:  # its errors have no common type
+    except (Exception, SystemExit) as problem:  # its errors have no common type, and some code ends the program
+        said = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise BadInput(
-            f"{repo} could not be loaded ({str(problem).strip().splitlines()[0]}). Without a way to the "
+            f"{repo} could not be loaded ({said}). Without a way to the "
             "Hub: run this once on a machine with a connection and copy its ~/.cache/huggingface here, "
             "then set HF_HUB_OFFLINE=1; or set "
             f"LOCAL_KERNELS={repo}=FOLDER. docs/troubleshooting.md has both, step by step"
@@ -154,15 +161,22 @@ class Steps:
             torch.get_device_module(args.device).reset_peak_memory_stats()
 
         unrecorded = args.wait + args.schedule_warmup
-        calls = [step] * (unrecorded + args.active)
-        if not args.warmup:
-            calls[0] = first_call
+        special = {} if args.warmup else {0: first_call}
         if unrecorded:
-            calls[unrecorded - 1] = step_then_idle
-        self._calls = [after_pause(call) for call in calls] if args.pause else calls
+            special[unrecorded - 1] = step_then_idle
+        # No list as such: it would take 8 bytes a step.
+        before = (special.get(number, step) for number in range(unrecorded))
+        cold = [first_call] if not (unrecorded or args.warmup) else []
+        calls = itertools.chain(before, cold, itertools.repeat(step, args.active - len(cold)))
+        if args.pause:
+            calls = map(after_pause, calls)
+        total = unrecorded + args.active
+        if total < MANY_STEPS:
+            calls = list(calls)  # made before the first step, not between two of them
+        self._calls = screen.counted(calls, total, "step")
 
     def __iter__(self) -> Iterator[Callable[[], torch.Tensor]]:
-        return iter(self._calls)
+        return self._calls
 
 
 def warm_up(step: Callable[[], torch.Tensor], args) -> Steps:
@@ -198,12 +212,13 @@ def save(
     args,
     steps: Steps,
     out: torch.Tensor,
-    reference: Callable[[], torch.Tensor] | None = None,
+    reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
     out: what the last step computed; reference: computes the same in eager mode, or None where the
-    step is eager itself. Raises BadInput and RunFailed; then no file has been written or replaced.
+    step is eager itself; where it is a sum that may cancel, its addends. Raises BadInput and RunFailed;
+    then no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
@@ -217,13 +232,14 @@ def save(
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
     }
-    table = profiler_table(prof, args.device)
     folder, names = args.out / args.script, (f"{args.tag}.json", f"{args.tag}.txt")
-    with published(folder, *names) as (trace_file, table_file):
-        table_file.write_text(f"run {run_id}\n{table}")
-        _export(prof, trace_file)
-        finish_trace(trace_file, lesson=lesson)
-        check_recording(trace_file, args.device)
+    with screen.status("writing the trace …"):
+        table = profiler_table(prof, args.device)
+        with published(folder, *names) as (trace_file, table_file):
+            table_file.write_text(f"run {run_id}\n{table}")
+            _export(prof, trace_file)
+            finish_trace(trace_file, lesson=lesson)
+            check_recording(trace_file, args.device, compiled=args.compile is not None)
     return Run(
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
@@ -237,6 +253,10 @@ def save(
 
 
 def _export(prof: torch.profiler.profile, file: Path) -> None:
+    # Kineto writes beside it first. What it cannot open it reports on stderr and nowhere else: found out here.
+    beside = file.with_name(f"{file.name}.tmp")
+    beside.touch()
+    beside.unlink()
     if str(file).isprintable() and not {'"', "\\"} & set(str(file)):
         prof.export_chrome_trace(str(file))
         return
@@ -264,14 +284,20 @@ def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
     return table.rstrip("\n") + "\n"
 
 
-def check_recording(file: Path, device: torch.device) -> None:
+def check_recording(file: Path, device: torch.device, compiled: bool = False) -> None:
     """Refuse a trace that would teach nonsense. Raises RunFailed."""
     with file.open("rb") as trace, mmap.mmap(trace.fileno(), 0, access=mmap.ACCESS_READ) as data:
         gpu_event, zero_stamp = GPU_EVENT.search(data) is not None, ZERO_STAMP.search(data) is not None
+        ran_compiled = data.find(COMPILED_REGION) >= 0
     if device.type != "cpu" and not gpu_event:
         raise RunFailed(
             "the profiler recorded no GPU work at all, though the step ran on the GPU: CUPTI did not "
             "start (another profiler attached, or no permission for it); no file was written"
+        )
+    if compiled and not ran_compiled:
+        raise RunFailed(
+            "--compile: the recorded steps ran nothing compiled (is TORCH_COMPILE_DISABLE or "
+            "TORCHDYNAMO_DISABLE set?); no file was written"
         )
     if zero_stamp:
         events = json.loads(file.read_bytes())["traceEvents"]
@@ -283,9 +309,11 @@ def check_recording(file: Path, device: torch.device) -> None:
             )
 
 
-def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor], args) -> float:
+def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args) -> float:
     with torch.no_grad():
-        error = relative_error(out, reference())
+        ref = reference()
+        addends = ref if isinstance(ref, tuple) else ()
+        error = relative_error(out, sum(addends[1:], addends[0]) if addends else ref, *addends)
     if not error <= TOLERANCE[args.dtype]:  # so that NaN fails too
         raise RunFailed(
             f"the profiled step does not compute what eager computes: relative error {error:.1e}, at most "
@@ -294,7 +322,7 @@ def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor], args) -> 
     return error
 
 
-def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """‖out − ref‖ / ‖ref‖, in float32."""
-    ref = ref.float()
-    return (torch.linalg.vector_norm(out.float() - ref) / torch.linalg.vector_norm(ref)).item()
+def relative_error(out: torch.Tensor, ref: torch.Tensor, *addends: torch.Tensor) -> float:
+    """‖out − ref‖ / ‖ref‖, in float32; of what ref is the sum of, if any is larger: they round before they cancel."""
+    scale = torch.stack([torch.linalg.vector_norm(one.float()) for one in (ref, *addends)]).max()
+    return (torch.linalg.vector_norm(out.float() - ref.float()) / scale).item()

@@ -5,21 +5,34 @@ import json
 import os
 import secrets
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+from tracereader import interrupts
 from tracereader.command import BadInput
 
 # A trace's last keys lie within its last bytes: the longest is a path.
 TAIL_BYTES = 64 * 1024
+UNFINISHED = ".unfinished-"
+# In each unfinished folder, locked for as long as its process lives: a process id would not do,
+# since containers share folders and count their processes each for itself.
+ALIVE = "alive"
 
 
 def require_writable(folder: Path) -> None:
-    """Raise BadInput where no file can be made in the folder, which is made if it is not there."""
+    """Raise BadInput where no file can be made in the folder, which is made if it is not there.
+
+    Clears what runs that were killed have left in it.
+    """
     with _refused(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.glob(f"{UNFINISHED}*"):
+            _clear_if_dead(scratch)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BadInput(f"cannot write to {folder}: no permission")
 
@@ -30,22 +43,68 @@ def published(folder: Path, *names: str) -> Iterator[list[Path]]:
 
     On an error, Ctrl-C, SIGTERM or SIGHUP the folder is left as it was. Raises BadInput.
     """
-    scratch = folder / f".unfinished-{secrets.token_hex(8)}"  # in the same folder: a rename there is atomic
-    with _refused(folder), _signals_go_to(_end):
+    with _refused(folder), interrupts.raised(), _scratch(folder) as scratch:
+        files = [scratch / name for name in names]
+        for file in files:
+            file.touch()  # what cannot even be made is refused here: Kineto would report it in its own way
+        yield files
+        for file in files:
+            with file.open("rb") as written:
+                os.fsync(written.fileno())  # some file systems say only here that they are full
+        with interrupts.held():
+            _replace_all(files, folder)
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder inside, since only there a rename is atomic; gone at the end."""
+    alive = None
+    while alive is None:  # until none who clears up was faster than its lock
+        scratch = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             scratch.mkdir()
-            files = [scratch / name for name in names]
-            yield files
-            for file in files:
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            came = []
-            with _signals_go_to(lambda number, frame: came.append(number)):
-                _replace_all(files, folder)
-            for number in came:
-                signal.raise_signal(number)
-        finally:
+            alive = _locked(scratch / ALIVE, wait=True)
+        except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
+            raise
+    try:
+        yield scratch
+    finally:
+        os.close(alive)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear_if_dead(scratch: Path) -> None:
+    if fcntl is None or scratch.is_symlink() or not scratch.is_dir():
+        return
+    with contextlib.suppress(OSError):  # somebody else's folder, or a file system without locks
+        alive = _locked(scratch / ALIVE, wait=False)
+        if alive is not None:
+            # While it is held: one that has just been made waits for its lock, and then sees that it is gone.
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(alive)
+
+
+def _locked(file: Path, wait: bool) -> int | None:
+    """The file, made if it is not there, open and locked; None where another has it, or has removed it."""
+    try:
+        opened = os.open(file, os.O_CREAT | os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    if fcntl is not None:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as problem:
+            if wait and not isinstance(problem, BlockingIOError):
+                return opened  # a file system without locks: none there is ever cleared
+            os.close(opened)
+            if isinstance(problem, BlockingIOError):
+                return None
+            raise
+    if not file.exists():
+        os.close(opened)
+        return None
+    return opened
 
 
 def _replace_all(files: list[Path], folder: Path) -> None:
@@ -57,7 +116,7 @@ def _replace_all(files: list[Path], folder: Path) -> None:
                 _keep(target, before)
             os.replace(file, target)
             done.append((target, before))
-    except OSError:
+    except BaseException:
         for target, before in done:
             if before.exists():
                 os.replace(before, target)
@@ -81,32 +140,11 @@ def _refused(folder: Path) -> Iterator[None]:
         raise BadInput(f"cannot write to {folder}: {problem.strerror or problem}") from None
 
 
-@contextlib.contextmanager
-def _signals_go_to(handler: Callable) -> Iterator[None]:
-    """Let `handler` take the signals that would end the process; those that are ignored stay ignored."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers, or gets signals
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number and signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-def _end(number: int, frame: object) -> None:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
-
-
 def finish_trace(file: Path, **more: object) -> None:
     """Add top-level keys to a Chrome trace, and make its traceName a name instead of a path of this machine.
 
-    Only the end is read and written: a trace can be large. Raises BadInput for a file that is not whole.
+    Only the end is read and written: a trace can be large. Raises BadInput for a file that is not whole:
+    Kineto, which wrote it, reports no error.
     """
     with contextlib.suppress(OSError, ValueError), file.open("r+b") as trace:
         start = max(0, trace.seek(0, os.SEEK_END) - TAIL_BYTES)
@@ -114,9 +152,12 @@ def finish_trace(file: Path, **more: object) -> None:
         tail = trace.read()
         at = tail.rindex(b'"traceName"')
         last_keys = json.loads(b"{" + tail[at:]) | {"traceName": file.name} | more
+        end = json.dumps(last_keys).encode()[1:]
         trace.seek(start + at)
         trace.truncate()
-        trace.write(json.dumps(last_keys).encode()[1:])
+        trace.write(end)
         trace.flush()
-        return
+        os.fsync(trace.fileno())
+        if os.fstat(trace.fileno()).st_size == start + at + len(end):
+            return
     raise BadInput("the trace could not be written whole: is the disk full?")

@@ -1,18 +1,23 @@
 """What a run says while it goes on, and what it asks."""
 
 import contextlib
+import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
+from tracereader import interrupts
 from tracereader.command import BadInput
 from tracereader.show.text import console
 
 # Shorter waits would only flicker.
 STATUS_AFTER_S = 1.5
+COUNT_EVERY_S = 0.5
+CLEAR_LINE, SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
 
 
 @contextlib.contextmanager
@@ -26,11 +31,36 @@ def status(text: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with interrupts.undone_by(_clear):
+            yield
     finally:
         timer.cancel()
         timer.join()
         spinner.stop()
+
+
+def _clear() -> None:
+    os.write(sys.stderr.fileno(), (CLEAR_LINE + SHOW_CURSOR).encode())
+
+
+def counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callable]:
+    """The calls, and at a terminal how many of them were made, once they take longer than STATUS_AFTER_S.
+
+    No thread, which would share the interpreter with what is measured: a line between two calls, now and then.
+    """
+    return _counted(calls, total, text) if sys.stderr.isatty() else iter(calls)
+
+
+def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callable]:
+    shown, due = False, time.monotonic() + STATUS_AFTER_S
+    with interrupts.undone_by(_clear):
+        for number, call in enumerate(calls):
+            if time.monotonic() > due:
+                shown, due = True, time.monotonic() + COUNT_EVERY_S
+                print(f"{CLEAR_LINE}{text} {number:,} of {total:,}", end="", file=sys.stderr, flush=True)
+            yield call
+        if shown:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def ask(question: str) -> bool:
@@ -38,7 +68,8 @@ def ask(question: str) -> bool:
     while True:
         console().print(f"[bold]{escape(question)}[/bold] (y/n) ", end="")
         try:
-            answer = input().strip().lower()
+            with interrupts.raised():  # what input() does to the terminal must be undone
+                answer = input().strip().lower()
         except EOFError:
             raise BadInput("--guess: the answers ended before the questions") from None
         if answer in ("y", "yes", "n", "no"):

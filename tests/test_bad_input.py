@@ -1,16 +1,19 @@
 """Each wrong input: one clear line on stderr, exit status 2, nothing written or lost."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import LIGER, ROOT
 
-from common import harness, publish
+from common import harness, publish, screen
 from common.flags import parse
 from common.memory import within_memory
 from tracereader.command import BadInput, RunFailed, command
@@ -37,6 +40,10 @@ from tracereader.command import BadInput, RunFailed, command
         ("01_matmul_add", "--active 0", "too small"),
         ("01_matmul_add", "--wait -1", "too small"),
         ("01_matmul_add", "--pause -1", "too small"),
+        ("01_matmul_add", f"--pause {10**12}", "longer than a day"),
+        ("01_matmul_add", f"--active {10**9}", "recording takes about 53.0 kB a step"),
+        ("01_matmul_add", "--all --only steps", "not allowed with"),
+        ("01_matmul_add", "--lanes --only steps", "leave out --lanes"),
         ("01_matmul_add", "--step 9", "records #2 to #4"),
         ("01_matmul_add", "--only nothing", "no section 'nothing'"),
         ("01_matmul_add", "--nonsense", "unrecognized arguments"),
@@ -96,6 +103,115 @@ def test_out_that_is_a_file(scripts, tmp_path, capsys):
     assert blocked.read_text() == "mine"
 
 
+def test_out_that_names_no_folder(scripts, capsys):
+    assert scripts["01_matmul_add"].main(["--size", "8", "--out", ""]) == 2
+    assert "no folder is named" in capsys.readouterr().err
+
+
+SMALL_MLP = ("03_simple_mlp.py", "--batch", "2", "--seq", "8", "--dim", "16", "--hidden", "32", "--device", "cpu")
+
+
+def typed(*words, out=None, env=None, **options):
+    """What a script says and writes, run as from a shell."""
+    options = {"cwd": ROOT, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True} | options
+    where = ["--out", str(out)] if out else []
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    return subprocess.run([sys.executable, *words, *where], env=os.environ | (env or {}), **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "status", "says"),
+    [
+        (("--compile",), {"TORCH_COMPILE_DISABLE": "1"}, 1, "ran nothing compiled"),
+        (("--compile",), {"CXX": "/bin/false"}, 2, "/bin/false does not compile"),
+        (("--compile",), {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/x"}, 2, "/dev/null/x: Not a directory"),
+        ((), {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/x"}, 2, "/dev/null/x: Not a directory"),
+    ],
+)
+def test_a_compiler_or_its_cache_that_fails(tmp_path, words, env, status, says):
+    fresh = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = typed(*SMALL_MLP, *words, out=tmp_path / "out", env=fresh | env)
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1), done.stderr
+    assert says in done.stderr
+    assert not contents(tmp_path / "out")
+
+
+def test_a_compilers_cache_that_is_full_says_so():
+    from common.flags import advice
+
+    assert "No space left" in advice("InductorError: OSError: [Errno 28] No space left on device\n\nSet TORCH…")
+
+
+def test_without_docstrings(tmp_path):
+    done = typed("-OO", "01_matmul_add.py", "--size", "8", "--device", "cpu", out=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for other in ("sweep.py", "recompile.py"):
+        assert typed("-OO", other).stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [("01_matmul_add.py", "--size", "8", "--device", "cpu"), ("-m", "tracereader")])
+def test_output_that_nobody_can_take(tmp_path, words):
+    trace = str(ROOT / "traces/reference/nvidia-h200/02_linear/1024x32x64_bf16_cold_eager.json.gz")
+    words, out = (words, tmp_path) if words[0].endswith(".py") else ((*words, trace), None)
+    with open("/dev/full", "w") as full:
+        done = typed(*words, out=out, stdout=full)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "cannot write to standard output: No space left" in done.stderr
+    done = typed(*words, out=out, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "standard output is closed" in done.stderr
+
+
+def test_errors_that_nobody_can_take(tmp_path):
+    with open("/dev/full", "w") as full:
+        assert typed("01_matmul_add.py", "--size", "0", stderr=full).returncode == 2
+    done = typed("01_matmul_add.py", "--size", "0", stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2))
+    assert (done.returncode, done.stdout) == (2, ""), "nor on stdout"
+    # The next file that is opened must not become stderr, and get what libraries print there.
+    flags = ("--size", "8", "--device", "cpu")
+    assert typed("01_matmul_add.py", *flags, out=tmp_path, preexec_fn=lambda: os.close(2)).returncode == 0
+    assert json.loads(next(tmp_path.rglob("*.json")).read_text())["lesson"]["flags"]["size"] == 8
+
+
+def test_a_deleted_folder_to_run_in(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
+    words = [sys.executable, "-c", program, sys.executable, str(ROOT / "01_matmul_add.py"), "--device", "cpu"]
+    done = subprocess.run([*words, "--out", str(tmp_path)], cwd=gone, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "has been deleted" in done.stderr
+
+
+def test_a_user_without_a_name(tmp_path):
+    """As in many containers: an id that no line of /etc/passwd names."""
+    unshare = ["unshare", "--user", "--map-user=54321"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    words = [sys.executable, "01_matmul_add.py", "--size", "8", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run([*unshare, "env", "-i", "PATH=/usr/bin:/bin", *words], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_any_number_of_steps_is_no_list():
+    """Eight bytes each, before the first one is called: 10**15 of them are more than there is."""
+    args = harness.prepare(parse(["--device", "cpu", "--wait", f"{10**15}"], "A lesson.", "waiting.py"))
+    steps = iter(harness.warm_up(lambda: 7, args))
+    assert [next(steps)() for _ in range(3)] == [7, 7, 7]
+
+
+def test_a_long_recording_says_how_far_it_is(monkeypatch, capsys):
+    clock = iter(range(100))
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
+    assert list(screen.counted(["a", "b"], 2, "step")) == ["a", "b"]
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(screen.counted(["a", "b", "c"], 3, "step")) == ["a", "b", "c"]
+    said = capsys.readouterr().err
+    assert "step 2 of 3" in said
+    assert said.endswith(screen.CLEAR_LINE)
+
+
 def test_compile_on_a_cpu_without_a_compiler(run, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert run("01_matmul_add", "--size", "8", "--device", "cpu", "--compile") == 2
@@ -126,6 +242,21 @@ def test_local_kernels_without_a_build(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_KERNELS", f"{LIGER}={tmp_path}")
     with pytest.raises(BadInput, match="could not be loaded"), harness.hub_errors(LIGER):
         get_kernel(LIGER, version=1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        (StopIteration(), "StopIteration"),
+        (Exception(), "Exception"),
+        (SystemExit("no CUDA"), "no CUDA"),
+        (SystemExit(0), "0"),
+        (RuntimeError("\n first\nsecond"), "first"),
+    ],
+)
+def test_a_kernel_package_that_raises_anything(problem, says):
+    with pytest.raises(BadInput, match=rf"could not be loaded \({says}\)"), harness.hub_errors(LIGER):
+        raise problem
 
 
 def test_the_real_loader_takes_the_local_package(local_liger):
@@ -169,6 +300,25 @@ def test_relative_error_is_the_norm_of_the_difference():
     assert harness.relative_error(out, ref) == pytest.approx(1 / 34**0.5)
 
 
+def test_a_sum_that_cancels_is_measured_by_its_addends():
+    """Of bf16: 1.004 and -1 are rounded before they meet, and what is left of them is all rounding."""
+    terms = torch.tensor([1.0]), torch.tensor([-0.99])
+    out = torch.tensor([0.0078])
+    assert harness.relative_error(out, sum(terms)) > 0.2
+    assert harness.relative_error(out, sum(terms), *terms) < 3e-3
+
+
+@pytest.mark.parametrize("seed", ["34", "0"])
+def test_cancellation_is_no_wrong_result(run, seed):
+    assert run("01_matmul_add", "--size", "1", "--op", "addmm", "--seed", seed, "--device", "cpu") == 0
+
+
+def test_a_compiled_run_that_ran_eager_is_refused(args, tmp_path):
+    with pytest.raises(RunFailed, match="ran nothing compiled"):
+        profile(replace(args, compile="default"), lambda: torch.ones(2, 2) + 1)
+    assert not contents(tmp_path)
+
+
 def test_a_trace_without_gpu_work_is_refused(args):
     run = profile(args, lambda: torch.ones(2, 2) + 1)
     with pytest.raises(RunFailed, match="no GPU work"):
@@ -193,6 +343,15 @@ def test_ctrl_c_is_one_line(capsys):
 
     assert main() == 130
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_library_that_ends_the_program_is_heard(capsys):
+    @command
+    def main(argv=None):
+        sys.exit("no licence")
+
+    assert main() == 1
+    assert "no licence" in capsys.readouterr().err
 
 
 # Memory.
@@ -322,17 +481,62 @@ def test_the_end_of_a_trace_gets_more_keys(tmp_path):
     }  # fmt: skip
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+FULL = (
+    "import resource, runpy, sys\n"
+    "sys.argv = sys.argv[1:]\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+)
+
+
+@pytest.mark.parametrize("bytes_", [0, 4096, 8192])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, bytes_):
     """A limit on the size of files stops a write half-way, as a full disk does."""
-    program = (
-        "import resource, runpy, sys\n"
-        "sys.argv = sys.argv[1:]\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    flags = ["--size", "8", "--device", "cpu", "--out", str(tmp_path)]
-    command_line = [sys.executable, "-c", program, "01_matmul_add.py", *flags]
-    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert not contents(tmp_path)
+    flags = ("01_matmul_add.py", "--size", "8", "--device", "cpu")
+    assert typed(*flags, out=tmp_path).returncode == 0
+    before = contents(tmp_path)
+    done = typed("-c", FULL.format(bytes_), *flags, out=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "room", ["size=4k", "size=12k", "size=16k", "size=20k", "nr_inodes=4", "nr_inodes=5", "nr_inodes=6", "nr_inodes=7"]
+)
+def test_a_small_disk(tmp_path, room):
+    """The real thing, where this may be mounted."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", room, "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("may not mount a small file system")
+    try:
+        # With shapes: the trace is of 12 kB.
+        done = typed("01_matmul_add.py", "--size", "8", "--device", "cpu", "--record-shapes", out=small)
+        files = contents(small)
+        if done.returncode == 0:
+            (trace,) = (text for file, text in files.items() if file.suffix == ".json")
+            assert len(files) == 2 and json.loads(trace)
+        else:
+            assert (done.returncode, done.stderr.count("\n"), files) == (2, 1, {}), done.stderr
+        assert not list(small.rglob(".unfinished*"))
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails_as_late_as_it_can(tmp_path, earlier, monkeypatch, error):
+    def fails(descriptor):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(BadInput, match="cannot write to"):
+        publish_new(tmp_path)
+    assert texts(tmp_path) == earlier
+
+
+def test_a_write_that_is_cut_without_an_error_is_noticed(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    file.write_text('{"traceEvents": [], "traceName": "/tmp/x.json"}')
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.truncate(file, 20))
+    with pytest.raises(BadInput, match="disk full"):
+        publish.finish_trace(file)

@@ -1,5 +1,8 @@
 """Explain one trace of PyTorch's profiler, or say what changed between several."""
 
+import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
+
+# isort: split
 import gc
 import sys
 from pathlib import Path

@@ -1,13 +1,18 @@
 """What every command of the project has in common: exit statuses, one-line refusals, whole numbers, view flags."""
 
+from tracereader import interrupts  # first: it answers Ctrl-C while the rest is imported
+
+# isort: split
 import argparse
+import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TextIO
 
 SECTIONS = ("short", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
 
@@ -23,9 +28,9 @@ class RunFailed(Exception):
 def command(
     main: Callable[[Sequence[str] | None], None], advice: Callable[[str], str | None] = lambda problem: None
 ) -> Callable[..., int]:
-    """Make `main` return an exit status: 0, 1 (RunFailed), 2 (BadInput), 130 (Ctrl-C) or 141 (closed pipe).
+    """Make `main` return an exit status: 0, 1 (RunFailed), 2 (BadInput), 128 + a signal's number or 141 (closed pipe).
 
-    advice: what to do about a RuntimeError's text, where only the user can mend it: then it is a BadInput.
+    advice: what to do about another error's text, where only the user can mend it: then it is a BadInput.
     """
 
     @functools.wraps(main)
@@ -41,24 +46,35 @@ def command(
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
             try:
+                if sys.stdout is None:
+                    raise BadInput("standard output is closed: there is nowhere to print to")
                 main(argv)
                 sys.stdout.flush()  # here, where a closed pipe is still an answer and no traceback
-            except SystemExit as stop:  # argparse: --help, or a flag that it refused
-                return stop.code if isinstance(stop.code, int) else 0
+            except interrupts.Ended as ended:
+                return _stop(interrupts.said_of(ended.number), ended.code)
+            except SystemExit as stop:  # argparse: --help; rich, of a closed pipe
+                if isinstance(stop.__context__, BrokenPipeError):
+                    return 141
+                if stop.code is None or isinstance(stop.code, int):
+                    return stop.code or 0
+                return _stop(stop.code, 1)  # a library that called sys.exit("why")
             except BadInput as problem:
                 return _stop(problem, 2)
             except RunFailed as problem:
                 return _stop(problem, 1)
             except KeyboardInterrupt:
-                return _stop("interrupted; files appear whole or not at all", 130)
+                return _stop(interrupts.said_of(signal.SIGINT), 130)
             except BrokenPipeError:  # the reader of a pipe has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _let_go_of(sys.stdout)
                 return 141
-            except RuntimeError as problem:
+            except Exception as problem:
                 if told := advice(str(problem)):
                     return _stop(told, 2)
+                if isinstance(problem, OSError):
+                    return _stop(_told(problem), 2)
                 raise
             finally:
+                interrupts.all_is_done()
                 logging.disable(before)
         return 0
 
@@ -66,9 +82,30 @@ def command(
 
 
 def _stop(problem: object, status: int) -> int:
-    name = Path(sys.argv[0]).name.replace("__main__.py", "read-trace")  # python -m tracereader
-    print(f"{name}: {printable(' '.join(str(problem).split()))}", file=sys.stderr)
+    try:
+        print(f"{interrupts.program_name()}: {printable(' '.join(str(problem).split()))}", file=sys.stderr, flush=True)
+    except OSError:  # nobody can be told: the status says it
+        _let_go_of(sys.stderr)
     return status
+
+
+def _told(problem: OSError) -> str:
+    """What the system refused, and where."""
+    why = problem.strerror or str(problem) or type(problem).__name__
+    if problem.filename:
+        return f"{problem.filename}: {why}"
+    try:  # the stream itself has already forgotten what it could not write
+        os.write(sys.stdout.fileno(), b"\n")
+    except (OSError, ValueError):
+        _let_go_of(sys.stdout)
+        return f"cannot write to standard output: {why}"
+    return why
+
+
+def _let_go_of(stream: TextIO) -> None:
+    """Send what the stream still holds nowhere: Python would try again as it ends, and complain."""
+    with contextlib.suppress(OSError, ValueError):  # a test's stream is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(text: str) -> str:
@@ -85,6 +122,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise BadInput(f"{message} (--help lists the flags)")
+
+    def parse_args(self, *args, **kwargs):
+        parsed = super().parse_args(*args, **kwargs)
+        if getattr(parsed, "lanes", False) and "lanes" not in (parsed.only or ("lanes",)):
+            raise BadInput("--lanes with an --only that leaves them out: add lanes to it, or leave out --lanes")
+        return parsed
 
 
 def positive(text: str) -> int:
@@ -120,13 +163,14 @@ def _section(text: str) -> str:
 
 def add_view_flags(group) -> None:
     """What the numbered scripts and read-trace alike show, and where."""
-    group.add_argument(
+    how_much = group.add_mutually_exclusive_group()
+    how_much.add_argument(
         "--only",
         type=_section,
         metavar="SECTION,…",
         help=f"of the report, only these, with commas between them: {', '.join(SECTIONS)}",
     )
-    group.add_argument("--all", action="store_true", help="show every section, and each row of it")
+    how_much.add_argument("--all", action="store_true", help="show every section, and each row of it")
     group.add_argument("--step", type=not_negative, metavar="N", help="speak of step #N (a typical one)")
     group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even into a pipe")
     group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")

@@ -1,0 +1,135 @@
+"""Ctrl-C, SIGTERM and SIGHUP: one line on stderr and the status 130, 143 or 129, at any moment.
+
+A program of this project imports this first. From then on a signal ends it at once, by a handler and
+not by an exception: an exception would have to pass through whatever runs just then, and imports, the
+profiler and torch's C++ code do not all let it pass. What would be left behind is put right on the way.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+STATUSES = {
+    number: 128 + number
+    for number in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
+    if number is not None
+}
+_HERE = os.path.dirname(os.path.realpath(__file__))
+# What a signal's handler does before it ends the program, the last first.
+_undo: list[Callable[[], None]] = []
+
+
+class Ended(SystemExit):
+    """SIGTERM or SIGHUP came while something is cleaned up by `finally`."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+
+def program_name() -> str:
+    return os.path.basename(sys.argv[0]).replace("__main__.py", "read-trace")  # python -m tracereader
+
+
+def said_of(number: int) -> str:
+    said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    return f"{said}; files appear whole or not at all"
+
+
+def answer() -> None:
+    """Take charge of the signals, and of streams that are closed, where one of this project's programs runs.
+
+    Not in somebody else's program that imports the reader: there Ctrl-C is not ours.
+    """
+    if not _is_ours() or threading.current_thread() is not threading.main_thread():
+        return
+    for number in STATUSES:
+        # One that is ignored stays ignored, as under nohup.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+    for stream in (0, 1, 2):  # or the next file that is opened takes the number, and gets what is printed
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  to the end
+
+
+def _is_ours() -> bool:
+    if not os.path.isfile(sys.argv[0]):  # python -c, or a prompt
+        return False
+    folder, name = os.path.split(os.path.realpath(sys.argv[0]))
+    return name == "read-trace" or folder in (_HERE, os.path.dirname(_HERE))  # python -m tracereader; a script
+
+
+def _end(number: int, frame: object) -> None:
+    for every in STATUSES:  # a second one ends this at once
+        signal.signal(every, signal.SIG_DFL)
+    while _undo:
+        with contextlib.suppress(Exception):
+            _undo.pop()()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{program_name()}: {said_of(number)}\n".encode())
+    os._exit(STATUSES[number])
+
+
+def all_is_done() -> None:
+    """From here the exit status stands: what comes while Python takes itself down changes nothing."""
+    for number in STATUSES:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def undone_by(undo: Callable[[], None]) -> Iterator[None]:
+    """Where a signal ends the program in here, call `undo` first."""
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        if undo in _undo:
+            _undo.remove(undo)
+
+
+def raised() -> contextlib.AbstractContextManager[None]:
+    """Let the signals be exceptions in here: KeyboardInterrupt, or Ended."""
+    return _handled_by(_raise)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let the signals wait until this is over."""
+    came = []
+    with _handled_by(lambda number, frame: came.append(number)):
+        yield
+    for number in came:
+        signal.raise_signal(number)
+
+
+def _raise(number: int, frame: object) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Ended(number)
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable) -> Iterator[None]:
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers, or gets signals
+        for number in STATUSES:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+answer()
