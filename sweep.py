@@ -210,7 +210,7 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory:
     roof_text = "roof: the best rate that this machine reached in the same run"
     axis.text(points[0].value, 1.02, roof_text, va="bottom", fontsize="small")
     axis.set(xscale="log", xlabel=name, ylabel="share of the roof", title="rate of the kernels", ylim=(0, 1.12))
-    axis.legend(loc="upper left", bbox_to_anchor=(0, 0.86))
+    axis.legend(loc="lower right")
 
 
 def sweep(argv: Sequence[str] | None = None) -> None:

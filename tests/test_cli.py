@@ -294,6 +294,7 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
     assert ours.warnings == []
 
 
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated")
 def test_with_stacks_a_report_says_what_it_says_without(tmp_path):
     """A real training step, recorded with and without Python frames: the same ops in the same places."""
     import torch
