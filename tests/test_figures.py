@@ -240,6 +240,34 @@ def test_work_by_label_and_module(any_trace):
     assert not ours.by_module or sum(place.pieces for place in ours.by_module) == len(work)
 
 
+def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
+    """Each gap cut at every edge of a slice of the thread; each piece goes to the slice that started last."""
+    ours, events = any_trace
+    marks = raw_steps(events)
+    index = [mark["name"] for mark in marks].index(ours.typical_step)
+    works = [raw_work(events, mark) for mark in marks]
+    calls = {e["args"]["correlation"]: e for e in runtime(events)}
+    cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+    slices = [e for e in events if e.get("cat") in cats]
+    before = works[index - 1] if index else []
+    after = works[index + 1][:1] if index + 1 < len(works) else []
+    expected = Counter()
+    reached = marks[index]["ts"]
+    for piece in sorted([*before, *works[index], *after], key=lambda e: e["ts"]):
+        call = calls[piece["args"]["correlation"]]
+        if piece["ts"] > reached and call["ts"] >= reached:
+            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < piece["ts"] and end(e) > reached]
+            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < piece["ts"]}
+            for left, right in itertools.pairwise(sorted({reached, piece["ts"], *inside})):
+                around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
+                name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
+                expected[name] += right - left
+        reached = max(reached, end(piece))
+    assert sum(ours.idle_in.values()) == pytest.approx(expected.total(), abs=0.1)
+    for name, us in expected.items():
+        assert ours.idle_in.get(name, 0.0) == pytest.approx(us, abs=0.2), name
+
+
 def test_backwards_work_goes_to_its_module():
     """Three linears and a norm: each Linear has two products in backward, and they are found under it."""
     ours = summarize(read(ROOT / "tests/traces/train_stack.json.gz"))
@@ -407,8 +435,8 @@ H200_LIMITS = {"warpSize": 32, "maxThreadsPerMultiprocessor": 2048, "regsPerMult
     ("registers", "shared", "block", "limit", "limited_by"),
     [
         (255, 49152, [128, 1, 1], 8 / 64, "registers"),  # flash: claim 51, 13%
-        (168, 134144, [384, 1, 1], 12 / 64, "registers"),  # cuDNN: claim 55, 19%
-        (32, 0, [256, 1, 1], 1.0, "threads"),
+        (168, 134144, [384, 1, 1], 12 / 64, "registers and shared memory"),  # cuDNN: claim 55, 19%
+        (32, 0, [256, 1, 1], 1.0, "threads and registers"),
         (32, 100_000, [256, 1, 1], 16 / 64, "shared memory"),
     ],
 )

@@ -14,6 +14,9 @@ nvjet_sm90_tst_64x8_64x16_1x4_h_badd_NNT
 nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT
 sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel__5x…
 void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_tn_align1>(cutlass_80_simt_sgemm_128x32_8x5_tn_align1::Params)
+triton_per_fused__to_copy__unsafe_view_add_mean_mm_mul_pow_rsqrt_t_view_22
+triton_red_fused__unsafe_view_mm_mul_silu_t_view_9
+triton_red_fused__unsafe_view_add_embedding_mm_t_transpose_view_13
 attention
 cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0
 cudnn_generated_fort_native_sdpa_sm80_flash_fprop_wmma_f16_knob_35_16x128x128_1x4x1_cga1x1x1_kernel0_0
@@ -41,13 +44,11 @@ normalization
 void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float, true>(…)
 void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float, …)
 void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u, 32u, 256u, …
-triton_per_fused__to_copy__unsafe_view_add_mean_mm_mul_pow_rsqrt_t_view_22
 reduction
 void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, at::native::(anonymous …
 void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*, …
 void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, false, float, …
 triton_per_fused__softmax_exp_masked_fill_mul_prepare_softmax_online_sub_view_0
-triton_red_fused__unsafe_view_mm_mul_silu_t_view_9
 pointwise
 triton_poi_fused_add_copy__16
 void at::native::triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>, …)
@@ -57,7 +58,6 @@ embedding
 void at::native::(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*, c10::BFloat16 const*, …
 void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*, c10::BFloat16*, long, …
 void at::native::(anonymous namespace)::krn_partial_segment_offset<long>(long*, long const*, long const*, …)
-triton_red_fused__unsafe_view_add_embedding_mm_t_transpose_view_13
 sort and scan
 void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::detail::radix::…
 void at_cuda_detail::cub::detail::scan::DeviceScanInitKernel<at_cuda_detail::cub::ScanTileState<long, true> >(…)

@@ -158,7 +158,9 @@ def _merged(first: Side, gone: Counter, new: Counter) -> tuple[list[str], str] |
 
 def what(name: str) -> str:
     """What a kernel does, in a word where its name tells."""
-    return decode(name).parts.get("does") or short(name)
+    says = decode(name)
+    does = says.parts.get("does") or short(name)
+    return f"{says.family} {does}" if does in ("forward", "backward") else does
 
 
 def _counted(names: Counter, side: Side | None = None) -> str:

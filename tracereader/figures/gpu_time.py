@@ -1,13 +1,17 @@
 """Where the GPU's time goes: exact, and adding up to the window."""
 
+import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.intervals import clipped, gaps, length, minus, union
-from tracereader.figures.places import innermost
-from tracereader.trace import Op, Step, Work, kernel_names
+from tracereader.trace import Op, Step, Trace, Work, kernel_names
+
+BETWEEN_OPS = "Python, between ops"
+_start = attrgetter("start")
 
 
 class GpuTime(msgspec.Struct, frozen=True):
@@ -106,20 +110,43 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
     )
 
 
-def idle_in(step: Step) -> dict[str, float]:
-    """The GPU's idle time between a step's pieces of work, by what the launching thread was in when it began (µs).
+def idle_in(trace: Trace, step: Step) -> dict[str, float]:
+    """What the launching thread was in while the GPU was idle for want of a launch, in a step (µs), the largest first.
 
-    Only gaps whose next piece had not been launched. What it was in: the innermost op or call of the
-    driver on that thread; "Python, between ops" where none was. The largest first.
+    The gaps from the step's start to the next step's first piece of work whose next piece had not been
+    launched when they began, each cut up by the innermost op or call of the driver on the thread that
+    launches that piece; "Python, between ops" where it was in none.
     """
-    idle = Counter()
+    number = trace.steps.index(step)
+    near = trace.steps[max(0, number - 1) : number + 2]
+    following = near[-1].work[:1] if near[-1] is not step else ()
+    work = sorted([*(near[0].work if near[0] is not step else ()), *step.work, *following], key=_start)
     roots: dict[tuple, list[Op]] = defaultdict(list)
-    for root in step.roots:
-        roots[root.track].append(root)
-    reached = None
-    for one in step.work:
-        if reached is not None and one.start > reached and one.launch and one.launch.start >= reached:
-            inside = [op.name for op in innermost(roots[one.launch.track], reached) if op.kind != "label"]
-            idle[inside[-1] if inside else "Python, between ops"] += one.start - reached
-        reached = one.end if reached is None else max(reached, one.end)
+    for some in near[near.index(step) :]:
+        for root in some.roots:
+            roots[root.track].append(root)
+    idle: Counter = Counter()
+    reached = step.start
+    for one in work:
+        if one.start > reached and one.launch and one.launch.start >= reached:
+            _spread(roots[one.launch.track], reached, one.start, idle)
+        reached = max(reached, one.end)
     return {name: ns / 1e3 for name, ns in idle.most_common()}
+
+
+def _spread(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
+    """Add each moment of a gap to the innermost op that is open then."""
+    pending = [(ops, start, end, BETWEEN_OPS)]
+    while pending:
+        ops, at, end, name = pending.pop()
+        for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
+            op = ops[index]
+            if op.start >= end:
+                break
+            if op.end <= at:
+                continue
+            idle[name] += max(0, op.start - at)
+            stop = min(op.end, end)
+            pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
+            at = stop
+        idle[name] += end - at

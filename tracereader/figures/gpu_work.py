@@ -157,7 +157,9 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
     # Attention has no share of a roof: a causal mask halves its FLOPs, and the trace does not tell of one.
-    known = peaks if says.family != "attention" else None
+    # Nor has a copy over the bus: it never meets the memory's bandwidth.
+    over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
+    known = None if says.family == "attention" or over_the_bus else peaks
     reached = _reached(tflops, gb_s, says.parts.get("types", ""), known)
     if max(reached.values(), default=0.0) > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.

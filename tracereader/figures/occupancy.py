@@ -40,8 +40,9 @@ def occupancy(
     if shared:
         reserved = RESERVED_SHARED if device.get("computeMajor", 0) >= 8 else 0
         blocks["shared memory"] = shared_memory // (shared + reserved)
-    limited_by = min(blocks, key=blocks.get)
-    if not blocks[limited_by]:  # it ran, so the properties are not all of it
+    fewest = min(blocks.values())
+    if not fewest:  # it ran, so the properties are not all of it
         return None
+    limited_by = " and ".join(name for name, count in blocks.items() if count == fewest)
     percent = reported / 100 if type(reported) in (int, float) and 0 < reported <= 100 else None
-    return Occupancy(blocks[limited_by] * warps / most, limited_by, percent)
+    return Occupancy(fewest * warps / most, limited_by, percent)

@@ -104,7 +104,7 @@ def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
     usual_self = _self_by_name(usual)
     covered = _Covered(trace.work)
     busy = [busy_us(step.work) for step in trace.steps]
-    usual_busy = median(busy)
+    usual_busy = median([us for us in busy if us] or [0.0])
     facts = []
     before = None
     for step, gap, gpu_us in zip(trace.steps, gaps, busy, strict=True):
@@ -152,10 +152,10 @@ class _Covered:
         return before[index] - max(0, ends[index - 1] - time) if index else 0
 
     def idle_share(self, step: Step) -> float | None:
-        """Of the time from the step's start to the end of its last GPU work, on its first GPU."""
+        """Of the time from the step's start to the end of its last GPU work, on its busiest GPU."""
         end = max(step.end, max([one.end for one in step.work]))
-        device = step.work[0].device
-        busy = self._until(device, end) - self._until(device, step.start)
+        devices = {one.device for one in step.work}
+        busy = max(self._until(device, end) - self._until(device, step.start) for device in devices)
         return 1 - busy / (end - step.start) if end > step.start else None
 
 

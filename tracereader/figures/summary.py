@@ -85,6 +85,8 @@ class Summary(msgspec.Struct, frozen=True):
     typical_step: str
     window_us: float
     gpu: GpuTime | None
+    steady: GpuTime | None  # the same after a first step that stands out; else the same as gpu
+    steady_us: float  # of its window
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
@@ -94,7 +96,7 @@ class Summary(msgspec.Struct, frozen=True):
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
-    idle_in: dict[str, float]  # the step's GPU idle time by what the launching thread was in as it began
+    idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
     final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
@@ -136,6 +138,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     launched = [one for some in spoken_of for one in some.work]
     start = min(one.start for one in spoken_of)
     end = max([one.end for one in spoken_of] + [one.end for one in launched])
+    wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
+    steady_start = trace.steps[1].start if wide_start else start
+    gpu = gpu_time(trace.work, start, end)
     chain = _chain(step, bool(trace.work))
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
@@ -152,7 +157,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         left_out=[one.name for one in trace.steps[:first_use]],
         typical_step=step.name,
         window_us=(end - start) / 1e3,
-        gpu=gpu_time(trace.work, start, end),
+        gpu=gpu,
+        steady=gpu_time(trace.work, steady_start, end) if wide_start else gpu,
+        steady_us=(end - steady_start) / 1e3,
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
@@ -162,7 +169,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         chain=chain,
         ops=_times(chain, "op"),
         runtime=_times(chain, "runtime"),
-        idle_in=idle_in(step),
+        idle_in=idle_in(trace, step),
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),

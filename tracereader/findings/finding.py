@@ -78,6 +78,6 @@ def listed(names) -> str:
     return ", ".join(names) or "none"
 
 
-def counted(count: int, what: str) -> str:
-    """2 kernels."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
+def counted(count: int, what: str, several: str = "") -> str:
+    """1 kernel, 2 kernels."""
+    return f"{count:,} {what if count == 1 else several or what + 's'}"

@@ -176,7 +176,7 @@ def bias_in_the_epilogue() -> Finding:
         named = "bias" in kernels[0].name_says.get("epilogue", "")
         if named:
             return Verdict(True, f"{seen}: its name says bias")
-        return Verdict(not copies, f"{seen}; {counted(copies, 'copy').replace('copys', 'copies')} of a bias beside it")
+        return Verdict(not copies, f"{seen}; {counted(copies, 'copy', 'copies')} of a bias beside it")
 
     return Finding("one kernel a step: the bias is added in the GEMM's epilogue", judge, needs_gpu=True)
 
@@ -235,7 +235,7 @@ def fused_into_one(maker: str, *words: str) -> Finding:
 def fused() -> Finding:
     def judge(summary):
         for one in summary.gpu_work:
-            if one.name_says.get("fuses", "").count(","):
+            if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
                 return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
         return Verdict(False, "")
 
@@ -281,11 +281,12 @@ def graph_replay_without_copies() -> Finding:
     def judge(summary):
         replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
         others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
-        seen = f"{len(replayed)} pieces of work from {counted(_graph_launches(summary), 'graph launch')}".replace(
-            "launchs", "launches"
-        ) + (f", {len(others)} more before it: {sum(one.us for one in others):.1f} µs" if others else "")
+        launches = counted(_graph_launches(summary), "graph launch", "graph launches")
+        seen = f"{counted(len(replayed), 'piece')} of work from {launches}"
+        if not others:
+            return Verdict(bool(replayed), seen)
         because = "a graph replays fixed addresses, so inputs that may change are copied in first"
-        return Verdict(bool(replayed) and not others, seen, because if others else "")
+        return Verdict(False, f"{seen}, {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
 
     return Finding("a CUDA graph replays the whole step with one launch", judge, needs_gpu=True)
 

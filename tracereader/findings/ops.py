@@ -128,7 +128,7 @@ def launch_nothing(*ops: str) -> Finding:
 def views() -> Finding:
     def judge(summary):
         counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
-        return Verdict(bool(counts), f"{counts.total()} calls a step: {', '.join(sorted(counts)[:6])}")
+        return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
 
     return Finding("t, view, reshape, … with no GPU work", judge, needs_gpu=True)
 
@@ -175,7 +175,8 @@ def dynamo() -> Finding:
         lookup = total("TorchDynamo Cache Lookup")
         # The region less the graph that it calls: what torch.compile itself takes on the way there.
         around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
-        seen = f"{around:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs, around the compiled graph"
+        step_us = summary.chosen.cpu_us
+        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; {around:,.1f} with the rest around the graph"
         # A step that waits for the GPU does not wait for this.
         return Verdict(lookup > 0, seen, cost_us=around if waits_for(summary) in ("overhead", "cpu-only") else None)
 

@@ -30,11 +30,14 @@ ALIKE_SLOWER = 1.25
 
 
 def waits_for(summary: Summary) -> str | None:
-    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why."""
-    gpu = summary.gpu
+    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why.
+
+    Judged after a first step that stands out: it would hide what the others are like.
+    """
+    gpu, window = summary.steady, summary.steady_us
     if gpu is None:
         return "cpu-only"
-    if gpu.idle_us > MUCH_IDLE * summary.window_us:
+    if gpu.idle_us > MUCH_IDLE * window:
         causes = {
             "overhead": gpu.idle_not_launched_us,
             "gpu-side": gpu.idle_launched_us,
@@ -64,10 +67,12 @@ def regime(summary: Summary) -> str:
 
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
-    gpu, found, word = summary.gpu, waits_for(summary), regime(summary)
+    gpu, found, word = summary.steady, waits_for(summary), regime(summary)
     if gpu is None:
-        return word, "no GPU work to set against the CPU's time"
-    idle = gpu.idle_us / summary.window_us if summary.window_us else 0.0
+        outside = "the trace holds GPU work, and none of it in the steps"
+        return word, outside if summary.devices else "no GPU work to set against the CPU's time"
+    idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
+    after = "after the wide first step, " if summary.steady is not summary.gpu else ""
     if found in ("overhead", "gpu-side", None):
         share = {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
         why = {
@@ -75,8 +80,11 @@ def waiting(summary: Summary) -> tuple[str, str]:
             "gpu-side": "the next piece of work was launched, and waited",
             None: "the next piece of work has no launch in the trace",
         }
-        return word, f"the GPU is idle {idle:.0%} of the time; in {share[found] / gpu.idle_us:.0%} of that {why[found]}"
-    busy = f"the GPU is busy {1 - idle:.0%} of the time"
+        return (
+            word,
+            f"{after}the GPU is idle {idle:.0%} of the time; in {share[found] / gpu.idle_us:.0%} of that {why[found]}",
+        )
+    busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
         return (
             word,
@@ -261,7 +269,8 @@ def final_sync() -> Finding:
     def judge(summary):
         # The shortest one seen on the H200 took 8.5 µs: the call itself.
         us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
-        return Verdict(us is not None and us > 20, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
+        long = us is not None and us > max(20, 0.05 * summary.window_us)
+        return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 
     return Finding("a long cudaDeviceSynchronize after the last step", judge)
 
@@ -275,7 +284,7 @@ def synchronization() -> Finding:
         if not waits:
             return Verdict(False, "")
         us = sum(waits.values())
-        seen = f"{us:,.1f} µs of a step in which the GPU was idle behind {listed(waits)}"
+        seen = f"{us:,.1f} µs of a step, in {listed(waits)}"
         return Verdict(us > 5, seen, cost_us=us)  # a launch alone takes that long
 
     return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
@@ -284,10 +293,16 @@ def synchronization() -> Finding:
 def queued() -> Finding:
     def judge(summary):
         # A launch reaches an idle GPU in 5 to 15 µs on the H200.
-        waits = [one.launch_to_start_us for one in summary.gpu_work if one.launch_to_start_us is not None]
+        waits = [
+            one.launch_to_start_us
+            for one in summary.gpu_work
+            if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
+        ]
         if not waits:
             return Verdict(None, "no launch in the trace")
-        return Verdict(median(waits) > 30, f"{median(waits):,.0f} µs from launch to start, the median of a step")
+        ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
+        seen = f"{median(waits):,.0f} µs from launch to start, the median of a step"
+        return Verdict(median(waits) > 30 and ahead, seen)
 
     return Finding("kernels start long after their launch", judge, needs_gpu=True)
 
@@ -296,7 +311,7 @@ def gaps_between_kernels() -> Finding:
     def judge(summary):
         # Back-to-back kernels of one stream stand 1 to 2 µs apart.
         idle, span = sum(summary.idle_in.values()), summary.chosen.gpu_span_us
-        seen = f"{idle:,.1f} of the {span:,.1f} µs from the first kernel's start to the last one's end"
-        return Verdict(idle >= 3 * len(summary.gpu_work), seen)
+        seen = f"{idle:,.1f} µs of a step, whose work spans {span:,.1f}"
+        return Verdict(idle >= 3 * len(summary.gpu_work) and idle > 0.02 * span, seen)
 
     return Finding("gaps between the kernels of one step", judge, needs_gpu=True)

@@ -14,7 +14,7 @@ from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
 from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import NO_GPU, Finding
+from tracereader.findings.finding import NO_GPU, Finding, counted
 from tracereader.show import lanes, references
 from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
 from tracereader.trace import STEP, Step, Trace, TraceError, read
@@ -99,7 +99,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"gpu", "kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names"}
     small = len(summary.gpu_work) <= SMALL
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
@@ -153,7 +153,7 @@ def _header(out: Console, summary: Summary) -> None:
     else:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
-        words.append(f"{len(summary.gpu_work):,} pieces of GPU work a step")
+        words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
     out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
     if summary.left_out:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
@@ -166,9 +166,14 @@ def _in_short(out: Console, summary: Summary) -> None:
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
         step = summary.chosen
+        waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
+        each = f", {time(step.cpu_us / step.launches)} of CPU time each" if step.launches else ""
+        if waits > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
+            each = f"; {time(waits)} of its CPU time in synchronizations and copies"
+        busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
-            f"{step.launches:,} launches a step, {time(step.cpu_us / max(1, step.launches))} of CPU time each; "
-            f"the work itself takes {time(step.gpu_busy_us)} a step"
+            f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
+            f"the work itself takes {time(step.gpu_busy_us)} a step{busiest}"
         )
         shares = [
             f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}"
@@ -203,13 +208,12 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     shown.append(("the whole window", us(window), "100%"))
-    print_columns(out, ("time of the GPU", "µs", "share"), shown)
+    head = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
+    print_columns(out, (head, "µs", "share"), shown)
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
-            out.print(
-                f"  a step's GPU falls idle while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
-            )
-    for head, places in (("GPU time of a step, by label", summary.by_label), ("by module", summary.by_module)):
+            out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
+    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
@@ -327,7 +331,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
         "from",
-        "µs",
+        "median µs" if len(summary.steps) > 1 else "µs",
         "range",
         "launched by",
         "regs, shared, grid x block",
@@ -431,8 +435,9 @@ CALLS_SHOWN = 3
 def _patterns(out: Console, summary: Summary, view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
-    out.print("[bold]patterns from the cheatsheet in this trace[/bold]")
-    for pattern, evidence in cheatsheet.found(summary):
+    found = cheatsheet.found(summary)
+    out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
+    for pattern, evidence in found:
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
         if explained:
             out.print(f"      {plain(pattern.means)}")

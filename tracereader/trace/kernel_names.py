@@ -64,7 +64,7 @@ class KernelName:
         return f"{self.family} ({self.maker})" + (f": {said}" if said else "")
 
 
-@functools.lru_cache(maxsize=100_000)  # a pure function of a name, asked of each piece of work
+@functools.lru_cache(maxsize=500_000)  # a pure function of a name, asked of each piece of work
 def decode(name: str) -> KernelName:
     """What the name of a kernel, a copy or a memset says."""
     text, own = _plain(name)
@@ -121,7 +121,7 @@ NOISE = re.compile(
 RETURNS = re.compile(r"^(?:void|std::enable_if<.{0,120}?>::type) ")
 
 
-@functools.lru_cache(maxsize=100_000)
+@functools.lru_cache(maxsize=500_000)
 def _plain(name: str) -> tuple[str, str]:
     """The start of the name without what wraps it; the function's own name in that, with no template or parameters."""
     text = name[:LOOKED_AT]
@@ -147,7 +147,7 @@ LONG_WINDED = re.compile(
 )
 
 
-@functools.lru_cache(maxsize=100_000)
+@functools.lru_cache(maxsize=500_000)
 def _label(name: str) -> str:
     said = decode(name)
     if said.family == UNKNOWN or said.maker.startswith("driver"):
@@ -339,6 +339,8 @@ def _inductor(match, text):
     family = {"red": "reduction", "per": "reduction", "tem": "GEMM"}.get(kind, "pointwise")
     if kind == "tem":
         family = next((one for word, one in TEMPLATES if re.search(word, said)), "other")
+    elif family == "reduction" and {"mm", "bmm"} & {*ops}:
+        family = "GEMM"  # a matrix-vector product that Inductor wrote itself
     elif family == "reduction" and re.search(NORMS, said):
         family = "normalization"
     elif "embedding" in said and "softmax" not in said:
