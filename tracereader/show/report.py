@@ -414,7 +414,9 @@ def _chain(out: Console, summary: Summary, view: View) -> None:
 
 def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
     """The calls side by side at one depth, by name; then the same inside the longest of the costliest name."""
-    while start < end:
+    for _ in range(DEPTHS_SHOWN):
+        if start >= end:
+            return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
         by_name: dict[str, list[int]] = {}
@@ -429,7 +431,7 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
-CALLS_SHOWN = 3
+CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
 
 
 def _patterns(out: Console, summary: Summary, view: View) -> None:
