@@ -70,7 +70,8 @@ def typical(trace: Trace) -> Step:
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
     # The stub after the last call of a loop is a step by name only.
-    working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= max(amounts)]
+    most = max(amounts)
+    working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
 
 
