@@ -26,8 +26,7 @@ class Excess(msgspec.Struct, frozen=True):
     before_first_op_us: what its way from the label to the first op took more. first_calls: time in
     calls that the median step does not make, by name. slower: what each name took more, the largest
     first; slowest_times: how many times as long that first one took. times_low to times_high: the same
-    of all names common to both (the middle half of them), and times_median; None where too few are
-    long enough to tell.
+    of all names common to both (the middle half of them); None where too few are long enough to tell.
     """
 
     us: float
@@ -37,7 +36,6 @@ class Excess(msgspec.Struct, frozen=True):
     slower: dict[str, float]
     slowest_times: float | None
     times_low: float | None
-    times_median: float | None
     times_high: float | None
 
 
@@ -98,8 +96,8 @@ def self_us(op: Op) -> float:
     return (op.dur - sum([child.dur for child in op.children])) / 1e3
 
 
-def step_facts(trace: Trace) -> tuple[StepFacts, ...]:
-    usual = typical(trace)
+def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
+    """Every step, measured against the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
@@ -185,7 +183,6 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         slower=dict(slower.most_common(8)),
         slowest_times=own[slowest] / usual_self[slowest] if usual_self[slowest] else None,
         times_low=times[quarter] if len(times) >= 3 else None,
-        times_median=median(times) if len(times) >= 3 else None,
         times_high=times[-1 - quarter] if len(times) >= 3 else None,
     )
 

@@ -131,9 +131,10 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Measure a trace. step: the one to speak of; a typical one where None."""
-    step = step or typical(trace)
-    facts = step_facts(trace)
-    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * typical(trace).us
+    usual = typical(trace)  # once: of a trace without GPU work it counts every op
+    step = step or usual
+    facts = step_facts(trace, usual)
+    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
     spoken_of = trace.steps[first_use:]
     launched = [one for some in spoken_of for one in some.work]
     start = min(one.start for one in spoken_of)
@@ -141,7 +142,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
-    chain = _chain(step, bool(trace.work))
+    chain = _chain(step)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
     return Summary(
@@ -178,7 +179,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _chain(step: Step, has_gpu: bool) -> tuple[Call, ...]:
+def _chain(step: Step) -> tuple[Call, ...]:
     below = set()  # the ids of what launched work, and of all that encloses it
     for one in step.work:
         op = one.launch

@@ -30,7 +30,6 @@ KINDS = {
     "overhead": "overhead",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
 }  # fmt: skip
-GPU_KINDS = frozenset({"kernel", "memcpy", "memset"})
 STEP = "ProfilerStep#"
 MODULE = "nn.Module: "
 _start, _dur = attrgetter("start"), attrgetter("dur")
