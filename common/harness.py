@@ -213,16 +213,19 @@ def save(
     steps: Steps,
     out: torch.Tensor,
     reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
+    facts: dict | None = None,
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
     out: what the last step computed; reference: computes the same in eager mode, or None where the
-    step is eager itself; where it is a sum that may cancel, its addends. Raises BadInput and RunFailed;
-    then no file has been written or replaced.
+    step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
+    of this run and no profiler records, stored in the trace as JSON. Raises BadInput and RunFailed; then
+    no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
     error = None if reference is None else _checked(out, reference, args)
+    peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {
         "script": args.script,
@@ -231,6 +234,7 @@ def save(
         "torch": torch.__version__,
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
+        "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
     }
     folder, names = args.out / args.script, (f"{args.tag}.json", f"{args.tag}.txt")
     with screen.status("writing the trace …"):
@@ -248,7 +252,7 @@ def save(
         totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
         first_call_s=steps.first_call_s,
         error=error,
-        peak_bytes=stats and stats["allocated_bytes"]["all"]["peak"],
+        peak_bytes=peak_bytes,
     )
 
 

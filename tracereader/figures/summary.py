@@ -147,7 +147,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     graphs, recompiled = _compiled(trace)
     return Summary(
         trace=str(trace.path),
-        lesson={"script": trace.lesson.script, "flags": trace.lesson.flags} if trace.lesson else None,
+        lesson=_lesson(trace),
         devices=list(trace.devices),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
@@ -223,6 +223,11 @@ def _final_sync_us(trace: Trace) -> float | None:
     end = max(step.end for step in trace.steps)
     sync: Op | None = next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
     return sync.us if sync else None
+
+
+def _lesson(trace: Trace) -> dict | None:
+    found = trace.lesson
+    return {"script": found.script, "flags": found.flags, "facts": found.facts} if found else None
 
 
 def _compiled(trace: Trace) -> tuple[list[str], list[str]]:

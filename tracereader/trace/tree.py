@@ -133,11 +133,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a numbered script stored of its run. guesses: as expect.py records them. run: stands in its table, too."""
+    """What a numbered script stored of its run.
+
+    guesses: as expect.py records them. facts: what no profiler records. run: stands in its table, too.
+    """
 
     script: str
     flags: dict
     guesses: tuple[dict, ...]
+    facts: dict
     run: str
 
 
@@ -420,11 +424,12 @@ def _devices(properties: dict[int, dict], work: list[Work]) -> tuple[str, ...]:
 def _lesson(found: object) -> Lesson | None:
     if not isinstance(found, dict) or not isinstance(found.get("script"), str):
         return None
-    flags, guesses = found.get("flags"), found.get("guesses")
+    flags, guesses, facts = found.get("flags"), found.get("guesses"), found.get("facts")
     return Lesson(
         script=found["script"],
         flags=flags if isinstance(flags, dict) else {},
         guesses=tuple(one for one in guesses if isinstance(one, dict)) if isinstance(guesses, list) else (),
+        facts=facts if isinstance(facts, dict) else {},
         run=str(found.get("run", "")),
     )
 
