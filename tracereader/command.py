@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-SECTIONS = ("short", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
+SECTIONS = ("short", "table", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
 
 
 class BadInput(Exception):

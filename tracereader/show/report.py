@@ -13,9 +13,10 @@ from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
+from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import NO_GPU, Finding, counted
-from tracereader.show import lanes, references
+from tracereader.show import lanes, references, table
 from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -101,6 +102,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if not summary.has_gpu_work:
         wanted -= {"kernels", "work", "names"}
     small = len(summary.gpu_work) <= SMALL
+    if not (view.only or view.all or view.brief):
+        wanted.discard("table")  # a section of its own: what it sums up stands below, step by step
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
@@ -111,6 +114,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("guesses")
     sections: dict[str, Callable[[Console], None]] = {
         "short": lambda out: _in_short(out, summary),
+        "table": lambda out: table.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda out: _verdicts(out, guesses, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
