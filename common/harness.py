@@ -49,7 +49,6 @@ class Run:
     machine: str
     trace: Path
     table: Path
-    totals: tuple[str, ...]  # the table's last lines
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
     peak_bytes: int | None
@@ -249,7 +248,6 @@ def save(
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
         trace=folder / names[0],
         table=folder / names[1],
-        totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
         first_call_s=steps.first_call_s,
         error=error,
         peak_bytes=peak_bytes,

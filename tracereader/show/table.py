@@ -20,11 +20,15 @@ def show(out: Console, table: Table, steps: int, brief: bool, every: bool) -> No
     shown = table.rows[:most]
     recorded = f"{steps} steps, µs" if steps > 1 else "µs"
     heads = [f"profiler table, {recorded}", "self CPU", "total CPU", *(["self GPU", "total GPU"] * gpu), "calls"]
-    totals = ["all self times", us(table.self_cpu_us), "", *([us(table.self_gpu_us), ""] * gpu), ""]
+    totals = [
+        f"self times of all {len(table.rows)} rows",
+        us(table.self_cpu_us),
+        "",
+        *([us(table.self_gpu_us), ""] * gpu),
+        "",
+    ]
     print_columns(out, heads, [*_rows(shown, gpu), totals])
-    if len(shown) < len(table.rows):
-        out.print(f"… and {len(table.rows) - len(shown)} rows more, counted in the sums")
-    for line in _how_to_read(table):
+    for line in _how_to_read(table)[: 1 if brief else None]:
         paragraph(out, line)
 
 
