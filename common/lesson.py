@@ -78,3 +78,5 @@ def _files(run: Run) -> None:
     out = console()
     out.print(f"{escape(shown_path(run.trace))}   the trace, for ui.perfetto.dev")
     out.print(f"{escape(shown_path(run.table))}    torch's profiler table")
+    if run.code:
+        out.print(f"{escape(shown_path(run.code))}     Inductor's generated code")

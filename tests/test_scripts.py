@@ -113,8 +113,13 @@ def test_mlp_dispatches_three_linears_a_step(run, tmp_path):
 
 
 def test_compiled_replaces_matmul_and_add_by_addmm(run, tmp_path, capsys):
-    assert run("01_matmul_add", "--size", "64", "--device", "cpu", "--compile", "--warmup") == 0
+    assert run("01_matmul_add", "--size", "64", "--device", "cpu", "--compile", "--warmup", "--code") == 0
     trace = only_trace(tmp_path)
+    (code,) = tmp_path.rglob("*.py")
+    assert code.with_suffix(".json").is_file(), "beside the trace"
+    assert code.read_text().startswith(f"# run {trace['lesson']['run']}")
+    assert "extern_kernels.addmm(" in code.read_text()
+    compile(code.read_text(), code, "exec")
     assert {"aten::addmm", "Torch-Compiled Region: 0/0", "TorchDynamo Cache Lookup"} <= ops(trace)
     assert not {"aten::matmul", "aten::add"} & ops(trace)
     assert "relative error" in capsys.readouterr().out

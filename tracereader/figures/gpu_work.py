@@ -131,7 +131,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     """The GPU work of the step, in order."""
     durations = defaultdict(list)
     for step in trace.steps:
-        for key, one in _numbered(step.work):
+        for key, one in numbered(step.work):
             durations[key].append(one.dur)
     queries = _queries_before(chosen.work)
     peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
@@ -144,7 +144,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             peaks,
             trace.device_properties.get(one.device, {}),
         )
-        for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
+        for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
@@ -208,7 +208,7 @@ def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks 
     return reached
 
 
-def _numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
+def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
     """Each with its name and its number among those of that name: its identity across steps."""
     seen = Counter()
     for one in work:

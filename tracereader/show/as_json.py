@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tracereader.figures import Summary
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Finding
@@ -23,6 +25,8 @@ SECTION_KEYS = {
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
+    "starts": ("starts",),
+    "series": ("series",),
     "chain": ("label", "chain"),
     "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
 }
@@ -46,8 +50,15 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
         for guess in guesses
         for verdict in (guess.ask(summary),)
     ]
-    if view.shows("table"):
-        document["table"] = msgspec.to_builtins(profiler_table(trace))
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    measured_here = {
+        "table": lambda: profiler_table(trace),
+        "starts": lambda: starts(trace, step),
+        "series": lambda: series(trace, step, summary.left_out),
+    }
+    for section, measure in measured_here.items():
+        if view.shows(section):
+            document[section] = msgspec.to_builtins(measure())
     if view.only:
         wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
         document = {key: value for key, value in document.items() if key in wanted}

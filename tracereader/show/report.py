@@ -1,6 +1,5 @@
 """What one trace shows, from the file alone."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,19 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
 from tracereader.show import lanes, references
+from tracereader.show import series as series_of
+from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
 from tracereader.show.text import (
     Name,
+    ascii_only,
     console,
     paragraph,
     percent,
@@ -113,10 +117,15 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names", "starts"}
     small = len(summary.gpu_work) <= SMALL
-    if not (view.only or view.all or view.brief):
-        wanted.discard("table")  # a section of its own: what it sums up stands below, step by step
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(trace.steps) < series_of.ENOUGH:
+            wanted.discard("series")
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
@@ -138,6 +147,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "cpu": lambda out: _cpu(out, summary, view),
         "work": lambda out: _gpu_work(out, summary, view),
         "names": lambda out: _names(out, summary, view),
+        "starts": lambda out: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda out: series_of.show(out, series(trace, step, summary.left_out), view.all, ascii_only(out)),
         "chain": lambda out: _chain(out, summary, view),
         "patterns": lambda out: _patterns(out, summary, view),
     }
@@ -327,12 +338,7 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    ascii_only = (
-        out.is_dumb_terminal
-        or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
-    )
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only else lanes.UNICODE)
+    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE)
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:

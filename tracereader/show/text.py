@@ -30,6 +30,15 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
 
+def ascii_only(out: Console) -> bool:
+    """Whether pictures have to do without characters of their own."""
+    return (
+        out.is_dumb_terminal
+        or not (out.encoding or "").lower().startswith("utf")
+        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
+    )
+
+
 def plain(text: str) -> str:
     """Somebody else's text, to stand between our own markup."""
     return escape(printable(text))
