@@ -148,7 +148,9 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "work": lambda out: _gpu_work(out, summary, view),
         "names": lambda out: _names(out, summary, view),
         "starts": lambda out: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
-        "series": lambda out: series_of.show(out, series(trace, step, summary.left_out), view.all, ascii_only(out)),
+        "series": lambda out: series_of.show(
+            out, series(trace, step, summary.left_out), bool(view.only or view.all), view.all, ascii_only(out)
+        ),
         "chain": lambda out: _chain(out, summary, view),
         "patterns": lambda out: _patterns(out, summary, view),
     }

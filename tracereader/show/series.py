@@ -12,15 +12,15 @@ from tracereader.trace import STEP
 from tracereader.trace.kernel_names import labels, short
 
 ENOUGH = 8  # steps: below, one odd step is more than a tenth of them
-ROWS_SHOWN, COLUMNS = 4, 20
+ROWS_SHOWN, ROWS_BESIDE_OTHERS, COLUMNS = 4, 2, 20
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 # A mean this far above the median is what one or two slow steps make of it.
 MEAN_MISLEADS = 1.02
 
 
-def show(out: Console, found: Sequence[Series], every: bool, ascii_only: bool) -> None:
-    """A line for each, and what the costliest one says."""
-    shown = found[: None if every else ROWS_SHOWN]
+def show(out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_only: bool) -> None:
+    """A line for each, and where it was asked for what the costliest one says."""
+    shown = found[: None if every else ROWS_SHOWN if asked else ROWS_BESIDE_OTHERS]
     if not shown:
         out.print("[bold]the same work over the steps[/bold]: none in every step")
         return
@@ -37,6 +37,8 @@ def show(out: Console, found: Sequence[Series], every: bool, ascii_only: bool) -
     print_columns(out, (f"{kind}{steps} steps, µs", "", "median", "mean", "range", "ramp"), rows, left=(0, 1))
     if steps < ENOUGH:
         paragraph(out, f"{steps} steps are too few to tell an odd one from a trend: record with --active 20")
+        return
+    if not asked:
         return
     paragraph(out, "ramp: the last quarter's median over the first's. A line's lowest bar is its fastest step")
     one = shown[0]
