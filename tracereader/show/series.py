@@ -12,7 +12,7 @@ from tracereader.trace import STEP
 from tracereader.trace.kernel_names import labels, short
 
 ENOUGH = 8  # steps: below, one odd step is more than a tenth of them
-ROWS_SHOWN, ROWS_BESIDE_OTHERS, COLUMNS = 4, 2, 20
+ROWS_SHOWN, ROWS_BESIDE_OTHERS, COLUMNS = 4, 1, 20
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 # A mean this far above the median is what one or two slow steps make of it.
 MEAN_MISLEADS = 1.02
