@@ -245,7 +245,12 @@ def save(
         "torch": torch.__version__,
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
-        "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
+        "facts": {
+            "first_call_s": steps.first_call_s,
+            "peak_bytes": peak_bytes,
+            "relative_error": error,
+            **(facts or {}),
+        },
     }
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:

@@ -8,6 +8,7 @@ import msgspec
 
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -28,6 +29,7 @@ class Call(msgspec.Struct, frozen=True):
     depth: int
     us: float
     self_us: float
+    layer: str | None  # of the model: see layers.py
     launched: list[str]
     reaches_gpu: bool
 
@@ -142,7 +144,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
-    chain = _chain(step)
+    layers = layer_names(trace, step)
+    chain = _chain(step, layers)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
     return Summary(
@@ -164,7 +167,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
-        gpu_work=gpu_work(trace, step),
+        gpu_work=tuple(
+            msgspec.structs.replace(row, layer=layers.get(id(one)))
+            for row, one in zip(gpu_work(trace, step), step.work, strict=True)
+        ),
         kernels=kernel_times(trace),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
@@ -179,7 +185,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _chain(step: Step) -> tuple[Call, ...]:
+def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
     below = set()  # the ids of what launched work, and of all that encloses it
     for one in step.work:
         op = one.launch
@@ -187,7 +193,16 @@ def _chain(step: Step) -> tuple[Call, ...]:
             below.add(id(op))
             op = op.parent
     return tuple(
-        Call(op.name, op.kind, depth, op.us, self_us(op), [one.name for one in op.work], id(op) in below)
+        Call(
+            name=op.name,
+            kind=op.kind,
+            depth=depth,
+            us=op.us,
+            self_us=self_us(op),
+            layer=layers.get(id(op)),
+            launched=[one.name for one in op.work],
+            reaches_gpu=id(op) in below,
+        )
         for op, depth in step.dispatch()
     )
 

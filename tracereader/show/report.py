@@ -11,6 +11,7 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
@@ -30,6 +31,7 @@ from tracereader.show.text import (
     plain,
     print_columns,
     rate,
+    seconds,
     shown_path,
     size,
     time,
@@ -157,7 +159,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     out = console()
     if not view.brief:
         out.print()
-    _header(out, summary)
+    _header(out, summary, view)
     for name in SECTIONS:
         if name in wanted:
             if name != "short" or not view.brief:
@@ -168,7 +170,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
 
 
-def _header(out: Console, summary: Summary) -> None:
+def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
     words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
@@ -187,6 +189,9 @@ def _header(out: Console, summary: Summary) -> None:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
+    took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
+    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
+        words.append(f"first call {seconds(took)}")
     out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
     if summary.left_out:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
@@ -340,7 +345,8 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE)
+    named = layer_names(trace, step)
+    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE, named)
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -353,7 +359,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
     rows = [
         (
             Name(named[one.name]),
-            Name(short(one.asked_by, 28)),
+            Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
             us(one.us),
             f"{us(one.low_us)}–{us(one.high_us)}",
             one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
@@ -387,8 +393,10 @@ def _names(out: Console, summary: Summary, view: View) -> None:
     out.print("[bold]what the names say[/bold]")
     for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
+        layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(short(name, out.width - 4))}")
-        out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
+        paragraph(out, plain(told), " " * 6, " " * 6)
     _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
 
 
@@ -436,6 +444,8 @@ def _chain(out: Console, summary: Summary, view: View) -> None:
         return
     for call in summary.chain:
         line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
+        if call.layer:
+            line += f"  {plain(call.layer)}"
         if call.launched:
             names = " + ".join(short(name, 48) for name in call.launched[:4])
             more = f" + {len(call.launched) - 4} more" if len(call.launched) > 4 else ""
@@ -459,12 +469,14 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
             times = f"{len(same):,} x " if len(same) > 1 else ""
-            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]")
+            layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
+            named = f"  {plain(', '.join(layers))}" if layers else ""
+            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
-CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
+CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
 
 
 def _patterns(out: Console, summary: Summary, view: View) -> None:
