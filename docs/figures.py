@@ -11,7 +11,7 @@ class Figure:
     """title: what the article shows. run: a numbered script with its flags; trace: the reference of that run.
 
     look: what follows `read-trace TRACE`. see: the answer, in a sentence. lines: by this expression the
-    lines of what is printed that a reader looks at; on_cpu: the same for a run on the CPU, or where it tells nothing, why.
+    lines of what is printed that a reader looks at; on_cpu: the same for a run on the CPU, or why it tells nothing.
     """
 
     number: str
@@ -55,10 +55,10 @@ PART_1 = (
     Figure("7", "warmed up, the steps are alike", "01_matmul_add.py --size 64 --warmup",
            "01_matmul_add/64_bf16_warm_eager", "--only guesses",
            "On the H200 they are not: the pause before the first recorded step does it, not first use; "
-           "[the experiment](01_matmul_add.md#why-is-step-2-so-wide).", r".*the longest is.*", r".*µs$|.*the longest is.*"),
+           "[the experiment](01_matmul_add.md#why-is-the-first-recorded-step-so-wide).", r".*the longest is.*"),
     Figure("8", "the offset between the lanes", RUN_64_ALL, TRACE_64_ALL, "--step 0 --only starts",
            "`wait` is that offset, kernel by kernel, and its parts add up to it: the call, the queue, the profiler's "
-           "and the driver's own slices (`own`), the way. It is largest before the first kernel that has to be loaded.",
+           "and the driver's own slices (`own`), the way. In the first step the launch calls themselves take long.",
            r"nvjet.*|vectorized.*|own, before.*", GPU_ONLY + "there is one lane"),
     Figure("9", "an Activity Buffer Request", RUN_64_ALL, TRACE_64_ALL, "--only guesses",
            "The profiler allocates room for GPU records, once, before the first kernel.",
@@ -67,7 +67,8 @@ PART_1 = (
            "The gap is told by what the launching thread was in: aten::add itself and its launch, on their first call. "
            "No buffer request lies in it.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),
     Figure("11", "with 20 steps, the gap shows once", f"{RUN_64_ALL} --active 20", f"{TRACE_64_ALL}_active20",
-           "--only steps,patterns --step 1", "`span` less `GPU busy` is the gap of each step; one buffer request in all.",
+           "--step 1 --only steps,patterns",
+           "`span` less `GPU busy` is the gap of each step; one buffer request in all.",
            r"#[0-3] .*|.*Activity Buffer Request.*", r"#[0-3] .*"),
     Figure("12", "the chain of dispatch", RUN_64, TRACE_64, "--only chain",
            "Python calls aten::matmul, which calls aten::mm, which launches; aten::add launches by itself.",

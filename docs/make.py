@@ -4,14 +4,16 @@
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
 A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
-and one whose command is `cat …` of a file there that file. <!-- cheatsheet --> and <!-- verdicts -->
-hold the cheatsheet and the table of claims. A block without a command is typed, and says so.
+and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
+<!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
+figures (figures.py). A block without a command is typed, and says so.
 """
 
 import contextlib
 import io
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +30,9 @@ from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
-CONSOLE = re.compile(r"(```console\n\$ (uv run read-trace|cat) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
+CONSOLE = re.compile(
+    r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S
+)
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
@@ -81,8 +85,9 @@ MARK = {True: "yes", False: "**no**", None: "–"}
 
 def output_of(command: str, arguments: str) -> str:
     """What a command prints into a pipe."""
-    if command == "cat":
-        return (ROOT / arguments).read_text().strip("\n") + "\n"
+    if command != "uv run read-trace":
+        words = [*command.split(), *shlex.split(arguments)]
+        return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
         status = cli.main(shlex.split(arguments))
@@ -190,7 +195,7 @@ def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
     trace = REFERENCE / machine / f"{figure.trace}.json.gz"
     if machine == "cpu" and (told.startswith(GPU_ONLY) or told == NEEDS_TRITON):
         return [], told
-    printed = output_of("read-trace", f"{trace.relative_to(ROOT)} {figure.look}")
+    printed = output_of("uv run read-trace", f"{trace.relative_to(ROOT)} {figure.look}")
     found = [line for line in printed.splitlines() if re.fullmatch(told, line)]
     heads = [line for line in printed.splitlines() if re.fullmatch(HEADS, line)]
     return [line for line in printed.splitlines() if line in found or (found and line in heads)], ""

@@ -26,6 +26,7 @@ from tracereader.show.text import (
     Name,
     ascii_only,
     console,
+    head,
     paragraph,
     percent,
     plain,
@@ -231,7 +232,7 @@ def _in_short(out: Console, summary: Summary, view: View) -> None:
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        paragraph(out, line, f"{' ' * 8 if number else '[bold]in short[/bold]'}   ", " " * 11)
+        paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -249,16 +250,16 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     shown.append(("the whole window", us(window), "100%"))
-    head = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (head, "µs", "share"), shown)
+    title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
+    print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
+    for title, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
-            print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
+            print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
             _and_more(out, len(places), len(rows))
     if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
         return  # the answer has the families already
@@ -288,20 +289,20 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
         for one in shown
     ]
     heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
-    print_columns(out, heads, rows, left=(0, 1))
+    print_columns(out, heads, rows, left=(0, 1), section="kernels")
     _and_more(out, len(summary.kernels), len(rows))
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
     """The ops' own time; calls of the driver apart, since many of them wait."""
-    for head, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
+    for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
             for name, one in ordered[: view.most(ROWS_SHOWN)]
         ]
         if rows:
-            print_columns(out, (head, "self µs", "total µs", "calls"), rows)
+            print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             _and_more(out, len(ordered), len(rows))
 
 
@@ -328,7 +329,7 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
             row += [str(one.launches), us(one.gpu_busy_us), us(one.gpu_span_us), percent(one.gpu_idle_share)]
             row += [us(one.launch_to_start_us)]
         rows.append(row)
-    print_columns(out, heads, rows)
+    print_columns(out, heads, rows, section="steps")
     if len(shown) < len(found):
         out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
@@ -348,7 +349,7 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     named = layer_names(trace, step)
     drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE, named)
     if drawn:
-        out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
+        out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
@@ -375,7 +376,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
         "launched by",
         "regs, shared, grid x block",
     )
-    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
+    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
     _and_more(out, len(summary.gpu_work), len(rows))
 
 
@@ -390,7 +391,7 @@ def _names(out: Console, summary: Summary, view: View) -> None:
     said: dict[str, list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault(one.name, []).append(one)
-    out.print("[bold]what the names say[/bold]")
+    out.print(head("what the names say", "names"))
     for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
@@ -438,7 +439,7 @@ def _chain(out: Console, summary: Summary, view: View) -> None:
     """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
     folded = not view.all and len(summary.chain) > LINES_SHOWN
     step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(f"[bold]dispatch chain of {step}{', into what takes longest' * folded}[/bold]")
+    out.print(head(f"dispatch chain of {step}{', into what takes longest' * folded}", "chain"))
     if folded:
         _folded_chain(out, summary.chain, 0, len(summary.chain))
         return
@@ -483,7 +484,7 @@ def _patterns(out: Console, summary: Summary, view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
     found = cheatsheet.found(summary)
-    out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
+    out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     for pattern, evidence in found:
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
         if explained:
@@ -495,7 +496,7 @@ def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: 
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
     brief = view.brief and not (view.all or view.only)
-    out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
+    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue

@@ -27,7 +27,7 @@ def show(out: Console, table: Table, steps: int, brief: bool, every: bool) -> No
         *([us(table.self_gpu_us), ""] * gpu),
         "",
     ]
-    print_columns(out, heads, [*_rows(shown, gpu), totals])
+    print_columns(out, heads, [*_rows(shown, gpu), totals], section="table")
     for line in _how_to_read(table)[: 1 if brief else None]:
         paragraph(out, line)
 
