@@ -343,3 +343,16 @@ def _count(value: object) -> int | None:
 
 def _sizes(value: object) -> list[int] | None:
     return value if isinstance(value, list) and all(_count(one) is not None for one in value) else None
+
+
+def sizes_of_op(op: Op) -> tuple[Product | None, int | None]:
+    """What a matrix product multiplies, and the bytes that it or a pointwise op moves, by recorded shapes."""
+    args = op.args
+    dims, types = _dims(args), args.get("Input type")
+    item = BYTES_OF.get(types[0]) if isinstance(types, list) and types and isinstance(types[0], str) else None
+    if not dims:
+        return None, None
+    if op.name in MATMULS:
+        product = _product(op.name, dims)
+        return product, product.elements * item if product and item else None
+    return None, _pointwise_bytes(op.name, "", dims, item)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.figures.cpu_work import CpuWork, cpu_work
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.layers import layer_names
@@ -93,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
     gpu_work: tuple[GpuWork, ...]
+    cpu_work: tuple[CpuWork, ...]  # of the step, of a trace without GPU work
     kernels: tuple[KernelTimes, ...]
     label: Label | None
     chain: tuple[Call, ...]
@@ -171,6 +173,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
             msgspec.structs.replace(row, layer=layers.get(id(one)))
             for row, one in zip(gpu_work(trace, step), step.work, strict=True)
         ),
+        cpu_work=() if any(one.work for one in trace.steps) else cpu_work(step, layers),
         kernels=kernel_times(trace),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,

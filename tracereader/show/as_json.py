@@ -22,7 +22,7 @@ SECTION_KEYS = {
     "steps": ("steps", "left_out"),
     "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
     "kernels": ("kernels",),
-    "cpu": ("ops", "runtime"),
+    "cpu": ("ops", "runtime", "cpu_work"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
     "starts": ("starts",),
