@@ -48,8 +48,8 @@ TYPES = {
 class KernelName:
     """family: one of FAMILIES. `other`: the maker is known, but the job is none of the families or not said.
 
-    pointwise: each output element by itself, casts and strided copies among them. copy: elements moved, nothing
-    computed (a driver's copy, concatenation, a gather or scatter, another layout). reduction: softmax, loss and
+    pointwise: each output element by itself. copy: elements moved, nothing computed (a driver's copy, a cast,
+    concatenation, a gather or scatter, another layout). reduction: softmax, loss and
     pooling too. parts: what the name says, each under the field's word for it (tile, stages, layout, …).
     """
 
@@ -268,6 +268,7 @@ def _xmma(match, text):
     layout = re.search(r"_([ntc]{2})_[nt]_", text)
     types = re.search(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
     convolves = re.search(CONVOLVES, text)
+    does = CONVOLVING.get(convolves[0], "") if convolves else ""
     return (
         "convolution" if convolves else "GEMM",
         f"{'cuDNN' if convolves else 'cuBLAS'} xmma, sm {match['sm']}",
@@ -277,7 +278,8 @@ def _xmma(match, text):
             "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
             "epilogue": _epilogue(text.split("_")),
             "layout": layout[1] if layout else "",
-            "does": CONVOLVING.get(convolves[0], "") if convolves else "",
+            # Beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
+            "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
         },
     )
 
@@ -290,6 +292,11 @@ def _convolution(match, text):
     way = re.search("fprop|dgrad|wgrad", text)
     parts = _mma_parts(match["rest"].replace("fprop", "gemm").replace("dgrad", "gemm").replace("wgrad", "gemm"))
     return "convolution", "cuDNN", {"does": CONVOLVING[way[0]] if way else "", **parts}
+
+
+def _implicit_gemm(match, text):
+    parts = {"types": "TF32" if "tfloat32_t" in text else "", "does": CONVOLVING[match["way"].lower()]}
+    return "convolution", "CUTLASS", parts
 
 
 TENSILE_TYPES = {
@@ -312,7 +319,7 @@ def _tensile(match, text):
     return "GEMM", "rocBLAS/hipBLASLt Tensile", parts
 
 
-SPLIT_K = "adds the parts of a split-K GEMM"
+SPLIT_K = "adds the parts of a split-K product"
 # Ops whose own names hold underscores; any other word of a fused name is an op by itself.
 COMPOUND_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
@@ -429,6 +436,7 @@ def _aten(family: str):
 ATEN_OPERATIONS = (
     ("group_norm|batch_norm", "normalization"),
     (r"amp_|.*non_finite", "optimizer"),
+    (r"(?:\w+_)?copy$", "copy"),
 )
 
 
@@ -637,6 +645,7 @@ READERS = tuple(
         (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
         (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
          _convolution),
+        (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
         # GEMMs
         (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
          r"(?P<rest>\w+)", _nvjet),
