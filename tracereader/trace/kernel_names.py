@@ -74,7 +74,7 @@ def decode(name: str) -> KernelName:
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
     maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
     family, does = next(((family, does) for pattern, family, does in JOBS if pattern.search(own)), ("other", ""))
-    if not maker and family != "other" and HAND_WRITTEN.search(own):
+    if not maker and family != "other" and (own != text or HAND_WRITTEN.search(own)):
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
         return KernelName(UNKNOWN, "", {})
@@ -689,17 +689,19 @@ MAKERS = tuple(
         (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
         (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
          r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
+        (r"^sglang::", "SGLang"),
+        (r"^vision::|^nms_kernel_impl|^(?:ps_)?roi_", "torchvision"),
         (r"^marlin|^Marlin", "Marlin"),
         (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
         (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
-        (r"^tensorrt_llm::|^fmhaSm\d|^trtllm|^moe::dev::", "TensorRT-LLM"),
+        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::", "TensorRT-LLM"),
         (r"^transformer_engine::|^nvte_", "Transformer Engine"),
         (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
          r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
         (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
         (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
         (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
-        (r"^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
+        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
         (r"^(?:MIOpen|miopen|Sp3Asm|igemm_(?:fwd|bwd|wrw)|naive_conv|SubTensorOp|batched_transpose|Op\dTensor|mlir_gen)",
          "MIOpen"),
         (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
@@ -722,7 +724,7 @@ MAKERS = tuple(
     )
 )  # fmt: skip
 
-# A name without a known maker is read by its words only where it looks like a kernel's.
+# A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
 HAND_WRITTEN = re.compile(r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel")
 
 # What a function's own name says that it does, first match wins. does: "" for the name's own words.
@@ -730,12 +732,12 @@ JOBS = tuple(
     (re.compile(pattern, re.IGNORECASE), family, does)
     for pattern, family, does in (
         (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
-        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall", "communication", "AllToAll"),
+        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
         (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
          r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
         (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
          r"copy_page|cache_kernel", "copy", "into the KV cache"),
-        (r"adam|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
+        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
          r"non_finite", "optimizer", ""),
         (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
          "batch norm"),
@@ -747,7 +749,10 @@ JOBS = tuple(
          r"vol2col|vol2im|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
          r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
         (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
+        (r"hadamard", "other", "Hadamard transform"),
         # what surrounds attention and experts, before the words that name those
+        (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
+        (r"expandInputRows", "copy", "rows to their experts"),
         (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
          r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
          r"rms_fp8|_norm_|add_norm|fused_norm|welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
@@ -766,7 +771,7 @@ JOBS = tuple(
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),
         (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
-        (r"pool|adaptive_?(?:average|max)", "reduction", "pooling"),
+        (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
         (r"dropout", "pointwise", "dropout"),
         (r"act_and_mul|silu|gelu|relu|glu|swish|sigmoid|tanh|activation", "pointwise", ""),
         (r"fill|memset", "pointwise", "fill"),
