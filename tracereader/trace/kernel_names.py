@@ -694,7 +694,8 @@ MAKERS = tuple(
         (r"^marlin|^Marlin", "Marlin"),
         (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
         (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
-        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::", "TensorRT-LLM"),
+        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
+         "TensorRT-LLM"),
         (r"^transformer_engine::|^nvte_", "Transformer Engine"),
         (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
          r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
