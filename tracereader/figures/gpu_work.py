@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from tracereader.figures.attention import Attention, attention
 from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
@@ -31,33 +32,6 @@ INPUTS = {
     "aten::sigmoid": 1, "aten::tanh": 1, "aten::exp": 1, "aten::rsqrt": 1, "aten::neg": 1,
     "LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2,
 }  # fmt: skip
-
-# Attention ops whose first three inputs are query, key and value, with the places of [batch, heads, sequence].
-ATTENTION = {
-    "aten::_flash_attention_forward": (0, 2, 1), "aten::_efficient_attention_forward": (0, 2, 1),
-    "aten::_cudnn_attention_forward": (0, 1, 2), "aten::_scaled_dot_product_cudnn_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_efficient_attention": (0, 1, 2),
-}  # fmt: skip
-
-
-class Attention(msgspec.Struct, frozen=True):
-    """softmax(q @ k.T) @ v. FLOPs are counted without a mask: a causal one saves up to half of them."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_size: int
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.head_size
-
-    @property
-    def elements(self) -> int:
-        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
-        return 2 * self.batch * self.heads * (self.queries + self.keys) * self.head_size
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -143,24 +117,27 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             queries.get(id(one.launch), 0),
             peaks,
             trace.device_properties.get(one.device, {}),
+            trace.lesson.facts if trace.lesson else {},
         )
         for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
-def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict) -> GpuWork:
+def _measured(
+    one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict, facts: dict
+) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    shape, moved = _sizes_of(one, op, args, says)
+    shape, moved, types = _sizes_of(one, op, args, says, facts)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    # Attention has no share of a roof: a causal mask halves its FLOPs, and the trace does not tell of one.
+    # Attention of a mask that the trace does not tell has no share of a roof: a causal one halves its FLOPs.
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
+    not_told = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
-    known = None if says.family == "attention" or over_the_bus else peaks
-    reached = _reached(tflops, gb_s, says.parts.get("types", ""), known)
+    reached = _reached(tflops, gb_s, says.parts.get("types") or types, None if not_told or over_the_bus else peaks)
     if max(reached.values(), default=0.0) > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
         tflops, gb_s, reached = None, None, {}
@@ -271,28 +248,35 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
     return before
 
 
-def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[Product | Attention | None, int | None]:
-    """What a GEMM or an attention kernel computed, and the bytes that a piece of work has to read and write."""
+def _sizes_of(
+    work: Work, op: Op | None, args: dict, says: KernelName, facts: dict
+) -> tuple[Product | Attention | None, int | None, str]:
+    """What a GEMM or an attention kernel computed, the bytes that a piece of work has to read and write, its type."""
     if work.kind == "memcpy":
         size = _count(args.get("bytes"))
-        return None, size and size * (2 if "DtoD" in work.name else 1)
+        return None, size and size * (2 if "DtoD" in work.name else 1), ""
     if op is None or says.family not in ("GEMM", "attention", "pointwise"):
-        return None, None
+        return None, None, ""
     asked = op.args
-    dims, types = _dims(asked), asked.get("Input type")
-    item = BYTES_OF.get(types[0]) if isinstance(types, list) and types and isinstance(types[0], str) else None
+    dims, types = dims_of(asked), asked.get("Input type")
+    first = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else ""
+    item = BYTES_OF.get(first)
     if not dims:
-        return None, None
+        return None, None, ""
+    if says.family == "pointwise":
+        return None, _pointwise_bytes(op.name, work.name, dims, item), ""
     if says.family == "GEMM":
-        product = _product(op.name, dims)
-        return product, product.elements * item if product and item else None
-    if says.family == "attention":
-        attention = _attention(op.name, dims)
-        return attention, attention.elements * item if attention and item else None
-    return None, _pointwise_bytes(op.name, work.name, dims, item)
+        found = product(op.name, dims)
+    else:
+        # A kernel that only puts parts together, or goes backward, did other arithmetic.
+        found = attention(op.name, asked, dims, says, facts) if says.parts.get("does", "forward") == "forward" else None
+    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
+    types = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
+    return found, found.elements * item if found and item else None, types
 
 
-def _product(op: str, dims: list[list[int]]) -> Product | None:
+def product(op: str, dims: list[list[int]]) -> Product | None:
+    """What a matrix product's op computed, by its inputs' shapes."""
     # Behind the two factors, compiled code names its output; before them, addmm names its bias.
     first = 1 if op in ("aten::addmm", "aten::baddbmm") else 0
     factors = dims[first : first + 2]
@@ -300,15 +284,6 @@ def _product(op: str, dims: list[list[int]]) -> Product | None:
         return None
     *batch, m, k = factors[0]
     return Product(math.prod(batch), m, k, factors[1][-1]) if k == factors[1][-2] else None
-
-
-def _attention(op: str, dims: list[list[int]]) -> Attention | None:
-    places = ATTENTION.get(op)
-    if places is None or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
-        return None
-    query, key = dims[:2]
-    batch, heads, sequence = places
-    return Attention(query[batch], query[heads], query[sequence], key[sequence], query[3])
 
 
 def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | None) -> int | None:
@@ -324,7 +299,7 @@ def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | No
     return (sum(sizes) + sum(out)) * item
 
 
-def _dims(args: dict) -> list[list[int]]:
+def dims_of(args: dict) -> list[list[int]]:
     """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
     dims = args.get("Input Dims")
     if not isinstance(dims, list):
