@@ -75,6 +75,7 @@ class Summary(msgspec.Struct, frozen=True):
     trace: str
     lesson: dict | None
     devices: list[str]
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
     has_steps: bool
@@ -149,6 +150,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         trace=str(trace.path),
         lesson=_lesson(trace),
         devices=list(trace.devices),
+        compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -177,6 +179,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         compiled_graphs=graphs,
         recompiled=recompiled,
     )
+
+
+def _compute_capability(trace: Trace) -> str | None:
+    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
+    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
+        return None
+    return "{}{}".format(*found.pop())
 
 
 def _chain(step: Step) -> tuple[Call, ...]:
