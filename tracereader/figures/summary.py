@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True):
     trace: str
     lesson: dict | None
     devices: list[str]
-    capability: int | None  # NVIDIA's compute capability times ten, where all devices have one: 90 of a Hopper
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
     has_steps: bool
@@ -156,7 +156,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         trace=str(trace.path),
         lesson=_lesson(trace),
         devices=list(trace.devices),
-        capability=_capability(trace),
+        compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -191,13 +191,11 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _capability(trace: Trace) -> int | None:
-    properties = [trace.device_properties.get(device, {}) for device in {one.device for one in trace.work}]
-    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in properties}
-    if len(found) != 1:
+def _compute_capability(trace: Trace) -> str | None:
+    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
+    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
         return None
-    ((major, minor),) = found
-    return 10 * major + minor if type(major) is int and type(minor) is int else None
+    return "{}{}".format(*found.pop())
 
 
 def _chain(step: Step) -> tuple[Call, ...]:
