@@ -56,6 +56,16 @@ def attention(
     return Attention(query[batch], query[heads], key[heads], query[sequence], key[sequence], query[3], causal)
 
 
+def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
+    """What a script stored of the one attention that its step computes."""
+    told = facts.get("attention")
+    sizes = [told.get(name) for name in ("batch", "heads", "seq", "head_dim")] if isinstance(told, dict) else [None]
+    if not all(type(one) is int and 0 < one < 2**40 for one in sizes):
+        return None
+    batch, heads, seq, head_size = sizes
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal(None, 0, says, facts))
+
+
 def _causal(inputs: object, place: int, says: kernel_names.KernelName, facts: dict) -> bool | None:
     """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
     if named := says.parts.get("causal"):

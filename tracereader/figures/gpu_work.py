@@ -7,10 +7,10 @@ from statistics import fmean, median
 
 import msgspec
 
-from tracereader.figures.attention import Attention, attention
+from tracereader.figures.attention import Attention, attention, stored
 from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
 from tracereader.figures.occupancy import Occupancy, occupancy
-from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
 from tracereader.trace.kernel_names import KernelName
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
@@ -109,6 +109,9 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             durations[key].append(one.dur)
     queries = _queries_before(chosen.work)
     peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    # What a script stored of its attention is of this kernel only where the step has no other.
+    alone = sum(kernel_names.decode(one.name).family == "attention" for one in chosen.work) == 1
+    lesson = trace.lesson if alone else None
     return tuple(
         _measured(
             one,
@@ -117,18 +120,18 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             queries.get(id(one.launch), 0),
             peaks,
             trace.device_properties.get(one.device, {}),
-            trace.lesson.facts if trace.lesson else {},
+            lesson,
         )
         for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
 def _measured(
-    one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict, facts: dict
+    one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict, lesson: Lesson | None
 ) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    shape, moved, types = _sizes_of(one, op, args, says, facts)
+    shape, moved, types = _sizes_of(one, op, args, says, lesson)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
@@ -249,7 +252,7 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
 
 
 def _sizes_of(
-    work: Work, op: Op | None, args: dict, says: KernelName, facts: dict
+    work: Work, op: Op | None, args: dict, says: KernelName, lesson: Lesson | None
 ) -> tuple[Product | Attention | None, int | None, str]:
     """What a GEMM or an attention kernel computed, the bytes that a piece of work has to read and write, its type."""
     if work.kind == "memcpy":
@@ -261,17 +264,19 @@ def _sizes_of(
     dims, types = dims_of(asked), asked.get("Input type")
     first = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else ""
     item = BYTES_OF.get(first)
-    if not dims:
-        return None, None, ""
     if says.family == "pointwise":
         return None, _pointwise_bytes(op.name, work.name, dims, item), ""
+    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
+    found, types = None, {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
     if says.family == "GEMM":
         found = product(op.name, dims)
-    else:
-        # A kernel that only puts parts together, or goes backward, did other arithmetic.
-        found = attention(op.name, asked, dims, says, facts) if says.parts.get("does", "forward") == "forward" else None
-    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
-    types = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
+    elif says.parts.get("does", "forward") != "forward":
+        pass  # it only puts parts together, or goes backward: other arithmetic
+    elif dims:
+        found = attention(op.name, asked, dims, says, lesson.facts if lesson else {})
+    elif lesson and (found := stored(lesson.facts, says)):
+        types = {"bf16": "bf16", "fp16": "fp16"}.get(str(lesson.flags.get("dtype")), "")
+        item = 2 if types else None
     return found, found.elements * item if found and item else None, types
 
 
@@ -288,7 +293,7 @@ def product(op: str, dims: list[list[int]]) -> Product | None:
 
 def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | None) -> int | None:
     sizes = [math.prod(dim) for dim in dims]
-    if item is None:
+    if item is None or not sizes:
         return None
     if op == kernel:  # Inductor's own row names its outputs with its inputs
         return sum(sizes) * item

@@ -17,7 +17,7 @@ class Occupancy(msgspec.Struct, frozen=True):
 
     not_estimated: the profiler's 0% is none. It asks how many blocks fit with the shared memory that a block gets
     unasked (48 KB), so none of a larger one do: Kineto's kernelOccupancy, FUNC_SHMEM_LIMIT_DEFAULT. On the H200 it
-    says 0% of all 8,900 kernels of such blocks here, however launched, and of none below 48 KB that fills the chip.
+    says 0% of all 8,892 kernels of such blocks recorded here, however launched, and of none below that fills the chip.
     """
 
     limit: float
