@@ -404,8 +404,8 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif heads := one.attention:
             found[heads] = (
                 f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
-                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
             )
         elif conv := one.convolution:
@@ -419,12 +419,20 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     return list(found.values())
 
 
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
+
+
 def _occupancy(one: GpuWork) -> list[str]:
     found = one.occupancy
     if found is None:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:
