@@ -7,7 +7,7 @@ not found.
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
-from tracereader.findings import gpu_work, ops, steps
+from tracereader.findings import decoding, gpu_work, ops, steps
 from tracereader.findings.finding import Finding, Verdict
 
 
@@ -62,6 +62,21 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
+    Pattern(GPU, "many launches, the same in every step, and the GPU waiting for them", "A CUDA graph replays them with "
+            "one launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as shapes and addresses stay: what "
+            "is left is the GPU's own time.", decoding.graph_would_do()),
+    Pattern(GPU, "keys and values expanded in memory before attention", "Grouped-query attention by copies: the keys of "
+            "each head once for every query head. Attention can take them as they are (enable_gqa=True).",
+            decoding.expanded_keys()),
+    Pattern(GPU, "many casts, with a kernel each", "One type in, another out, and nothing else: compiled code casts in "
+            "the kernels beside them; a weight that is cast in every step can be cast once.", decoding.casts()),
+    Pattern(GPU, "attention over the empty rest of a static cache", "The mask hides it, and it is read all the same: a "
+            "shorter cache, or attention that stops at the last key.", decoding.empty_cache()),
+    Pattern(GPU, "in prefill, logits of every token", "The next token needs one row of each sequence "
+            "(logits_to_keep=1).", decoding.logits_of_all()),
+    Pattern(GPU, "matrix products of few rows, which do little but read weights", "Time is bytes over bandwidth, as in "
+            "decoding: a larger batch reads them once for more tokens, smaller types read less.",
+            decoding.reads_weights()),
     Pattern(CHAIN, "matmul or linear ending in mm, addmm or bmm", "The dispatcher's choice by the inputs' shapes; the "
             "last name is the one that launches.", ops.resolution()),
     Pattern(CHAIN, "t, view, reshape, … with no GPU work", "They rewrite shape and strides on the CPU; no data moves.",
