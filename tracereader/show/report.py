@@ -375,6 +375,12 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
                 + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
             )
+        elif conv := one.convolution:
+            found[(*conv.data, *conv.filter)] = (
+                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
+                f"{conv.flops / 1e9:,.1f} GFLOP"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
+            )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())

@@ -237,6 +237,11 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Op(event.name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
+        if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
+            raise TraceError(
+                f"{path}: PyTorch's profiler recorded no op and no GPU work in it (exported outside the schedule's "
+                "active steps, where on_trace_ready would not be? or the work ran in a thread that it does not watch?)"
+            )
         raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
     if not ops and not work:
         raise TraceError(f"{path}: all {zeroed} events have time stamp and duration zero (pytorch issue 188481)")
