@@ -62,14 +62,14 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
-    Pattern(GPU, "many launches, the same in every step, and the GPU waiting for them", "A CUDA graph replays them with "
-            "one launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as shapes and addresses stay: what "
-            "is left is the GPU's own time.", decoding.graph_would_do()),
-    Pattern(GPU, "keys and values expanded in memory before attention", "Grouped-query attention by copies: the keys of "
-            "each head once for every query head. Attention can take them as they are (enable_gqa=True).",
+    Pattern(GPU, "the same launches in every step, and the GPU waiting for them", "A CUDA graph replays them with one "
+            "launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as shapes, addresses and what the CPU "
+            "hands over stay: what is left is the GPU's own time.", decoding.graph_would_do()),
+    Pattern(GPU, "keys and values expanded in memory before attention", "Grouped-query attention by copies: each "
+            "head's keys once for every query head. Attention can take them as they are (enable_gqa=True).",
             decoding.expanded_keys()),
-    Pattern(GPU, "many casts, with a kernel each", "One type in, another out, and nothing else: compiled code casts in "
-            "the kernels beside them; a weight that is cast in every step can be cast once.", decoding.casts()),
+    Pattern(GPU, "casts with a kernel of their own", "One type in, another out, and nothing else: compiled code casts "
+            "in the kernels beside them; a weight that is cast in every step can be cast once.", decoding.casts()),
     Pattern(GPU, "attention over the empty rest of a static cache", "The mask hides it, and it is read all the same: a "
             "shorter cache, or attention that stops at the last key.", decoding.empty_cache()),
     Pattern(GPU, "in prefill, logits of every token", "The next token needs one row of each sequence "

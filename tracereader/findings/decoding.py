@@ -59,8 +59,8 @@ def graph_would_do() -> Finding:
         left = step.cpu_us - step.gpu_busy_us
         return Verdict(
             True,
-            f"{step.launches:,} launches of the same work in each of {len(summary.steps)} steps, and no wait for a "
-            f"result; the GPU's own time is {_time(step.gpu_busy_us)} of {_time(step.cpu_us)}",
+            f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
+            f"{_time(step.gpu_busy_us)} of {_time(step.cpu_us)}",
             cost_us=left,
         )
 
