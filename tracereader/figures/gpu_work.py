@@ -145,7 +145,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     durations = defaultdict(list)
     shared, beside = set(), _beside_others(trace.work)
     for step in trace.steps:
-        for key, one in _numbered(step.work):
+        for key, one in numbered(step.work):
             durations[key].append(one.dur)
             if id(one) in beside:
                 shared.add(key)
@@ -161,7 +161,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             peaks,
             trace.device_properties.get(one.device, {}),
         )
-        for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
+        for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
@@ -242,7 +242,7 @@ def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks 
     return reached
 
 
-def _numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
+def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
     """Each with its name and its number among those of that name: its identity across steps."""
     seen = Counter()
     for one in work:

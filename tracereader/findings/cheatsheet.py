@@ -115,6 +115,11 @@ def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
     return sorted(telling, key=lambda one: -one[1].cost_us)[:2]
 
 
+def what_to_do(summary: Summary) -> str:
+    """What the regime usually means, where one of the first patterns, which speak of it, is found."""
+    return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
+
+
 def markdown() -> str:
     """The whole cheatsheet, as README holds it."""
     lines = ["| where | what you see | what it usually means |", "|---|---|---|"]

@@ -43,7 +43,8 @@ def table(out: Console, summary: Summary) -> None:
     print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
     for one in largest:
         if one.us and one.high_us > STANDS_OUT * one.us:
-            out.print(f"  the longest of the {one.times}, number {one.longest}: {one.high_us / one.us:.1f} times the median one")
+            longest = f"the longest of the {one.times}, number {one.longest}"
+            out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
     if largest:
         out.print(f"  one of the {largest[0].times}: {plain(_families(summary, largest[0]))}")
 

@@ -1,6 +1,5 @@
 """What one trace shows, from the file alone."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +11,30 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
+from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
-from tracereader.findings.finding import NO_GPU, Finding, counted
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
 from tracereader.show import lanes, references, repeats
-from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
+from tracereader.show import series as series_of
+from tracereader.show import starts as starts_of
+from tracereader.show import table as table_of_torch
+from tracereader.show.text import (
+    Name,
+    ascii_only,
+    console,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    rate,
+    shown_path,
+    size,
+    time,
+    us,
+)
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, labels, short
@@ -30,7 +48,7 @@ ROWS_BESIDE_REPEATS = 3  # of each table, where another one says what repeats
 NAMES_SHOWN = 5
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
+BRIEF = ("short", "guesses", "steps", "lanes", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -101,8 +119,15 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names", "starts"}
     small = len(summary.gpu_work) <= SMALL
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(trace.steps) < series_of.ENOUGH:
+            wanted.discard("series")
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
@@ -115,8 +140,11 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
+    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("steps")  # drawn; and a guess speaks of the first one
     sections: dict[str, Callable[[Console], None]] = {
-        "short": lambda out: _in_short(out, summary),
+        "short": lambda out: _in_short(out, summary, view),
+        "table": lambda out: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda out: _verdicts(out, guesses, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
@@ -126,18 +154,23 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "cpu": lambda out: _cpu(out, summary, view),
         "work": lambda out: _gpu_work(out, summary, view),
         "names": lambda out: _names(out, summary, view),
+        "starts": lambda out: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda out: series_of.show(
+            out, series(trace, step, summary.left_out), bool(view.only or view.all), view.all, ascii_only(out)
+        ),
         "chain": lambda out: _chain(out, summary, view),
         "patterns": lambda out: _patterns(out, summary, view),
     }
     out = console()
-    out.print()
+    if not view.brief:
+        out.print()
     _header(out, summary)
     for name in SECTIONS:
         if name in wanted:
-            out.print()
+            if name != "short" or not view.brief:
+                out.print()
             sections[name](out)
-    left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
-    if view.brief and not view.only and left_out:
+    if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
 
@@ -168,7 +201,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary) -> None:
+def _in_short(out: Console, summary: Summary, view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -187,7 +220,8 @@ def _in_short(out: Console, summary: Summary) -> None:
             for one in summary.families[:4]
             if one.share >= 0.005
         ]
-        lines.append(f"of the GPU's time: {', '.join(shares)}")
+        if not view.brief:
+            lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
         ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
         if ops:
@@ -197,8 +231,10 @@ def _in_short(out: Console, summary: Summary) -> None:
             )
     lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    if view.brief and (means := cheatsheet.what_to_do(summary)):
+        lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        out.print(f"{'[bold]in short[/bold]' if not number else '        '}   {line}")
+        paragraph(out, line, f"{' ' * 8 if number else '[bold]in short[/bold]'}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -305,20 +341,17 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
-        out.print(
+        paragraph(
+            out,
             f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
-            + (f": {plain(why)}" if why else "; the trace does not show why")
+            + (f": {plain(why)}" if why else "; the trace does not show why"),
+            rest="  ",
         )
 
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    ascii_only = (
-        out.is_dumb_terminal
-        or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
-    )
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only else lanes.UNICODE)
+    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE)
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -463,34 +496,51 @@ def _patterns(out: Console, summary: Summary, view: View) -> None:
 
 
 def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first."""
-    out.print("[bold]guess first, then look[/bold]")
+    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    brief = view.brief and not (view.all or view.only)
+    out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if view.all or view.only or not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
-            out.print(f"       {plain(verdict.why_not)}")
+            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary)
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
+def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
+    """How many guesses the trace bears out."""
+    holds = [verdict.holds for _, verdict in answers]
+    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
+    broken = "; not these:" if False in holds else ""
+    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
     if reference is None:
         out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
         return
     gpu = summarize(read(reference))
-    out.print(f"  {len(guesses)} more about the GPU: this run was on the CPU. The same on {plain(gpu.devices[0])},")
-    out.print(f"  by the reference trace {plain(shown_path(reference))}:")
-    for guess in guesses:
-        verdict = guess.ask(gpu)
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
+    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    where = f"{plain(gpu.devices[0])}, by its reference trace"
+    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
+    if brief:
+        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
+    else:
+        out.print(f"{line} {plain(shown_path(reference))}:")
+    for guess, verdict in answers:
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
 
 
 GPU_REFERENCE = "nvidia-h200"

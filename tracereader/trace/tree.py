@@ -164,6 +164,7 @@ class Trace:
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
+    spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
@@ -267,6 +268,7 @@ def _built(path: Path, document: Document) -> Trace:
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
+        spans=tuple(spans),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
