@@ -7,9 +7,19 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.decoding import (
+    Decoding,
+    Unneeded,
+    WeightReads,
+    decoding,
+    same_in_all_steps,
+    unneeded,
+    weight_reads,
+)
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
-from tracereader.figures.places import Place, by_label, by_module
+from tracereader.figures.places import Place, by_label, by_module, by_module_class
+from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -93,7 +103,13 @@ class Summary(msgspec.Struct, frozen=True):
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
+    by_module_class: tuple[Place, ...]  # the same, equal modules in one
     gpu_work: tuple[GpuWork, ...]
+    repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
+    weight_reads: tuple[WeightReads, ...]
+    unneeded: Unneeded
+    same_in_all_steps: bool | None  # the GPU work; None of a single step
+    decoding: Decoding | None  # where the run told what a language model's step reads
     kernels: tuple[KernelTimes, ...]
     unfused: tuple[Unfused, ...]  # attention of the step whose scores go through memory
     hidden_copies: tuple[HiddenCopy, ...]  # of the step
@@ -152,9 +168,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     chain = _chain(step)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
+    measured, lesson = gpu_work(trace, step), _lesson(trace)
     return Summary(
         trace=str(trace.path),
-        lesson=_lesson(trace),
+        lesson=lesson,
         devices=list(trace.devices),
         compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
@@ -172,7 +189,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
-        gpu_work=gpu_work(trace, step),
+        by_module_class=by_module_class(trace, step),
+        gpu_work=measured,
+        repeats=repeats(step.work, measured),
+        weight_reads=weight_reads(trace, step, measured),
+        unneeded=unneeded(step, measured),
+        same_in_all_steps=same_in_all_steps(trace),
+        decoding=decoding(trace, lesson),
         kernels=kernel_times(trace),
         unfused=unfused(step),
         hidden_copies=hidden_copies(step),

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,9 +15,9 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
-from tracereader.findings import cheatsheet, steps
+from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
-from tracereader.show import lanes, references
+from tracereader.show import lanes, references, repeats
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -44,6 +44,7 @@ LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
+ROWS_BESIDE_REPEATS = 3  # of each table, where another one says what repeats
 NAMES_SHOWN = 5
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
@@ -63,6 +64,7 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
+    rows: int = ROWS_SHOWN
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
@@ -131,6 +133,10 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if not repeats.told(summary):
+        wanted.discard("repeats")
+    elif "repeats" in wanted:
+        view = replace(view, rows=ROWS_BESIDE_REPEATS)
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
@@ -143,6 +149,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
         "gpu": lambda out: _gpu_time(out, summary, view),
+        "repeats": lambda out: repeats.table(out, summary),
         "kernels": lambda out: _kernels(out, summary, view),
         "cpu": lambda out: _cpu(out, summary, view),
         "work": lambda out: _gpu_work(out, summary, view),
@@ -222,6 +229,7 @@ def _in_short(out: Console, summary: Summary, view: View) -> None:
                 "ops by their own time, of a step: "
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
+    lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
@@ -249,8 +257,11 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
-        shown = places[: view.most(ROWS_SHOWN)]
+    for head, places in (
+        ("GPU work of a step, summed by label", summary.by_label),
+        ("by module", summary.by_module_class),
+    ):
+        shown = places[: view.most(view.rows)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
             print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
@@ -260,7 +271,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     out.print()
     families = [
         (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
-        for one in summary.families[: view.most(ROWS_SHOWN)]
+        for one in summary.families[: view.most(view.rows)]
     ]
     print_columns(out, ("by family", "µs", "share", "pieces"), families)
     _and_more(out, len(summary.families), len(families))
@@ -268,7 +279,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     asked = {one.name: one.asked_by for one in summary.gpu_work}
-    shown = summary.kernels[: view.most(ROWS_SHOWN)]
+    shown = summary.kernels[: view.most(view.rows)]
     named = labels([one.name for one in shown], 60)
     rows = [
         (
@@ -293,7 +304,7 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
-            for name, one in ordered[: view.most(ROWS_SHOWN)]
+            for name, one in ordered[: view.most(view.rows)]
         ]
         if rows:
             print_columns(out, (head, "self µs", "total µs", "calls"), rows)
