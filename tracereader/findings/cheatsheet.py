@@ -117,10 +117,10 @@ PATTERNS = (
 )  # fmt: skip
 
 
-def found(summary: Summary) -> list[tuple[Pattern, str]]:
-    """The patterns that a trace shows, each with its evidence."""
+def found(summary: Summary) -> list[tuple[Pattern, Verdict]]:
+    """The patterns that a trace shows: those with a cost first, the costliest before the others."""
     verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
-    return [(pattern, verdict.evidence) for pattern, verdict in verdicts if verdict.holds]
+    return sorted((one for one in verdicts if one[1].holds), key=lambda one: -(one[1].cost_us or 0))
 
 
 # A finding that costs less of a step is not worth a line of the answer.
@@ -130,9 +130,7 @@ WORTH_TELLING = 0.05
 def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
     """The one or two patterns that cost a step most."""
     step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
-    verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
-    telling = [one for one in verdicts if one[1].holds and (one[1].cost_us or 0) > WORTH_TELLING * step_us]
-    return sorted(telling, key=lambda one: -one[1].cost_us)[:2]
+    return [one for one in found(summary) if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
 
 
 def what_to_do(summary: Summary) -> str:

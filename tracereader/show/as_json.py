@@ -42,8 +42,8 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": evidence}
-        for one, evidence in cheatsheet.found(summary)
+        {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
         {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
