@@ -4,6 +4,7 @@ README's cheatsheet is made from PATTERNS, by markdown(). A pattern that costs n
 not found.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
@@ -127,10 +128,10 @@ def found(summary: Summary) -> list[tuple[Pattern, Verdict]]:
 WORTH_TELLING = 0.05
 
 
-def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
-    """The one or two patterns that cost a step most."""
+def costliest(summary: Summary, shown: Sequence[tuple[Pattern, Verdict]]) -> list[tuple[Pattern, Verdict]]:
+    """Of the patterns found the one or two that cost a step most."""
     step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
-    return [one for one in found(summary) if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
+    return [one for one in shown if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
 
 
 def what_to_do(summary: Summary) -> str:

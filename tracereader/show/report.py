@@ -58,6 +58,9 @@ BRIEF = ("short", "guesses", "steps", "lanes", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
+Shown = tuple[cheatsheet.Pattern, Verdict]
+
+
 @dataclass(frozen=True)
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
@@ -147,10 +150,11 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    found = cheatsheet.found(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     sections: dict[str, Callable[[View], None]] = {
-        "short": lambda view: _in_short(out, summary, view),
+        "short": lambda view: _in_short(out, summary, found, view),
         "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda view: _verdicts(out, guesses, summary, view),
         "steps": lambda view: _steps(out, summary, view),
@@ -166,7 +170,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
             out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
         ),
         "chain": lambda view: _chain(out, summary, view),
-        "patterns": lambda view: _patterns(out, summary, view),
+        "patterns": lambda view: _patterns(out, summary, found, view),
     }
 
     def written(view: View) -> dict[str, str]:
@@ -235,7 +239,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary, view: View) -> None:
+def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -264,7 +268,7 @@ def _in_short(out: Console, summary: Summary, view: View) -> None:
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
     lines += [plain(line) for line in decoding.in_words(summary)]
-    lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
@@ -537,11 +541,10 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
 CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
 
 
-def _patterns(out: Console, summary: Summary, view: View) -> None:
+def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
     explained = view.all or view.only or roomy
-    found = cheatsheet.found(summary)
     out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]
     for pattern, verdict in shown:
