@@ -8,7 +8,8 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.gpu_work import ATTENTION, GpuWork, asking_ops
+from tracereader.figures.attention import ATTENTION
+from tracereader.figures.gpu_work import GpuWork, asking_ops
 from tracereader.figures.hardware import peaks_of
 from tracereader.trace import Op, Step, Trace, Work
 

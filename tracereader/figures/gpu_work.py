@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from tracereader.figures.attention import Attention, attention, stored
 from tracereader.figures.convolution import Convolution, convolution
 from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
 from tracereader.figures.occupancy import Occupancy, occupancy
-from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
 from tracereader.trace.kernel_names import KernelName
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
@@ -35,14 +36,6 @@ INPUTS = {
     "LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2,
 }  # fmt: skip
 
-# Attention ops whose first three inputs are query, key and value, with the places of [batch, heads, sequence].
-ATTENTION = {
-    "aten::_flash_attention_forward": (0, 2, 1), "aten::_efficient_attention_forward": (0, 2, 1),
-    "aten::_cudnn_attention_forward": (0, 1, 2), "aten::_scaled_dot_product_cudnn_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_efficient_attention": (0, 1, 2),
-}  # fmt: skip
-
 
 class Tensor(NamedTuple):
     """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known."""
@@ -50,25 +43,6 @@ class Tensor(NamedTuple):
     shape: list[int]
     stored: int
     item: int | None
-
-
-class Attention(msgspec.Struct, frozen=True):
-    """softmax(q @ k.T) @ v. FLOPs are counted without a mask: a causal one saves up to half of them."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_size: int
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.head_size
-
-    @property
-    def elements(self) -> int:
-        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
-        return 2 * self.batch * self.heads * (self.queries + self.keys) * self.head_size
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -151,6 +125,9 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
                 shared.add(key)
     queries = _queries_before(chosen.work)
     peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    # What a script stored of its attention is of this kernel only where the step has no other.
+    alone = sum(kernel_names.decode(one.name).family == "attention" for one in chosen.work) == 1
+    lesson = trace.lesson if alone else None
     return tuple(
         _measured(
             one,
@@ -160,26 +137,34 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             queries.get(id(one.launch), 0),
             peaks,
             trace.device_properties.get(one.device, {}),
+            lesson,
         )
         for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
 def _measured(
-    one: Work, op: Op | None, times: list[float], alone: bool, queries: int, peaks: Peaks | None, device: dict
+    one: Work,
+    op: Op | None,
+    times: list[float],
+    alone: bool,
+    queries: int,
+    peaks: Peaks | None,
+    device: dict,
+    lesson: Lesson | None,
 ) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    shape, moved = _sizes_of(one, op, args, says)
+    shape, moved, types = _sizes_of(one, op, args, says, lesson)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    # Attention has no share of a roof: a causal mask halves its FLOPs, and the trace does not tell of one.
+    # Attention of a mask that the trace does not tell has no share of a roof: a causal one halves its FLOPs.
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
+    not_told = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
-    known = None if says.family == "attention" or over_the_bus else peaks
-    reached = _reached(tflops, gb_s, says.parts.get("types", ""), known)
+    reached = _reached(tflops, gb_s, says.parts.get("types") or types, None if not_told or over_the_bus else peaks)
     if max(reached.values(), default=0.0) > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
         tflops, gb_s, reached = None, None, {}
@@ -306,29 +291,37 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
 
 
 def _sizes_of(
-    work: Work, op: Op | None, args: dict, says: KernelName
-) -> tuple[Product | Attention | Convolution | None, int | None]:
-    """What a GEMM, an attention kernel or a convolution computed, and the bytes that it has to read and write."""
+    work: Work, op: Op | None, args: dict, says: KernelName, lesson: Lesson | None
+) -> tuple[Product | Attention | Convolution | None, int | None, str]:
+    """What a GEMM, an attention kernel or a convolution computed, the bytes that it has to move, its type."""
     if work.kind == "memcpy":
         size = _count(args.get("bytes"))
-        return None, size and size * (2 if "DtoD" in work.name else 1)
-    if op is None or not (tensors := _tensors(op.args)):
-        return None, None
-    shapes, item = [one.shape for one in tensors], tensors[0].item
-    found = None
-    match says.family:
-        case "GEMM":
-            found = _product(op.name, shapes)
-        case "attention":
-            found = _attention(op.name, shapes)
-        case "convolution":
-            if _alone(work, op, says):
-                found = convolution(op.name, shapes, op.args.get("Concrete Inputs"))
-        case "pointwise":
-            return None, _pointwise_bytes(op.name, work.name, tensors)
-        case "copy":
-            return None, _copied_bytes(op.name, tensors)
-    return found, found.elements * item if found and item else None
+        return None, size and size * (2 if "DtoD" in work.name else 1), ""
+    if op is None or says.family not in ("GEMM", "attention", "convolution", "pointwise", "copy"):
+        return None, None, ""
+    tensors = _tensors(op.args)
+    if says.family == "pointwise":
+        return None, _pointwise_bytes(op.name, work.name, tensors), ""
+    if says.family == "copy":
+        return None, _copied_bytes(op.name, tensors), ""
+    shapes, given = [one.shape for one in tensors], op.args.get("Input type")
+    first = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
+    item = BYTES_OF.get(first)
+    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
+    found, types = None, {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
+    if says.family == "GEMM":
+        found = product(op.name, shapes)
+    elif says.family == "convolution":
+        if _alone(work, op, says):
+            found = convolution(op.name, shapes, op.args.get("Concrete Inputs"))
+    elif says.parts.get("does", "forward") != "forward":
+        pass  # it only puts parts together, or goes backward: other arithmetic
+    elif shapes:
+        found = attention(op.name, op.args, shapes, says, lesson.facts if lesson else {})
+    elif lesson and (found := stored(lesson.facts, says)):
+        types = {"bf16": "bf16", "fp16": "fp16"}.get(str(lesson.flags.get("dtype")), "")
+        item = 2 if types else None
+    return found, found.elements * item if found and item else None, types
 
 
 def _alone(work: Work, op: Op, says: KernelName) -> bool:
@@ -341,7 +334,8 @@ def _alone(work: Work, op: Op, says: KernelName) -> bool:
     return not any(one.family == "convolution" and one.parts.get("does") == does for one in decoded)
 
 
-def _product(op: str, dims: list[list[int]]) -> Product | None:
+def product(op: str, dims: list[list[int]]) -> Product | None:
+    """What a matrix product's op computed, by its inputs' shapes."""
     # Behind the two factors, compiled code names its output; before them, addmm names its bias.
     first = 1 if op in ("aten::addmm", "aten::baddbmm") else 0
     factors = dims[first : first + 2]
@@ -351,17 +345,8 @@ def _product(op: str, dims: list[list[int]]) -> Product | None:
     return Product(math.prod(batch), m, k, factors[1][-1]) if k == factors[1][-2] else None
 
 
-def _attention(op: str, dims: list[list[int]]) -> Attention | None:
-    places = ATTENTION.get(op)
-    if places is None or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
-        return None
-    query, key = dims[:2]
-    batch, heads, sequence = places
-    return Attention(query[batch], query[heads], query[sequence], key[sequence], query[3])
-
-
 def _pointwise_bytes(op: str, kernel: str, tensors: Sequence[Tensor]) -> int | None:
-    if any(one.item is None for one in tensors):
+    if not tensors or any(one.item is None for one in tensors):
         return None
     read = sum(one.stored * one.item for one in tensors)
     if op == kernel:  # Inductor's own row names its outputs with its inputs
@@ -381,8 +366,12 @@ def _copied_bytes(op: str, tensors: Sequence[Tensor]) -> int | None:
     return to.stored * to.item + source.stored * source.item
 
 
+def dims_of(args: dict) -> list[list[int]]:
+    """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
+    return [one.shape for one in _tensors(args)]
+
+
 def _tensors(args: dict) -> list[Tensor]:
-    """An op's tensor inputs; none unless their shapes were recorded as torch records them."""
     dims, types, strides = (args.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
     if not isinstance(dims, list):
         return []
@@ -392,9 +381,9 @@ def _tensors(args: dict) -> list[Tensor]:
     for shape, type_name, stride in zip(dims, types, strides, strict=True):
         if isinstance(shape, list) and shape and all(type(size) is int and 0 <= size < 2**40 for size in shape):
             same = isinstance(stride, list) and len(stride) == len(shape)
-            stored = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
+            distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
             item = BYTES_OF.get(type_name) if isinstance(type_name, str) else None
-            found.append(Tensor(shape, math.prod(stored), item))
+            found.append(Tensor(shape, math.prod(distinct), item))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -20,6 +21,7 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
@@ -85,6 +87,7 @@ class Summary(msgspec.Struct, frozen=True):
     trace: str
     lesson: dict | None
     devices: list[str]
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
     has_steps: bool
@@ -108,6 +111,10 @@ class Summary(msgspec.Struct, frozen=True):
     same_in_all_steps: bool | None  # the GPU work; None of a single step
     decoding: Decoding | None  # where the run told what a language model's step reads
     kernels: tuple[KernelTimes, ...]
+    unfused: tuple[Unfused, ...]  # attention of the step whose scores go through memory
+    hidden_copies: tuple[HiddenCopy, ...]  # of the step
+    mask_made: MaskMade | None
+    cast_products: CastProducts | None
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
@@ -145,16 +152,21 @@ class Summary(msgspec.Struct, frozen=True):
         return sum(one.kind == kind for one in self.gpu_work)
 
 
+def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
+    """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
+    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
+    spoken_of = trace.steps[first_use:]
+    ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
+    return spoken_of, min(one.start for one in spoken_of), max(ends)
+
+
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Measure a trace. step: the one to speak of; a typical one where None."""
     usual = typical(trace)  # once: of a trace without GPU work it counts every op
     step = step or usual
     facts = step_facts(trace, usual)
-    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
-    spoken_of = trace.steps[first_use:]
-    launched = [one for some in spoken_of for one in some.work]
-    start = min(one.start for one in spoken_of)
-    end = max([one.end for one in spoken_of] + [one.end for one in launched])
+    spoken_of, start, end = window(trace, usual)
+    first_use = len(trace.steps) - len(spoken_of)
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
@@ -166,6 +178,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         trace=str(trace.path),
         lesson=lesson,
         devices=list(trace.devices),
+        compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -189,6 +202,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         same_in_all_steps=same_in_all_steps(trace),
         decoding=decoding(trace, lesson),
         kernels=kernel_times(trace),
+        unfused=unfused(step),
+        hidden_copies=hidden_copies(step),
+        mask_made=mask_made(trace, step),
+        cast_products=cast_products(step),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
         ops=_times(chain, "op"),
@@ -200,6 +217,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         compiled_graphs=graphs,
         recompiled=recompiled,
     )
+
+
+def _compute_capability(trace: Trace) -> str | None:
+    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
+    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
+        return None
+    return "{}{}".format(*found.pop())
 
 
 def _chain(step: Step) -> tuple[Call, ...]:

@@ -7,7 +7,7 @@ not found.
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
-from tracereader.findings import decoding, gpu_work, ops, steps
+from tracereader.findings import attention, decoding, gpu_work, ops, steps
 from tracereader.findings.finding import Finding, Verdict
 
 
@@ -62,6 +62,26 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
+    Pattern(GPU, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
+            "keys go through memory between kernels. A fused kernel keeps them on the chip.",
+            attention.unfused()),
+    Pattern(GPU, "casts to fp32 before a product", "Factors of two bytes are made four: time for the cast, and the "
+            "product leaves the fast tensor cores.", attention.cast_before_product()),
+    Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
+            "fp32 as TF32 (torch.set_float32_matmul_precision), each with fewer digits.", attention.on_cuda_cores()),
+    Pattern(GPU, "a kernel's name for an older GPU (sm80 on sm 90)", "It runs, without the newer instructions.",
+            attention.for_an_older_gpu()),
+    Pattern(GPU, "low occupancy of the kernel that a step is about", "No fault by itself: products and attention hold "
+            "their data in registers and shared memory, and need few warps. The duration and the rate tell. 0% of a "
+            "block with more than 48 KB of shared memory is no estimate.", attention.low_occupancy()),
+    Pattern(CPU, "one op's own time above all others'", "Its cost lies in a library that records no ops (cuDNN and "
+            "cuBLAS choose and prepare kernels there): nothing below it shows.", attention.time_in_a_library()),
+    Pattern(CHAIN, "clone and copy_ inside another op", "It works out of place: it copies its input, then changes the "
+            "copy. The op with _ does without, where nothing else needs the input.", attention.hidden_copy()),
+    Pattern(CHAIN, "ones and tril in every step", "A mask of constants is made anew each time: make it once, outside.",
+            attention.mask_remade()),
+    Pattern(CHAIN, "scaled_dot_product_attention", "It chooses a backend by device, types and shapes; the op below it "
+            "is the choice.", attention.sdpa_runs()),
     Pattern(GPU, "the same launches in every step, and the GPU waiting for them", "A CUDA graph replays them with one "
             "launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as shapes, addresses and what the CPU "
             "hands over stay: what is left is the GPU's own time.", decoding.graph_would_do()),

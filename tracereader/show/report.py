@@ -117,7 +117,7 @@ def explain_file(path: Path, view: View) -> None:
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
+    if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
         wanted -= {"kernels", "work", "names", "starts"}
@@ -350,11 +350,19 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         )
 
 
+def lane_glyphs(out: Console) -> lanes.Glyphs:
+    """What lanes are drawn with on this terminal."""
+    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
+
+
+def lanes_wanted(view: View) -> bool:
+    """Whether lanes are drawn: at a terminal, or where something asks for them."""
+    return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
+
+
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    drawn = lanes.draw(
-        step, out.width, lanes.ASCII if ascii_only(out) else lanes.UNICODE, repeats.marks(step, summary)
-    )
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary))
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -425,8 +433,8 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif heads := one.attention:
             found[heads] = (
                 f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
-                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
             )
         elif conv := one.convolution:
@@ -440,12 +448,20 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     return list(found.values())
 
 
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
+
+
 def _occupancy(one: GpuWork) -> list[str]:
     found = one.occupancy
     if found is None:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:
