@@ -16,11 +16,12 @@ from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out"),
-    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
+    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
+    "repeats": ("repeats",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),

@@ -11,6 +11,7 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.repeats import repeated_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
@@ -400,7 +401,7 @@ def lanes_wanted(view: View) -> bool:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out))
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary))
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -408,19 +409,26 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
 
 
 def _gpu_work(out: Console, summary: Summary, view: View) -> None:
-    shown = summary.gpu_work[: view.most(LINES_SHOWN)]
-    named = labels([one.name for one in shown], 60)
-    rows = [
-        (
-            Name(named[one.name]),
-            Name(short(one.asked_by, 28)),
-            us(one.us),
-            f"{us(one.low_us)}–{us(one.high_us)}",
-            one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-            _footprint(one),
-        )
-        for one in shown
-    ]
+    """Piece by piece; what repeats is shown once unless all is asked for."""
+    folded = not view.all and bool(repeats.told(summary))
+    listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
+    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
+    named = labels([one.work.name for one in shown if one.work], 60)
+    rows = []
+    for row in shown:
+        if one := row.work:
+            rows.append(
+                (
+                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
+                    Name(short(one.asked_by, 28)),
+                    us(one.us),
+                    f"{us(one.low_us)}–{us(one.high_us)}",
+                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
+                    _footprint(one),
+                )
+            )
+        else:
+            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
         "from",
@@ -430,7 +438,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
         "regs, shared, grid x block",
     )
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
-    _and_more(out, len(summary.gpu_work), len(rows))
+    _and_more(out, len(listed), len(rows))
 
 
 def _footprint(one: GpuWork) -> str:
@@ -526,6 +534,8 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
+        if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
+            calls, end = _median_stretch(out, chain, calls, end, found)
         by_name: dict[str, list[int]] = {}
         for index in calls:
             by_name.setdefault(chain[index].name, []).append(index)
@@ -536,6 +546,20 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
+
+
+def _median_stretch(
+    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int]
+) -> tuple[list[int], int]:
+    """Say that calls repeat; those of the stretch with the median time, and where it ends."""
+    first, length, times = found
+    stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
+    each = [sum(chain[index].us for index in stretch) for stretch in stretches]
+    middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
+    kept = stretches[middle]
+    indent = "  " * (chain[calls[0]].depth + 1)
+    out.print(f"{indent}{times} x the same {length:,} calls  [dim]{us(sum(each))} µs[/dim], in one of them")
+    return kept, next((index for index in calls if index > kept[-1]), end)
 
 
 CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
