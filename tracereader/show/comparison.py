@@ -58,7 +58,7 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         _differences(out, sides, before, "work" in wanted, "chain" in wanted)
     if many:
         out.print()
-        out.print("more: --only work,chain, for what changed from the first run to each, and what stayed the same")
+        out.print("more: --only work,chain (all that changed, and what stayed the same)")
 
 
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
