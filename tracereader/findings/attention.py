@@ -1,10 +1,11 @@
 """Findings about attention, and about what eager code around it does unasked: copies, masks, casts, old code."""
 
+import re
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, listed
 from tracereader.findings.steps import waits_for
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -27,6 +28,9 @@ LOW = 0.25
 # are most of the step; flash 18%, the memory-efficient kernel 23%.
 MOST_OF_IT = 0.4
 
+# Whose kernels are chosen and prepared outside of ATen. cuBLAS has kernels of CUTLASS.
+LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
+
 
 def _total(summary: Summary) -> float:
     return sum(one.us for one in summary.gpu_work)
@@ -41,7 +45,6 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
     return us > WORTH_A_LINE * (_total(summary) or summary.chosen.cpu_us)
 
 
-@recordable
 def unfused() -> Finding:
     def judge(summary):
         found = summary.unfused
@@ -68,7 +71,6 @@ def _moved(found: Sequence) -> str:
     return f"{passes}{moved / 1e6:,.1f} MB moved where a fused kernel needs {least / 1e6:,.1f} MB"
 
 
-@recordable
 def hidden_copy() -> Finding:
     def judge(summary):
         found = summary.hidden_copies
@@ -87,7 +89,6 @@ def hidden_copy() -> Finding:
     return Finding("a copy inside an op that works out of place", judge)
 
 
-@recordable
 def mask_remade() -> Finding:
     def judge(summary):
         made = summary.mask_made
@@ -109,7 +110,6 @@ def mask_remade() -> Finding:
     return Finding("a triangular mask made anew in every step", judge)
 
 
-@recordable
 def cast_before_product() -> Finding:
     def judge(summary):
         found = summary.cast_products
@@ -124,7 +124,6 @@ def cast_before_product() -> Finding:
     return Finding("factors cast to fp32 before a product", judge, needs_gpu=True)
 
 
-@recordable
 def on_cuda_cores() -> Finding:
     def judge(summary):
         gemms = [one for one in summary.gpu_work if one.family == "GEMM"]
@@ -142,7 +141,6 @@ def on_cuda_cores() -> Finding:
     return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
 
 
-@recordable
 def low_occupancy() -> Finding:
     def judge(summary):
         one = max(summary.gpu_work, key=lambda one: one.us, default=None)
@@ -165,7 +163,6 @@ def _its_rate(one: GpuWork) -> str:
     return f"; at {one.of_roof:.0%} of {roof}"
 
 
-@recordable
 def for_an_older_gpu() -> Finding:
     def judge(summary):
         own = summary.compute_capability or ""
@@ -194,16 +191,18 @@ def _written_for(one: GpuWork) -> int | None:
     return int(number) if told.startswith("sm ") and number.isdigit() else None
 
 
-@recordable
 def time_in_a_library() -> Finding:
     def judge(summary):
-        launching = {one.asked_by for one in summary.gpu_work}
-        own = {name: one.self_us for name, one in summary.ops.items() if name in launching and "::" in name}
+        makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
+        own = {name: one.self_us for name, one in summary.ops.items() if name in makers}
         total = sum(call.self_us for call in summary.chain if call.kind in ("op", "runtime"))
         name = max(own, key=own.get, default=None)
         if name is None or not total:
-            return Verdict(None, "no op that launches")
-        seen = f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own"
+            return Verdict(None, "no op whose kernel is a library's")
+        seen = (
+            f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own, and its "
+            f"kernel is {makers[name].split()[0]}'s"
+        )
         return Verdict(own[name] >= MOST_OF_IT * total, seen)
 
     return Finding("one op's own CPU time above all others'", judge, needs_gpu=True)
@@ -218,7 +217,6 @@ def backends(summary: Summary) -> dict[str, int]:
     return calls
 
 
-@recordable
 def sdpa_runs() -> Finding:
     def judge(summary):
         calls = backends(summary)

@@ -163,8 +163,8 @@ def test_one_step_does_not_tell_of_every_step(tmp_path):
     ("name", "backend", "older", "library", "low"),
     [
         ("math", "math", True, False, None),
-        ("efficient", "efficient", True, False, False),
-        ("flash", "flash", None, False, True),
+        ("efficient", "efficient", True, None, False),
+        ("flash", "flash", None, None, True),
         ("cudnn", "cudnn", False, True, True),
         ("auto", "cudnn", False, True, True),
         ("flex", None, None, None, True),
