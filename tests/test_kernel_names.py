@@ -459,6 +459,23 @@ attention
 _attn_fwd
 other
 selective_scan_fwd_kernel
+# Serving engines and libraries beside PyTorch, as pasted into their issues
+communication
+void sglang::cross_device_reduce_1stage<__nv_bfloat16, 2>
+moeA2ADispatchKernel
+GEMM
+bmm_E2m1_E2m1E2m1_Fp32_bA16_bB16_bC16_t128x8x512u2_s5_et128x8_m128x8x64_cga1x1x1
+_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1_swiglu
+void bnb::kgemm_4bit_inference_naive<__half, 128, 16>
+normalization
+void rms_norm_f32<1024, true>
+unknown
+void fast_hadamard_transform_kernel<fast_hadamard_transform_kernel_traits<128, 13, c10::BFloat16>>
+reduction
+void vision::ops::roi_align_forward_kernel_impl<float>
+void tensorrt_llm::kernels::cutlass_kernels::finalizeMoeRoutingKernel<__nv_bfloat16>
+pointwise
+void upsample_bilinear2d_out_frame<c10::Half, float>
 """
 
 

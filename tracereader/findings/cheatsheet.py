@@ -7,7 +7,7 @@ not found.
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
-from tracereader.findings import attention, gpu_work, ops, steps
+from tracereader.findings import attention, decoding, gpu_work, ops, steps
 from tracereader.findings.finding import Finding, Verdict
 
 
@@ -87,6 +87,21 @@ PATTERNS = (
             attention.mask_remade()),
     Pattern(CHAIN, "scaled_dot_product_attention", "It chooses a backend by device, types and shapes; the op below it "
             "is the choice.", attention.sdpa_runs()),
+    Pattern(GPU, "the same launches in every step, and the GPU waiting for them", "A CUDA graph replays them with one "
+            "launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as shapes, addresses and what the CPU "
+            "hands over stay: what is left is the GPU's own time.", decoding.graph_would_do()),
+    Pattern(GPU, "keys and values expanded in memory before attention", "Grouped-query attention by copies: each "
+            "head's keys once for every query head. Attention can take them as they are (enable_gqa=True).",
+            decoding.expanded_keys()),
+    Pattern(GPU, "casts with a kernel of their own", "One type in, another out, and nothing else: compiled code casts "
+            "in the kernels beside them; a weight that is cast in every step can be cast once.", decoding.casts()),
+    Pattern(GPU, "attention over the empty rest of a static cache", "The mask hides it, and it is read all the same: a "
+            "shorter cache, or attention that stops at the last key.", decoding.empty_cache()),
+    Pattern(GPU, "in prefill, logits of every token", "The next token needs one row of each sequence "
+            "(logits_to_keep=1).", decoding.logits_of_all()),
+    Pattern(GPU, "matrix products of few rows, which do little but read weights", "Time is bytes over bandwidth, as in "
+            "decoding: a larger batch reads them once for more tokens, smaller types read less.",
+            decoding.reads_weights()),
     Pattern(CHAIN, "matmul or linear ending in mm, addmm or bmm", "The dispatcher's choice by the inputs' shapes; the "
             "last name is the one that launches.", ops.resolution()),
     Pattern(CHAIN, "t, view, reshape, … with no GPU work", "They rewrite shape and strides on the CPU; no data moves.",
@@ -132,6 +147,11 @@ def reveals(summary: Summary) -> list[str]:
         verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS if pattern.telling]
         found = [one for one in verdicts if one[1].holds][:1]
     return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in found]
+
+
+def what_to_do(summary: Summary) -> str:
+    """What the regime usually means, where one of the first patterns, which speak of it, is found."""
+    return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
 
 
 def markdown() -> str:

@@ -48,8 +48,8 @@ TYPES = {
 class KernelName:
     """family: one of FAMILIES. `other`: the maker is known, but the job is none of the families or not said.
 
-    pointwise: each output element by itself, casts and strided copies among them. copy: elements moved, nothing
-    computed (a driver's copy, concatenation, a gather or scatter, another layout). reduction: softmax, loss and
+    pointwise: each output element by itself. copy: elements moved, nothing computed (a driver's copy, a cast,
+    concatenation, a gather or scatter, another layout). reduction: softmax, loss and
     pooling too. parts: what the name says, each under the field's word for it (tile, stages, layout, …).
     """
 
@@ -74,7 +74,7 @@ def decode(name: str) -> KernelName:
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
     maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
     family, does = next(((family, does) for pattern, family, does in JOBS if pattern.search(own)), ("other", ""))
-    if not maker and family != "other" and HAND_WRITTEN.search(own):
+    if not maker and family != "other" and (own != text or HAND_WRITTEN.search(own)):
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
         return KernelName(UNKNOWN, "", {})
@@ -272,6 +272,7 @@ def _xmma(match, text):
     layout = re.search(r"_([ntc]{2})_[nt]_", text)
     types = re.search(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
     convolves = re.search(CONVOLVES, text)
+    does = CONVOLVING.get(convolves[0], "") if convolves else ""
     return (
         "convolution" if convolves else "GEMM",
         f"{'cuDNN' if convolves else 'cuBLAS'} xmma, sm {match['sm']}",
@@ -282,7 +283,8 @@ def _xmma(match, text):
             "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
             "epilogue": _epilogue(text.split("_")),
             "layout": layout[1] if layout else "",
-            "does": CONVOLVING.get(convolves[0], "") if convolves else "",
+            # Beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
+            "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
         },
     )
 
@@ -295,6 +297,11 @@ def _convolution(match, text):
     way = re.search("fprop|dgrad|wgrad", text)
     parts = _mma_parts(match["rest"].replace("fprop", "gemm").replace("dgrad", "gemm").replace("wgrad", "gemm"))
     return "convolution", "cuDNN", {"does": CONVOLVING[way[0]] if way else "", **parts}
+
+
+def _implicit_gemm(match, text):
+    parts = {"types": "TF32" if "tfloat32_t" in text else "", "does": CONVOLVING[match["way"].lower()]}
+    return "convolution", "CUTLASS", parts
 
 
 TENSILE_TYPES = {
@@ -317,7 +324,7 @@ def _tensile(match, text):
     return "GEMM", "rocBLAS/hipBLASLt Tensile", parts
 
 
-SPLIT_K = "adds the parts of a split-K GEMM"
+SPLIT_K = "adds the parts of a split-K product"
 # Ops whose own names hold underscores; any other word of a fused name is an op by itself.
 COMPOUND_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
@@ -434,6 +441,7 @@ def _aten(family: str):
 ATEN_OPERATIONS = (
     ("group_norm|batch_norm", "normalization"),
     (r"amp_|.*non_finite", "optimizer"),
+    (r"(?:\w+_)?copy$", "copy"),
 )
 
 
@@ -716,6 +724,7 @@ READERS = tuple(
         (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
         (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
          _convolution),
+        (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
         # GEMMs
         (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
          r"(?P<rest>\w+)", _nvjet),
@@ -760,17 +769,20 @@ MAKERS = tuple(
         (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
         (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
          r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
+        (r"^sglang::", "SGLang"),
+        (r"^vision::|^nms_kernel_impl|^(?:ps_)?roi_", "torchvision"),
         (r"^marlin|^Marlin", "Marlin"),
         (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
         (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
-        (r"^tensorrt_llm::|^fmhaSm\d|^trtllm|^moe::dev::", "TensorRT-LLM"),
+        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
+         "TensorRT-LLM"),
         (r"^transformer_engine::|^nvte_", "Transformer Engine"),
         (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
          r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
         (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
         (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
         (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
-        (r"^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
+        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
         (r"^(?:MIOpen|miopen|Sp3Asm|igemm_(?:fwd|bwd|wrw)|naive_conv|SubTensorOp|batched_transpose|Op\dTensor|mlir_gen)",
          "MIOpen"),
         (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
@@ -793,7 +805,7 @@ MAKERS = tuple(
     )
 )  # fmt: skip
 
-# A name without a known maker is read by its words only where it looks like a kernel's.
+# A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
 HAND_WRITTEN = re.compile(r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel")
 
 # What a function's own name says that it does, first match wins. does: "" for the name's own words.
@@ -801,12 +813,12 @@ JOBS = tuple(
     (re.compile(pattern, re.IGNORECASE), family, does)
     for pattern, family, does in (
         (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
-        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall", "communication", "AllToAll"),
+        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
         (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
          r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
         (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
          r"copy_page|cache_kernel", "copy", "into the KV cache"),
-        (r"adam|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
+        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
          r"non_finite", "optimizer", ""),
         (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
          "batch norm"),
@@ -818,7 +830,10 @@ JOBS = tuple(
          r"vol2col|vol2im|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
          r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
         (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
+        (r"hadamard", "other", "Hadamard transform"),
         # what surrounds attention and experts, before the words that name those
+        (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
+        (r"expandInputRows", "copy", "rows to their experts"),
         (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
          r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
          r"rms_fp8|_norm_|add_norm|fused_norm|welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
@@ -837,7 +852,7 @@ JOBS = tuple(
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),
         (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
-        (r"pool|adaptive_?(?:average|max)", "reduction", "pooling"),
+        (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
         (r"dropout", "pointwise", "dropout"),
         (r"act_and_mul|silu|gelu|relu|glu|swish|sigmoid|tanh|activation", "pointwise", ""),
         (r"fill|memset", "pointwise", "fill"),
