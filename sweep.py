@@ -61,7 +61,7 @@ class Point:
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             tflops=_per_us([(one.flops, one.us) for one in work if one.family == "GEMM"], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
-            peak_bytes=summary.lesson["facts"]["peak_bytes"] if summary.lesson else None,
+            peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
         )
 
     @property
