@@ -129,6 +129,7 @@ COMMON = (
     flag("--record-shapes", "the shapes of ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
     flag("--with-stack", "Python stacks (and file paths)", group=RECORDED, tag="stack", action="store_true"),
     flag("--profile-memory", "allocations", group=RECORDED, tag="memory", action="store_true"),
+    flag("--code", "what Inductor generated, with --compile: <tag>.py", group=RECORDED, action="store_true"),
     flag(
         "--out",
         "where the trace and the table go (traces/ beside the scripts)",
@@ -171,6 +172,8 @@ def parse(
     first, count = given["wait"] + given["schedule_warmup"], given["active"]
     if given["step"] is not None and not first <= given["step"] < first + count:
         raise BadInput(f"--step {given['step']}: this schedule records #{first} to #{first + count - 1}")
+    if given["code"] and not given["compile"]:
+        raise BadInput("--code writes what Inductor generates: add --compile")
     if given["pause"] > DAY_MS:
         raise BadInput(f"--pause {given['pause']} is longer than a day")
     free = free_memory()

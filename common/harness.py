@@ -49,7 +49,7 @@ class Run:
     machine: str
     trace: Path
     table: Path
-    totals: tuple[str, ...]  # the table's last lines
+    code: Path | None  # with --code
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
     against: str  # what the error is measured against
@@ -127,8 +127,10 @@ class Steps:
     """
 
     first_call_s: float
+    code: list[str]  # with --code: what Inductor generated, graph by graph
 
     def __init__(self, step: Callable[[], torch.Tensor], args):
+        self.code = _generated_code() if args.code else []
         # Entered here and left when the first call returns: in a cold run that is a part of the trace.
         waiting = contextlib.ExitStack()
         waiting.enter_context(screen.status("compiling …" if args.compile else "first call …"))
@@ -178,6 +180,15 @@ class Steps:
 
     def __iter__(self) -> Iterator[Callable[[], torch.Tensor]]:
         return self._calls
+
+
+def _generated_code() -> list[str]:
+    """Filled with what Inductor generates, or takes from its cache, from now on."""
+    from torch._inductor.graph import GraphLowering
+
+    kept = []
+    GraphLowering.save_output_code = kept.append  # as torch._inductor.utils.run_and_get_code does
+    return kept
 
 
 def warm_up(step: Callable[[], torch.Tensor], args) -> Steps:
@@ -238,11 +249,16 @@ def save(
         "guesses": [guess.record for guess in args.guesses],
         "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
     }
-    folder, names = args.out / args.script, (f"{args.tag}.json", f"{args.tag}.txt")
+    code = "\n\n".join(dict.fromkeys(steps.code))
+    if args.code and not code:
+        raise RunFailed("--code: Inductor handed out no code for what ran; no file was written")
+    folder, names = args.out / args.script, [f"{args.tag}.json", f"{args.tag}.txt", f"{args.tag}.py"]
     with screen.status("writing the trace …"):
         table = profiler_table(prof, args.device)
-        with published(folder, *names) as (trace_file, table_file):
+        with published(folder, *names[: 3 if code else 2]) as (trace_file, table_file, *code_file):
             table_file.write_text(f"run {run_id}\n{table}")
+            for file in code_file:
+                file.write_text(f"# run {run_id}: what Inductor generated\n{code}")
             _export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
@@ -251,7 +267,7 @@ def save(
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
         trace=folder / names[0],
         table=folder / names[1],
-        totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
+        code=folder / names[2] if code else None,
         first_call_s=steps.first_call_s,
         error=error,
         against=against,

@@ -88,6 +88,16 @@ def test_missing_file_folder_and_device(tmp_path, capsys):
     assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
 
 
+def test_a_trace_of_the_profiler_in_which_nothing_happened(tmp_path, capsys):
+    span = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": 1, "ts": 5, "dur": 9}
+    file = tmp_path / "empty.json"
+    file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [span]}))
+    assert "PyTorch's profiler recorded no op" in refused(capsys, file)
+    span["name"] = "somebody else's"
+    file.write_text(json.dumps({"traceEvents": [span]}))
+    assert "PyTorch's profiler did not write it" in refused(capsys, file)
+
+
 def test_one_bad_file_among_several(tmp_path, capsys):
     refused(capsys, SMALL, tmp_path / "none.json")
 
@@ -126,7 +136,7 @@ VALUES = st.one_of(
 EVENT_KEYS = st.sampled_from(["ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id"])
 ARG_KEYS = st.sampled_from(
     ["correlation", "External id", "device", "stream", "bytes", "grid", "block", "registers per thread",
-     "shared memory", "Input Dims", "Input type"]
+     "shared memory", "Input Dims", "Input type", "Input Strides", "Concrete Inputs"]
 )  # fmt: skip
 MUTATIONS = st.lists(
     st.tuples(st.sampled_from(["set", "delete", "drop", "repeat", "arg", "top", "shift"]), st.integers(0, 10**6),
@@ -138,6 +148,7 @@ SOURCES = [
     H200 / "01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0.json.gz",
     H200 / "01_matmul_add/4096_bf16_warm_compile_reduce-overhead.json.gz",
     H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz",
+    ROOT / "tests/traces/conv.json.gz",
 ]
 DOCUMENTS = [json.loads(gzip.decompress(file.read_bytes())) for file in SOURCES]
 

@@ -3,21 +3,12 @@
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
+from tracereader.findings import attention
+from tracereader.findings.attention import LOW
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
 
 BYTES_OF_FLAG = {"bf16": 2, "fp16": 2, "fp32": 4}
-# By torch's op names, on a GPU and on a CPU.
-BACKENDS = {
-    "aten::_scaled_dot_product_attention_math": "math",
-    "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-}
-# A block of few warps that fill less than this of a multiprocessor: 13% and 19% of the flash kernels on the H200, 25%
-# of the memory-efficient one.
-LOW = 0.25
 # cuBLAS's workspace on the H200; a peak is read as so many matrices of scores only where these are larger.
 WORKSPACE_BYTES = 32 * 2**20
 
@@ -58,16 +49,12 @@ def _below(chain: tuple[Call, ...], at: int) -> list[Call]:
 @recordable
 def copies_first(op: str, in_place: str) -> Finding:
     def judge(summary):
-        for at, call in enumerate(summary.chain):
-            inside = _below(summary.chain, at) if call.name == op else []
-            names = [one.name for one in inside]
-            if in_place in names and "aten::copy_" in names[: names.index(in_place)]:
-                copied = [one for one in summary.gpu_work if one.kind == "memcpy" and one.asked_by == "aten::copy_"]
-                seen = f"{op} holds {listed(one for one in ('aten::clone', 'aten::copy_', in_place) if one in names)}"
-                if len(copied) == 1 and copied[0].bytes_moved:
-                    seen += f"; the copy moves {copied[0].bytes_moved / 1e6:,.0f} MB in {copied[0].us:,.1f} µs"
-                return Verdict(True, seen)
-        return Verdict(False, f"no {op} with a copy in it")
+        found = next((one for one in summary.hidden_copies if one.op == op), None)
+        if found is None:
+            return Verdict(False, f"no {op} with a copy in it")
+        us = found.gpu_us if summary.has_gpu_work else found.cpu_us
+        moved = f", {found.copied / 1e6:,.0f} MB moved" if found.copied else ""
+        return Verdict(True, f"{op} clones first: {us:,.1f} µs{moved}")
 
     return Finding(f"{op} copies its input, then calls {in_place} on the copy", judge)
 
@@ -89,13 +76,9 @@ def kernel_is(word: str, what: str) -> Finding:
 @recordable
 def written_for_this_gpu() -> Finding:
     def judge(summary):
-        kernels, own = _kernels(summary), summary.compute_capability
-        says = {one.name_says["for"].removeprefix("sm ") for one in kernels if "for" in one.name_says}
-        if not own or not says:
-            return Verdict(None, "no kernel whose name says what it was written for")
-        seen = f"written for sm {listed(sorted(says))}, run on {summary.devices[0]}, which is sm {own}"
+        older = attention.for_an_older_gpu().ask(summary)
         why_not = "older code runs on newer GPUs, without their newer instructions"
-        return Verdict({one[:-1] for one in says} == {own[:-1]}, seen, why_not)
+        return Verdict(None if older.holds is None else not older.holds, older.evidence, why_not)
 
     return Finding("the kernel was written for this generation of GPU", judge, needs_gpu=True)
 
@@ -142,47 +125,37 @@ def occupancy_not_reported() -> Finding:
             return Verdict(None, "not one kernel with its footprint")
         if one.occupancy.reported is not None:
             return Verdict(False, f"{one.occupancy.reported:.0%}; {_footprint(one)}")
-        return Verdict(True, f"none or 0% in the trace; {_footprint(one)}")
+        return Verdict(one.occupancy.not_estimated, f"none or 0% in the trace; {_footprint(one)}")
 
-    text = "the profiler has no occupancy for a kernel launched through the driver: its footprint tells"
+    text = "the profiler has no occupancy for blocks of more than 48 KB of shared memory: the footprint tells"
     return Finding(text, judge, needs_gpu=True)
 
 
 @recordable
 def sdpa_runs_on(backend: str) -> Finding:
     def judge(summary):
-        found = sorted({BACKENDS[name] for name in summary.ops if name in BACKENDS})
+        found = attention.backends(summary)
         if not found:
             return Verdict(None, "no scaled_dot_product_attention in this trace")
-        return Verdict(found == [backend], f"it took {listed(found)}")
+        return Verdict(list(found) == [backend], attention.sdpa_runs().ask(summary).evidence)
 
     return Finding(f"left to itself, SDPA takes {backend}", judge)
 
 
 @recordable
 def builds_its_mask() -> Finding:
-    def judge(summary):
-        called = [name for name in ("aten::ones", "aten::tril", "aten::scalar_tensor", "aten::where")
-                  if name in summary.ops]  # fmt: skip
-        kernel = next((one for one in summary.gpu_work if "triu_tril_kernel" in one.name), None)
-        seen = listed(called) + (f"; triu_tril_kernel {kernel.us:.1f} µs" if kernel else "")
-        return Verdict("aten::tril" in called and "aten::where" in called, seen)
-
-    return Finding("the causal mask is built anew in every call", judge)
+    return Finding("the causal mask is built anew in every call", attention.mask_remade().judge)
 
 
 @recordable
 def gemms_on_cuda_cores() -> Finding:
-    def judge(summary):
-        gemms = [one for one in summary.gpu_work if one.family == "GEMM"]
-        if not gemms:
-            return Verdict(None, "no GEMM in this trace")
-        says = [one for one in gemms if "ffma" in one.name or "sgemm" in one.name]
-        total = sum(one.us for one in gemms)
-        seen = f"{listed(dict.fromkeys(short(one.name, 60) for one in gemms))}: {total:,.1f} µs"
-        return Verdict(len(says) == len(gemms), seen)
+    text = "inputs go up to fp32, and the products run on CUDA cores: sgemm or ffma"
 
-    return Finding("inputs go up to fp32, and the GEMMs run on CUDA cores: sgemm or ffma", judge, needs_gpu=True)
+    def judge(summary):
+        cast, cores = attention.cast_before_product().ask(summary), attention.on_cuda_cores().ask(summary)
+        return Verdict(cast.holds and cores.holds, f"{cast.evidence}; {cores.evidence}")
+
+    return Finding(text, judge, needs_gpu=True)
 
 
 @recordable

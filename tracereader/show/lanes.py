@@ -9,6 +9,10 @@ from tracereader.trace import Op, Step, Work, kernel_names
 MAX_ROWS = 12
 
 
+# What a collective is drawn with while it waits for another rank.
+WAITS = "."
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """start and fill draw a slice with room for its name; tiny one that is a single column wide."""
@@ -57,6 +61,30 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def draw_rows(
+    rows: Sequence[tuple[str, Sequence[tuple[int, int, str, bool]]]], width: int, glyphs: Glyphs
+) -> list[str]:
+    """Titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
+    pieces = [one for _, row in rows for one in row]
+    margin = max([6, *(len(title) + 1 for title, _ in rows)])
+    columns = width - margin - 14
+    if not pieces or columns < 20:
+        return []
+    start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
+    scale = columns / max(1, end - start)
+
+    def column(time: int) -> int:
+        return min(columns, max(0, round((time - start) * scale)))
+
+    lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
+    for title, row in rows:
+        slices = [
+            Op(name, "wait" if waits else "row", left, right - left, (), None) for left, right, name, waits in row
+        ]
+        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
+    return [line.rstrip() for line in lines]
+
+
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     """For each thread its rows, the outermost slices first."""
     threads: dict[tuple, list[list[Op]]] = {}
@@ -79,7 +107,9 @@ def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> s
             hidden += 1
             continue
         room = min(right, columns) - left
-        if room == 1:
+        if one.kind == "wait":
+            cells[left : left + room] = WAITS * room
+        elif room == 1:
             cells[left] = glyphs.tiny
         else:
             name = kernel_names.short(one.name.removeprefix("aten::"), max(1, room - 1)) if room > 3 else ""

@@ -1,9 +1,8 @@
 """What one trace shows, from the file alone."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +11,30 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
-from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import NO_GPU, Finding, counted
-from tracereader.show import lanes, references
-from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
+from tracereader.figures.table import profiler_table
+from tracereader.findings import cheatsheet, decoding, steps
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
+from tracereader.show import lanes, references, repeats
+from tracereader.show import series as series_of
+from tracereader.show import starts as starts_of
+from tracereader.show import table as table_of_torch
+from tracereader.show.text import (
+    Name,
+    ascii_only,
+    console,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    rate,
+    shown_path,
+    size,
+    time,
+    us,
+)
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, labels, short
@@ -26,10 +44,11 @@ LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
+ROWS_BESIDE_REPEATS = 3  # of each table, where another one says what repeats
 NAMES_SHOWN = 5
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
+BRIEF = ("short", "guesses", "steps", "lanes", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -45,6 +64,7 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
+    rows: int = ROWS_SHOWN
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
@@ -96,41 +116,61 @@ def explain_file(path: Path, view: View) -> None:
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
+    if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names", "starts"}
     small = len(summary.gpu_work) <= SMALL
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(trace.steps) < series_of.ENOUGH:
+            wanted.discard("series")
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if not repeats.told(summary):
+        wanted.discard("repeats")
+    elif "repeats" in wanted:
+        view = replace(view, rows=ROWS_BESIDE_REPEATS)
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
+    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("steps")  # drawn; and a guess speaks of the first one
     sections: dict[str, Callable[[Console], None]] = {
-        "short": lambda out: _in_short(out, summary),
+        "short": lambda out: _in_short(out, summary, view),
+        "table": lambda out: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda out: _verdicts(out, guesses, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
         "gpu": lambda out: _gpu_time(out, summary, view),
+        "repeats": lambda out: repeats.table(out, summary),
         "kernels": lambda out: _kernels(out, summary, view),
         "cpu": lambda out: _cpu(out, summary, view),
         "work": lambda out: _gpu_work(out, summary, view),
         "names": lambda out: _names(out, summary, view),
+        "starts": lambda out: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda out: series_of.show(
+            out, series(trace, step, summary.left_out), bool(view.only or view.all), view.all, ascii_only(out)
+        ),
         "chain": lambda out: _chain(out, summary, view),
         "patterns": lambda out: _patterns(out, summary, view),
     }
     out = console()
-    out.print()
+    if not view.brief:
+        out.print()
     _header(out, summary)
     for name in SECTIONS:
         if name in wanted:
-            out.print()
+            if name != "short" or not view.brief:
+                out.print()
             sections[name](out)
-    left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
-    if view.brief and not view.only and left_out:
+    if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
 
@@ -161,7 +201,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary) -> None:
+def _in_short(out: Console, summary: Summary, view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -180,7 +220,8 @@ def _in_short(out: Console, summary: Summary) -> None:
             for one in summary.families[:4]
             if one.share >= 0.005
         ]
-        lines.append(f"of the GPU's time: {', '.join(shares)}")
+        if not view.brief:
+            lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
         ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
         if ops:
@@ -188,9 +229,12 @@ def _in_short(out: Console, summary: Summary) -> None:
                 "ops by their own time, of a step: "
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
+    lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    if view.brief and (means := cheatsheet.what_to_do(summary)):
+        lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        out.print(f"{'[bold]in short[/bold]' if not number else '        '}   {line}")
+        paragraph(out, line, f"{' ' * 8 if number else '[bold]in short[/bold]'}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -213,8 +257,11 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
-        shown = places[: view.most(ROWS_SHOWN)]
+    for head, places in (
+        ("GPU work of a step, summed by label", summary.by_label),
+        ("by module", summary.by_module_class),
+    ):
+        shown = places[: view.most(view.rows)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
             print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
@@ -224,7 +271,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     out.print()
     families = [
         (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
-        for one in summary.families[: view.most(ROWS_SHOWN)]
+        for one in summary.families[: view.most(view.rows)]
     ]
     print_columns(out, ("by family", "µs", "share", "pieces"), families)
     _and_more(out, len(summary.families), len(families))
@@ -232,7 +279,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     asked = {one.name: one.asked_by for one in summary.gpu_work}
-    shown = summary.kernels[: view.most(ROWS_SHOWN)]
+    shown = summary.kernels[: view.most(view.rows)]
     named = labels([one.name for one in shown], 60)
     rows = [
         (
@@ -257,7 +304,7 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
-            for name, one in ordered[: view.most(ROWS_SHOWN)]
+            for name, one in ordered[: view.most(view.rows)]
         ]
         if rows:
             print_columns(out, (head, "self µs", "total µs", "calls"), rows)
@@ -294,20 +341,27 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
-        out.print(
+        paragraph(
+            out,
             f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
-            + (f": {plain(why)}" if why else "; the trace does not show why")
+            + (f": {plain(why)}" if why else "; the trace does not show why"),
+            rest="  ",
         )
+
+
+def lane_glyphs(out: Console) -> lanes.Glyphs:
+    """What lanes are drawn with on this terminal."""
+    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
+
+
+def lanes_wanted(view: View) -> bool:
+    """Whether lanes are drawn: at a terminal, or where something asks for them."""
+    return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
 
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    ascii_only = (
-        out.is_dumb_terminal
-        or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
-    )
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only else lanes.UNICODE)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out))
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -371,13 +425,23 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif heads := one.attention:
             found[heads] = (
                 f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
-                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
+            )
+        elif conv := one.convolution:
+            found[(*conv.data, *conv.filter)] = (
+                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
+                f"{conv.flops / 1e9:,.1f} GFLOP"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
 
 
 def _occupancy(one: GpuWork) -> list[str]:
@@ -385,7 +449,11 @@ def _occupancy(one: GpuWork) -> list[str]:
     if found is None:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:
@@ -446,34 +514,51 @@ def _patterns(out: Console, summary: Summary, view: View) -> None:
 
 
 def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first."""
-    out.print("[bold]guess first, then look[/bold]")
+    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    brief = view.brief and not (view.all or view.only)
+    out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if view.all or view.only or not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
-            out.print(f"       {plain(verdict.why_not)}")
+            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary)
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
+def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
+    """How many guesses the trace bears out."""
+    holds = [verdict.holds for _, verdict in answers]
+    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
+    broken = "; not these:" if False in holds else ""
+    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
     if reference is None:
         out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
         return
     gpu = summarize(read(reference))
-    out.print(f"  {len(guesses)} more about the GPU: this run was on the CPU. The same on {plain(gpu.devices[0])},")
-    out.print(f"  by the reference trace {plain(shown_path(reference))}:")
-    for guess in guesses:
-        verdict = guess.ask(gpu)
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
+    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    where = f"{plain(gpu.devices[0])}, by its reference trace"
+    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
+    if brief:
+        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
+    else:
+        out.print(f"{line} {plain(shown_path(reference))}:")
+    for guess, verdict in answers:
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
 
 
 GPU_REFERENCE = "nvidia-h200"

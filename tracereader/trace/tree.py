@@ -147,10 +147,11 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process of a distributed run this trace is of."""
+    """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
 
     rank: int
     world_size: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +160,14 @@ class Trace:
 
     path: Path
     zero_us: int  # what its stamps count from
+    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are told apart
+    host: str | None  # where it was recorded, if it tells
     steps: tuple[Step, ...]
     has_steps: bool
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
+    spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
@@ -237,6 +241,11 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Op(event.name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
+        if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
+            raise TraceError(
+                f"{path}: PyTorch's profiler recorded no op and no GPU work in it (exported outside the schedule's "
+                "active steps, where on_trace_ready would not be? or the work ran in a thread that it does not watch?)"
+            )
         raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
     if not ops and not work:
         raise TraceError(f"{path}: all {zeroed} events have time stamp and duration zero (pytorch issue 188481)")
@@ -257,11 +266,14 @@ def _built(path: Path, document: Document) -> Trace:
     return Trace(
         path=path,
         zero_us=zero,
+        base_ns=document.base if type(document.base) is int else 0,
+        host=document.host if isinstance(document.host, str) and document.host else None,
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
+        spans=tuple(spans),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
@@ -437,5 +449,8 @@ def _lesson(found: object) -> Lesson | None:
 def _rank(found: object) -> Rank | None:
     if not isinstance(found, dict):
         return None
-    rank, size = found.get("rank"), found.get("world_size")
-    return Rank(rank, size) if type(rank) is type(size) is int and 0 <= rank < size < 2**31 else None
+    rank, size, groups = found.get("rank"), found.get("world_size"), found.get("pg_config")
+    if not (type(rank) is type(size) is int and 0 <= rank < size < 2**31):
+        return None
+    sizes = [one.get("pg_size") for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    return Rank(rank, size, tuple(one for one in sizes if type(one) is int))
