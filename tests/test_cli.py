@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from references import H200, REFERENCES, ROOT
+from references import H200, OTHERS, REFERENCES, ROOT
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -492,7 +492,7 @@ def test_patterns_find_what_is_there_and_nothing_else():
 
 def test_every_pattern_is_found_in_some_trace():
     """A pattern that no real trace shows is one that nobody has seen work."""
-    shown = {pattern.see for file in REFERENCES for pattern, _ in cheatsheet.found(measured(file))}
+    shown = {pattern.see for file in [*REFERENCES, *OTHERS] for pattern, _ in cheatsheet.found(measured(file))}
     never = {pattern.see for pattern in cheatsheet.PATTERNS} - shown
     assert never <= {"a row with very many calls", "Torch-Compiled Region n/1 or higher",
                      "a synchronization inside a step, with the GPU idle"}  # fmt: skip
