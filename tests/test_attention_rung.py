@@ -1,6 +1,5 @@
 """Rung 4: what each way to compute attention runs, checks, refuses and says."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,14 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, names, only_trace
-from references import H200
 
 import sweep
 from common import sdpa
 from common.flags import tag_of
-from tracereader.expect import from_record
-from tracereader.figures import summarize
-from tracereader.trace import read
 
 FLASH = "kernels-community/flash-attn2"
 SMALL = ("--batch", "2", "--heads", "2", "--seq", "32", "--head_dim", "16")
