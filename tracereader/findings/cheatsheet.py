@@ -139,6 +139,11 @@ def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
     return sorted(telling, key=lambda one: -one[1].cost_us)[:2]
 
 
+def what_to_do(summary: Summary) -> str:
+    """What the regime usually means, where one of the first patterns, which speak of it, is found."""
+    return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
+
+
 def reveals(summary: Summary) -> list[str]:
     """What a trace shows most, a line each: the patterns that cost it most, else one that says something of it."""
     found = costliest(summary)
@@ -146,11 +151,6 @@ def reveals(summary: Summary) -> list[str]:
         verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS if pattern.telling]
         found = [one for one in verdicts if one[1].holds][:1]
     return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in found]
-
-
-def what_to_do(summary: Summary) -> str:
-    """What the regime usually means, where one of the first patterns, which speak of it, is found."""
-    return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
 
 
 def markdown() -> str:
