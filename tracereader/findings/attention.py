@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, megabytes
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, megabytes, recordable
 from tracereader.findings.steps import waits_for
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -46,6 +46,7 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
     return us > WORTH_A_LINE * (_total(summary) or summary.chosen.cpu_us)
 
 
+@recordable
 def unfused() -> Finding:
     def judge(summary):
         found = summary.unfused
@@ -72,6 +73,7 @@ def _moved(found: Sequence) -> str:
     return f"{passes}{megabytes(moved)} moved where a fused kernel needs {megabytes(least)}"
 
 
+@recordable
 def hidden_copy() -> Finding:
     def judge(summary):
         found = summary.hidden_copies
@@ -90,6 +92,7 @@ def hidden_copy() -> Finding:
     return Finding("a copy inside an op that works out of place", judge)
 
 
+@recordable
 def mask_remade() -> Finding:
     def judge(summary):
         made = summary.mask_made
@@ -111,6 +114,7 @@ def mask_remade() -> Finding:
     return Finding("a triangular mask made anew in every step", judge)
 
 
+@recordable
 def cast_before_product() -> Finding:
     def judge(summary):
         found = summary.cast_products
@@ -125,6 +129,7 @@ def cast_before_product() -> Finding:
     return Finding("factors cast to fp32 before a product", judge, needs_gpu=True)
 
 
+@recordable
 def on_cuda_cores() -> Finding:
     def judge(summary):
         gemms = [one for one in summary.gpu_work if one.family == "GEMM"]
@@ -142,6 +147,7 @@ def on_cuda_cores() -> Finding:
     return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
 
 
+@recordable
 def low_occupancy() -> Finding:
     def judge(summary):
         one = max(summary.gpu_work, key=lambda one: one.us, default=None)
@@ -192,6 +198,7 @@ def _written_for(one: GpuWork) -> int | None:
     return int(number) if told.startswith("sm ") and number.isdigit() else None
 
 
+@recordable
 def time_in_a_library() -> Finding:
     def judge(summary):
         makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
