@@ -92,6 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     world_size: int | None
     has_steps: bool
     shapes_recorded: bool
+    peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
     left_out: list[str]  # steps so full of first use that they would hide what the rest is like
@@ -183,6 +184,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
         shapes_recorded=trace.has_shapes,
+        peak_bytes=trace.peak_bytes,
         warnings=_warnings(trace),
         steps=facts,
         left_out=[one.name for one in trace.steps[:first_use]],

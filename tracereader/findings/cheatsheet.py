@@ -14,12 +14,16 @@ from tracereader.findings.finding import Finding, Verdict
 
 @dataclass(frozen=True)
 class Pattern:
-    """where and what one sees; what it usually means; the finding by which a trace shows it."""
+    """where and what one sees; what it usually means; the finding by which a trace shows it.
+
+    telling: worth naming first of a step that nothing known costs.
+    """
 
     where: str
     see: str
     means: str
     finding: Finding
+    telling: bool = False
 
 
 TABLE, CPU, GPU, CHAIN, COMPILE = "profiler table", "CPU lane", "GPU lane", "dispatch chain", "torch.compile"
@@ -44,6 +48,9 @@ PATTERNS = (
     Pattern(CPU, "an occupancy query before a launch", "A library asks how many blocks of a kernel fit on the chip: "
             "cuBLAS of a GEMM (on Hopper once in a process, then it remembers), cub of a sort or a scan.",
             gpu_work.occupancy_query()),
+    Pattern(CPU, "one op's own time above all others'", "Its cost lies in a library that records no ops (cuDNN and "
+            "cuBLAS choose and prepare kernels there): nothing below it shows.",
+            attention.time_in_a_library(), telling=True),
     Pattern(CPU, "a long cudaDeviceSynchronize after the last step", "The profiler waits for the GPU to finish, then "
             "collects its records: long after little GPU work, it shows idleness; after much, only the queue.",
             steps.final_sync()),
@@ -63,20 +70,17 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
-    Pattern(GPU, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
-            "keys go through memory between kernels. A fused kernel keeps them on the chip.",
-            attention.unfused()),
+    Pattern(CHAIN, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
+            "keys go through memory again and again. A fused kernel keeps them on the chip.", attention.unfused()),
     Pattern(GPU, "casts to fp32 before a product", "Factors of two bytes are made four: time for the cast, and the "
             "product leaves the fast tensor cores.", attention.cast_before_product()),
     Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
             "fp32 as TF32 (torch.set_float32_matmul_precision), each with fewer digits.", attention.on_cuda_cores()),
     Pattern(GPU, "a kernel's name for an older GPU (sm80 on sm 90)", "It runs, without the newer instructions.",
-            attention.for_an_older_gpu()),
+            attention.for_an_older_gpu(), telling=True),
     Pattern(GPU, "low occupancy of the kernel that a step is about", "No fault by itself: products and attention hold "
             "their data in registers and shared memory, and need few warps. The duration and the rate tell. 0% of a "
-            "block with more than 48 KB of shared memory is no estimate.", attention.low_occupancy()),
-    Pattern(CPU, "one op's own time above all others'", "Its cost lies in a library that records no ops (cuDNN and "
-            "cuBLAS choose and prepare kernels there): nothing below it shows.", attention.time_in_a_library()),
+            "block with more than 48 KB of shared memory is no estimate.", attention.low_occupancy(), telling=True),
     Pattern(CHAIN, "clone and copy_ inside another op", "It works out of place: it copies its input, then changes the "
             "copy. The op with _ does without, where nothing else needs the input.", attention.hidden_copy()),
     Pattern(CHAIN, "ones and tril in every step", "A mask of constants is made anew each time: make it once, outside.",
@@ -137,6 +141,15 @@ def costliest(summary: Summary, shown: Sequence[tuple[Pattern, Verdict]]) -> lis
 def what_to_do(summary: Summary) -> str:
     """What the regime usually means, where one of the first patterns, which speak of it, is found."""
     return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
+
+
+def reveals(summary: Summary) -> list[str]:
+    """What a trace shows most, a line each: the patterns that cost it most, else one that says something of it."""
+    found = costliest(summary)
+    if not found:
+        verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS if pattern.telling]
+        found = [one for one in verdicts if one[1].holds][:1]
+    return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in found]
 
 
 def markdown() -> str:

@@ -29,8 +29,9 @@ SECTION_KEYS = {
     "starts": ("starts",),
     "series": ("series",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
-}
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled",
+                 "unfused", "hidden_copies", "mask_made", "cast_products"),
+}  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "typical_step", "window_us")  # fmt: skip
 

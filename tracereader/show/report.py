@@ -497,7 +497,7 @@ def _occupancy(one: GpuWork) -> list[str]:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
     if found.not_estimated:
-        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+        told = " (the profiler's 0% is no estimate)"
     # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
     limit = f"{found.limit:.1%}".replace(".0%", "%")
     return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]

@@ -176,6 +176,7 @@ class Trace:
     device_properties: dict[int, dict]  # by the device's number, as the driver told the profiler
     lesson: Lesson | None
     rank: Rank | None
+    peak_bytes: int | None  # the most that was allocated at once, of a GPU where one was; only with memory profiling
     has_shapes: bool
     zeroed: int
     crossing: Counter  # slices that overlap another of their track without nesting, by name
@@ -206,6 +207,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, zeroed = [], [], [], [], [], [], 0
+    peaks: Counter = Counter()
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
     not_known = Counter()
@@ -215,6 +217,8 @@ def _built(path: Path, document: Document) -> Trace:
         if event.ph != "X":
             if event.cat == "fwdbwd":
                 flows.append(event)
+            elif event.name == "[memory]":
+                _note_memory(event.args, peaks)
             continue
         kind = KINDS.get(event.cat)
         if kind is None:
@@ -282,6 +286,7 @@ def _built(path: Path, document: Document) -> Trace:
         device_properties=properties,
         lesson=_lesson(document.lesson),
         rank=_rank(document.distributed),
+        peak_bytes=max((peak for on_gpu, peak in peaks.items() if on_gpu or not work), default=0) or None,
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         crossing=crossing,
@@ -373,6 +378,14 @@ def _link(ops: list[Op], work: list[Work]) -> int:
             else:
                 launch.work = [one]
     return unlaunched
+
+
+def _note_memory(raw: msgspec.Raw, peaks: Counter) -> None:
+    """Keep the largest total, by whether it is a GPU's (DeviceType 0 is the CPU)."""
+    args = decoded(raw)
+    kind, total = (args.get("Device Type"), args.get("Total Allocated")) if isinstance(args, dict) else (None, None)
+    if type(kind) is int and type(total) is int and 0 <= total < 2**53:
+        peaks[kind != 0] = max(peaks[kind != 0], total)
 
 
 def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
