@@ -145,7 +145,8 @@ def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys)
 
 def test_bandwidth_by_nccls_definition(capsys):
     ours = as_json(capsys, *RUNS["fsdp"])
-    named = [[e for e in slices(path) if "Collective name" in e["args"] and e["cat"] == "kernel"] for path in RUNS["fsdp"]]
+    kernels = [[e for e in slices(path) if e["cat"] == "kernel"] for path in RUNS["fsdp"]]
+    named = [[e for e in some if "Collective name" in e["args"]] for some in kernels]
     by_rank = zip(*(sorted(some, key=lambda e: e["ts"]) for some in named), strict=True)
     matched = sorted(ours["matched"], key=lambda one: min(one["starts_us"]))
     for one, same in zip(matched, by_rank, strict=True):

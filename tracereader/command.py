@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-SECTIONS = ("short", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
+SECTIONS = (
+    "short", "guesses", "steps", "lanes", "gpu", "training", "kernels", "cpu", "work", "names", "chain", "patterns"
+)  # fmt: skip
 
 
 class BadInput(Exception):

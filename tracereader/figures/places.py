@@ -1,6 +1,7 @@
 """Where in the program a step's time goes: by its labels (phases), and by the modules that asked for the work."""
 
 import bisect
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
@@ -9,6 +10,8 @@ import msgspec
 
 from tracereader.trace import STEP, Op, Step, Trace
 
+# What torch itself labels: no phase of anybody's step.
+TORCHS_OWN = re.compile(r"FSDP::|(nccl|gloo|mpi|xccl):")
 _start = attrgetter("start")
 
 
@@ -43,7 +46,8 @@ def by_label(step: Step) -> tuple[Place, ...]:
     while pending:
         op = pending.pop()
         if op.kind == "label" and not op.name.startswith(STEP):
-            labels.append(op)
+            if not TORCHS_OWN.match(op.name):
+                labels.append(op)
         elif op.kind == "label":
             pending.extend(reversed(op.children))
     labels.sort(key=_start)

@@ -17,14 +17,13 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
+from tracereader.figures.places import TORCHS_OWN
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Step, Trace, Work, kernel_names
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
-# What torch itself labels: no phase of anybody's step.
-TORCHS_OWN = re.compile(r"FSDP::|nccl:|gloo:|mpi:|xccl:")
 KINDS = (
     ("reducescatter", "reduce-scatter"), ("allreduce", "all-reduce"), ("allgather", "all-gather"),
     ("alltoall", "all-to-all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("gather", "gather"),

@@ -10,6 +10,7 @@ from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.training import Training, training
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
@@ -90,6 +91,7 @@ class Summary(msgspec.Struct, frozen=True):
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
+    training: Training
     gpu_work: tuple[GpuWork, ...]
     kernels: tuple[KernelTimes, ...]
     label: Label | None
@@ -169,6 +171,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
+        training=training(trace, step),
         gpu_work=gpu_work(trace, step),
         kernels=kernel_times(trace),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,

@@ -16,6 +16,7 @@ SECTION_KEYS = {
     "guesses": ("guesses",),
     "steps": ("steps", "left_out"),
     "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
+    "training": ("training",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),

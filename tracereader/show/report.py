@@ -15,7 +15,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import NO_GPU, Finding, counted
-from tracereader.show import lanes, references
+from tracereader.show import lanes, references, training
 from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -29,7 +29,7 @@ ROWS_SHOWN = 5
 NAMES_SHOWN = 5
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
+BRIEF = ("short", "guesses", "steps", "lanes", "training", "work", "chain")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -106,6 +106,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if not training.tells(summary):
+        wanted.discard("training")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
@@ -115,6 +117,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "steps": lambda out: _steps(out, summary, view),
         "lanes": lambda out: _lanes(out, trace, summary),
         "gpu": lambda out: _gpu_time(out, summary, view),
+        "training": lambda out: training.show(out, summary, view.most(ROWS_SHOWN), is_plain(out)),
         "kernels": lambda out: _kernels(out, summary, view),
         "cpu": lambda out: _cpu(out, summary, view),
         "work": lambda out: _gpu_work(out, summary, view),
@@ -300,14 +303,18 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         )
 
 
-def lane_glyphs(out: Console) -> lanes.Glyphs:
-    """What lanes are drawn with on this terminal."""
-    ascii_only = (
+def is_plain(out: Console) -> bool:
+    """Whether pictures have to be drawn in ASCII."""
+    return (
         out.is_dumb_terminal
         or not (out.encoding or "").lower().startswith("utf")
         or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
     )
-    return lanes.ASCII if ascii_only else lanes.UNICODE
+
+
+def lane_glyphs(out: Console) -> lanes.Glyphs:
+    """What lanes are drawn with on this terminal."""
+    return lanes.ASCII if is_plain(out) else lanes.UNICODE
 
 
 def lanes_wanted(view: View) -> bool:
