@@ -52,6 +52,7 @@ class Run:
     code: Path | None  # with --code
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
+    against: str  # what the error is measured against
     peak_bytes: int | None
 
 
@@ -226,17 +227,18 @@ def save(
     out: torch.Tensor,
     reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
     facts: dict | None = None,
+    against: str = "eager",
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
-    out: what the last step computed; reference: computes the same in eager mode, or None where the
-    step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
+    out: what the last step computed; reference: computes the same in eager mode (or as `against` says), or
+    None where the step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
     of this run and no profiler records, stored in the trace as JSON. Raises BadInput and RunFailed; then
     no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
-    error = None if reference is None else _checked(out, reference, args)
+    error = None if reference is None else _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {
@@ -274,6 +276,7 @@ def save(
         code=folder / names[2] if code else None,
         first_call_s=steps.first_call_s,
         error=error,
+        against=against,
         peak_bytes=peak_bytes,
     )
 
@@ -335,14 +338,16 @@ def check_recording(file: Path, device: torch.device, compiled: bool = False) ->
             )
 
 
-def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args) -> float:
+def _checked(
+    out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args, against: str
+) -> float:
     with torch.no_grad():
         ref = reference()
         addends = ref if isinstance(ref, tuple) else ()
         error = relative_error(out, sum(addends[1:], addends[0]) if addends else ref, *addends)
     if not error <= TOLERANCE[args.dtype]:  # so that NaN fails too
         raise RunFailed(
-            f"the profiled step does not compute what eager computes: relative error {error:.1e}, at most "
+            f"the profiled step does not compute what {against} computes: relative error {error:.1e}, at most "
             f"{TOLERANCE[args.dtype]:.0e} is rounding in {args.profiled['dtype']}; no file was written"
         )
     return error

@@ -65,7 +65,8 @@ def _asked(args) -> list:
 def _header(run: Run) -> None:
     """What ran, what it cost to get going, and whether it computed the right thing."""
     out = console()
-    right = "eager: the reference itself" if run.error is None else f"matches eager: relative error {run.error:.1e}"
+    matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
+    right = "eager: the reference itself" if run.error is None else matches
     known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")

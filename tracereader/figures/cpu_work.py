@@ -18,6 +18,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     layer: str | None
     us: float
     product: Product | None
+    flops: int | None
     tflops: float | None
     bytes_moved: int | None
     gb_s: float | None
@@ -48,6 +49,7 @@ def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
         layer=layer,
         us=op.us,
         product=product,
+        flops=product.flops if product else None,
         tflops=product.flops / op.us / 1e6 if product and op.dur else None,
         bytes_moved=moved,
         gb_s=moved / op.us / 1e3 if moved and op.dur else None,
