@@ -4,19 +4,23 @@
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
 A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
-and one whose command is `cat …` of a file there that file. <!-- cheatsheet --> and <!-- verdicts -->
-hold the cheatsheet and the table of claims. A block without a command is typed, and says so.
+and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
+<!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
+figures (figures.py). A block without a command is typed, and says so.
 """
 
 import contextlib
 import io
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, summarize  # noqa: E402
@@ -26,8 +30,10 @@ from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
-CONSOLE = re.compile(r"(```console\n\$ (uv run read-trace|cat) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts) -->\n)(.*?)(<!-- end -->)", re.S)
+CONSOLE = re.compile(
+    r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S
+)
+MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -79,8 +85,9 @@ MARK = {True: "yes", False: "**no**", None: "–"}
 
 def output_of(command: str, arguments: str) -> str:
     """What a command prints into a pipe."""
-    if command == "cat":
-        return (ROOT / arguments).read_text().strip("\n") + "\n"
+    if command != "uv run read-trace":
+        words = [*command.split(), *shlex.split(arguments)]
+        return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
         status = cli.main(shlex.split(arguments))
@@ -182,10 +189,53 @@ ABOUT_THE_SUITE = (
 )  # fmt: skip
 
 
+def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
+    """The lines that tell a figure on a machine, of what its command prints there; or why there are none."""
+    told = (figure.on_cpu or figure.lines) if machine == "cpu" else figure.lines
+    trace = REFERENCE / machine / f"{figure.trace}.json.gz"
+    if machine == "cpu" and (told.startswith(GPU_ONLY) or told == NEEDS_TRITON):
+        return [], told
+    printed = output_of("uv run read-trace", f"{trace.relative_to(ROOT)} {figure.look}")
+    found = [line for line in printed.splitlines() if re.fullmatch(told, line)]
+    heads = [line for line in printed.splitlines() if re.fullmatch(HEADS, line)]
+    return [line for line in printed.splitlines() if line in found or (found and line in heads)], ""
+
+
+def cell(line: str) -> str:
+    """Columns keep apart in a table's cell, and a bar ends none."""
+    return re.sub(r" {2,}", "  ", line.strip()).replace("|", "\\|")
+
+
+def figures(some: tuple[Figure, ...]) -> str:
+    """A table row for each figure of a part."""
+    lines = ["| figure | your run, and `read-trace TRACE …` | what to see | H200 | CPU |", "|---|---|---|---|---|"]
+    for one in some:
+        cells = []
+        for machine in MACHINES.values():
+            found, why = seen_in(one, machine)
+            cells.append("<br>".join(f"`{cell(line)}`" for line in found) or f"– ({why})")
+        lines.append(
+            f"| **{one.number}** {one.title} | `uv run {one.run}`<br>`{one.look}` | {one.see} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> str:
+    lines = ["| table | your run | then | shows |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(one)} |" for one in TABLES]
+    return "\n".join(lines) + "\n"
+
+
 def refreshed(text: str) -> str:
     """A page with everything in it that is made, made again."""
     text = CONSOLE.sub(lambda found: found[1] + output_of(found[2], found[3]) + found[5], text)
-    makers = {"cheatsheet": lambda: cheatsheet.markdown() + "\n", "verdicts": verdicts}
+    makers = {
+        "cheatsheet": lambda: cheatsheet.markdown() + "\n",
+        "verdicts": verdicts,
+        "part1": lambda: figures(PART_1),
+        "part2": lambda: figures(PART_2),
+        "tables": tables,
+    }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 
 

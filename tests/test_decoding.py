@@ -195,7 +195,7 @@ def test_what_reading_weights_takes(name, rows):
 
 
 def see(summary):
-    return {pattern.see: evidence for pattern, evidence in cheatsheet.found(summary)}
+    return {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(summary)}
 
 
 GRAPH = "the same launches in every step, and the GPU waiting for them"
