@@ -4,10 +4,11 @@ README's cheatsheet is made from PATTERNS, by markdown(). A pattern that costs n
 not found.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
-from tracereader.findings import attention, decoding, gpu_work, ops, steps
+from tracereader.findings import attention, decoding, gpu_work, ops, steps, training
 from tracereader.findings.finding import Finding, Verdict
 
 
@@ -58,6 +59,12 @@ PATTERNS = (
             steps.synchronization()),
     Pattern(CPU, "module or function loading", "CUDA loads code when it is first used: part of a cold start.",
             steps.module_loading()),
+    Pattern(CPU, "a step that waits for the DataLoader", "The next batch is not ready when the step wants it: more "
+            "workers, less work for each sample, or batches prepared ahead.", training.starving()),
+    Pattern(CPU, "an optimizer that launches for each parameter", "A for-loop over the parameters. foreach=True takes "
+            "many of them in one launch, fused=True the whole update.", training.optimizer_for_loop()),
+    Pattern(CPU, "forward ops inside backward", "Activation checkpointing: what was not kept is computed again, time "
+            "for memory.", training.recomputation()),
     Pattern(GPU, "an Activity Buffer Request", "The profiler's own cost, once: it allocates room for GPU records. Not "
             "your program's.", steps.buffer_request()),
     Pattern(GPU, "kernels start long after their launch", "They queue behind earlier work: the CPU runs ahead, and "
@@ -69,9 +76,8 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
-    Pattern(GPU, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
-            "keys go through memory between kernels. A fused kernel keeps them on the chip.",
-            attention.unfused()),
+    Pattern(CHAIN, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
+            "keys go through memory again and again. A fused kernel keeps them on the chip.", attention.unfused()),
     Pattern(GPU, "casts to fp32 before a product", "Factors of two bytes are made four: time for the cast, and the "
             "product leaves the fast tensor cores.", attention.cast_before_product()),
     Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
@@ -122,22 +128,20 @@ PATTERNS = (
 )  # fmt: skip
 
 
-def found(summary: Summary) -> list[tuple[Pattern, str]]:
-    """The patterns that a trace shows, each with its evidence."""
+def found(summary: Summary) -> list[tuple[Pattern, Verdict]]:
+    """The patterns that a trace shows: those with a cost first, the costliest before the others."""
     verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
-    return [(pattern, verdict.evidence) for pattern, verdict in verdicts if verdict.holds]
+    return sorted((one for one in verdicts if one[1].holds), key=lambda one: -(one[1].cost_us or 0))
 
 
 # A finding that costs less of a step is not worth a line of the answer.
 WORTH_TELLING = 0.05
 
 
-def costliest(summary: Summary) -> list[tuple[Pattern, Verdict]]:
-    """The one or two patterns that cost a step most."""
+def costliest(summary: Summary, shown: Sequence[tuple[Pattern, Verdict]]) -> list[tuple[Pattern, Verdict]]:
+    """Of the patterns found the one or two that cost a step most."""
     step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
-    verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
-    telling = [one for one in verdicts if one[1].holds and (one[1].cost_us or 0) > WORTH_TELLING * step_us]
-    return sorted(telling, key=lambda one: -one[1].cost_us)[:2]
+    return [one for one in shown if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
 
 
 def what_to_do(summary: Summary) -> str:
@@ -147,11 +151,9 @@ def what_to_do(summary: Summary) -> str:
 
 def reveals(summary: Summary) -> list[str]:
     """What a trace shows most, a line each: the patterns that cost it most, else one that says something of it."""
-    found = costliest(summary)
-    if not found:
-        verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS if pattern.telling]
-        found = [one for one in verdicts if one[1].holds][:1]
-    return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in found]
+    shown = found(summary)
+    most = costliest(summary, shown) or [one for one in shown if one[0].telling][:1]
+    return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in most]
 
 
 def markdown() -> str:

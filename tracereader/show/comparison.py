@@ -14,7 +14,7 @@ from tracereader.show.text import Name, console, plain, print_columns, printable
 
 SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
-FEW = 3  # runs up to which there is room for all that changed
+FEW = 4  # runs up to which there is room for all that changed
 
 
 def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False) -> None:
@@ -87,16 +87,14 @@ def _in_short(out: Console, sides: Sequence[compare.Side]) -> None:
     """Of each run what it does that the one before did not, and what costs it most."""
     out.print("[bold]against the run before, and what each shows most[/bold]")
     for number, side in enumerate(sides):
-        first = compare.setup(side) if side.summary.has_gpu_work else "on the CPU only"
-        told = [compare.change(sides[number - 1], side) if number else first]
-        told += [": ".join(steps.waiting(side.summary)), *cheatsheet.reveals(side.summary)]
-        for line, text in enumerate(told):
-            mark = f"{number + 1}" if not line else ""
-            indent = " " * (len(str(len(sides))) + 2)
-            lines = textwrap.wrap(
-                printable(text), out.width - len(indent), break_long_words=False, break_on_hyphens=False
-            )
-            out.print("\n".join(f"{(mark if not i else ''):<{len(indent)}}{plain(one)}" for i, one in enumerate(lines)))
+        on_gpu = side.summary.has_gpu_work
+        told = [compare.change(sides[number - 1], side)] if number else [compare.setup(side)] if on_gpu else []
+        told += [": ".join(steps.waiting(side.summary))] if on_gpu else []
+        told += cheatsheet.reveals(side.summary)
+        out.print(f"{number + 1} {plain(side.name)}")
+        for text in told:
+            wrapped = textwrap.wrap(printable(text), out.width - 4, break_long_words=False, break_on_hyphens=False)
+            out.print("\n".join(f"    {plain(line)}" for line in wrapped))
 
 
 def _by_family(summary: Summary) -> dict[str, float]:
