@@ -41,9 +41,9 @@ A100 = {
     "33": "a round trip of 50 MB saved", "34": "yes", "35": "Liger 92.8, Inductor 89.4 µs", "36": "claimed",
     "37": "block 4096, 8 warps", "38": "yes", "39": "yes, with version 0.1's call", "40": "yes",
     "41": "yes, six things", "42": "yes", "43": "5 kernels", "44": "7.239 against 1.955 ms, 3.7 times", "45": "yes",
-    "46": "yes, sgemm", "47": "yes", "48": "yes", "49": "277.9 µs", "50": "146.8 µs, the fastest", "51": "13%", "52": "186.3 µs",
-    "53": "yes", "54": "yes", "55": "0% reported; one block of 8 warps, 12.5%", "56": "214 against 138 and 117 µs",
-    "57": "not reported", "58": "yes", "59": "yes",
+    "46": "yes, sgemm", "47": "yes", "48": "yes", "49": "277.9 µs", "50": "146.8 µs, the fastest", "51": "13%",
+    "52": "186.3 µs", "53": "yes", "54": "yes", "55": "0% reported; one block of 8 warps, 12.5%",
+    "56": "214 against 138 and 117 µs", "57": "not reported", "58": "yes", "59": "yes",
 }  # fmt: skip
 
 # The claims that a guess bears on, by the guess's kind; a list where it depends on more than that.
