@@ -145,11 +145,9 @@ def what_to_do(summary: Summary) -> str:
 
 def reveals(summary: Summary) -> list[str]:
     """What a trace shows most, a line each: the patterns that cost it most, else one that says something of it."""
-    found = costliest(summary)
-    if not found:
-        verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS if pattern.telling]
-        found = [one for one in verdicts if one[1].holds][:1]
-    return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in found]
+    shown = found(summary)
+    most = costliest(summary, shown) or [one for one in shown if one[0].telling][:1]
+    return [f"{pattern.see}: {verdict.evidence}" for pattern, verdict in most]
 
 
 def markdown() -> str:
