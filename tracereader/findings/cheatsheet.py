@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracereader.figures import Summary
-from tracereader.findings import attention, decoding, gpu_work, ops, steps
+from tracereader.findings import attention, decoding, gpu_work, ops, steps, training
 from tracereader.findings.finding import Finding, Verdict
 
 
@@ -59,6 +59,12 @@ PATTERNS = (
             steps.synchronization()),
     Pattern(CPU, "module or function loading", "CUDA loads code when it is first used: part of a cold start.",
             steps.module_loading()),
+    Pattern(CPU, "a step that waits for the DataLoader", "The next batch is not ready when the step wants it: more "
+            "workers, less work for each sample, or batches prepared ahead.", training.starving()),
+    Pattern(CPU, "an optimizer that launches for each parameter", "A for-loop over the parameters. foreach=True takes "
+            "many of them in one launch, fused=True the whole update.", training.optimizer_for_loop()),
+    Pattern(CPU, "forward ops inside backward", "Activation checkpointing: what was not kept is computed again, time "
+            "for memory.", training.recomputation()),
     Pattern(GPU, "an Activity Buffer Request", "The profiler's own cost, once: it allocates room for GPU records. Not "
             "your program's.", steps.buffer_request()),
     Pattern(GPU, "kernels start long after their launch", "They queue behind earlier work: the CPU runs ahead, and "

@@ -22,6 +22,7 @@ SECTION_KEYS = {
     "steps": ("steps", "left_out"),
     "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
     "repeats": ("repeats",),
+    "training": ("training",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),

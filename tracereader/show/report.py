@@ -18,7 +18,7 @@ from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
-from tracereader.show import lanes, references, repeats
+from tracereader.show import lanes, references, repeats, training
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -50,12 +50,12 @@ ROWS_SHOWN = 5
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
 # Left out, the first one first, where even the least of every table is too long.
-LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "work", "kernels")
+LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
 NAMES_SHOWN = 5
 PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "table")
+BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -146,6 +146,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("gpu")
     if not repeats.told(summary):
         wanted.discard("repeats")
+    if not training.tells(summary):
+        wanted.discard("training")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
@@ -161,6 +163,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "steps": lambda view: _steps(out, summary, view),
         "lanes": lambda view: _lanes(out, trace, summary),
         "gpu": lambda view: _gpu_time(out, summary, view),
+        "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
         "repeats": lambda view: repeats.table(out, summary),
         "kernels": lambda view: _kernels(out, summary, view),
         "cpu": lambda view: _cpu(out, summary, view),
