@@ -3,7 +3,7 @@
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
+A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
 and one whose command is `cat …` of a file there that file. <!-- cheatsheet --> and <!-- verdicts -->
 hold the cheatsheet and the table of claims. A block without a command is typed, and says so.
 """
@@ -26,7 +26,9 @@ from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
-CONSOLE = re.compile(r"(```console\n\$ (uv run read-trace|cat) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
+CONSOLE = re.compile(
+    r"(```console\n\$ (uv run read-trace|cat) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
+)
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
