@@ -33,7 +33,10 @@ LAYERS = {
     "qwen3_generate_static": [(28, 66)],
     "qwen3_prefill_logits": [(28, 55)],
     "qwen3moe_generate": [(8, 67)],
+    "qwen3moe_generate_warm": [(8, 67)],
     "bert_modules": [(12, 13)],
+    "bert_cold": [(12, 13)],
+    "bert_warm": [(12, 13)],
     "gpt2_train": [(6, 35), (6, 54)],  # forward, backward
 }
 

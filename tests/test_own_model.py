@@ -63,7 +63,11 @@ def test_each_token_of_generate_is_a_step(recipe, tmp_path):
     model = Qwen3MoeForCausalLM(config).eval()
     ids = torch.arange(5)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    passes = []
+    counter = model.register_forward_hook(lambda *_: passes.append(1))
     recipe["trace_tokens"](model, str(tmp_path / "tokens"), **inputs)
+    counter.remove()
+    assert len(passes) == 2 * 13  # a warm call and the recorded one
     trace = read(tmp_path / "tokens.json")
     assert [one.name for one in trace.steps] == [f"ProfilerStep#{number}" for number in (9, 10, 11)]
     for passed, step in enumerate(trace.steps, 9):

@@ -45,15 +45,13 @@ def in_words(summary: Summary) -> list[str]:
 def graph_would_do() -> Finding:
     def judge(summary):
         step = summary.chosen
-        syncs = [name for name in summary.runtime if "Synchronize" in name]
-        waits = any("Pageable" in one.name or "DtoH" in one.name for one in summary.gpu_work)
         graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
         peers = any(one.family == "communication" for one in summary.gpu_work)
         if (
             waits_for(summary) != "overhead"
             or not summary.same_in_all_steps
             or step.launches < MANY_LAUNCHES
-            or syncs or waits or graphs or peers
+            or graphs or peers or _launches_after_a_wait(summary)
         ):  # fmt: skip
             return Verdict(False, "")
         left = step.cpu_us - step.gpu_busy_us
@@ -65,6 +63,16 @@ def graph_would_do() -> Finding:
         )
 
     return Finding("the same launches in every step, with the GPU waiting for them", judge, needs_gpu=True)
+
+
+def _launches_after_a_wait(summary: Summary) -> bool:
+    """Whether the step launches anything once it has waited for a result: no graph can hold that."""
+    waited = False
+    for call in summary.chain:
+        if waited and call.launched:
+            return True
+        waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
+    return False
 
 
 def expanded_keys() -> Finding:
