@@ -22,6 +22,7 @@ SECTION_KEYS = {
     "steps": ("steps", "left_out"),
     "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
     "repeats": ("repeats",),
+    "training": ("training",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),
@@ -29,8 +30,9 @@ SECTION_KEYS = {
     "starts": ("starts",),
     "series": ("series",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
-}
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled",
+                 "unfused", "hidden_copies", "mask_made", "cast_products"),
+}  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "typical_step", "window_us")  # fmt: skip
 
@@ -43,8 +45,8 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": evidence}
-        for one, evidence in cheatsheet.found(summary)
+        {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
         {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}

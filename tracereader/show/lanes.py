@@ -56,11 +56,14 @@ def draw(step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = ()) -> 
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for number, rows in enumerate(_cpu_rows(step)):
-        for depth, row in enumerate(rows[:MAX_ROWS]):
+        # Below slices too narrow for a name there are only narrower ones.
+        widest = [max(column(one.end) - column(one.start) for one in row) for row in rows]
+        drawn = min(MAX_ROWS, next((depth + 1 for depth, width in enumerate(widest) if width < 4), MAX_ROWS))
+        for depth, row in enumerate(rows[:drawn]):
             title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
             lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs))
-        if len(rows) > MAX_ROWS:
-            lines.append(" " * margin + f"({len(rows) - MAX_ROWS} deeper rows not drawn)")
+        if len(rows) > drawn:
+            lines.append(" " * margin + f"({len(rows) - drawn} deeper rows not drawn)")
     streams: dict[tuple, list[Work]] = {}
     for one in step.work:
         streams.setdefault(one.track, []).append(one)

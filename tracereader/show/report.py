@@ -18,7 +18,7 @@ from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
-from tracereader.show import lanes, references, repeats
+from tracereader.show import lanes, references, repeats, training
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -26,6 +26,7 @@ from tracereader.show.text import (
     Name,
     ascii_only,
     console,
+    lines_of,
     paragraph,
     percent,
     plain,
@@ -45,19 +46,28 @@ LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
-ROWS_BESIDE_REPEATS = 3  # of each table, where another one says what repeats
+# Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
+LINES = 80
+SHARES = (1.0, 0.6, 0.4, 0.2)
+# Left out, the first one first, where even the least of every table is too long.
+LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
 NAMES_SHOWN = 5
+PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "table")
+BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+
+
+Shown = tuple[cheatsheet.Pattern, Verdict]
 
 
 @dataclass(frozen=True)
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
-    all: every section and row. brief: what a numbered script shows of its own run.
+    all: every section and row. brief: what a numbered script shows of its own run. share: of the rows that a table
+    shows where there is room.
     """
 
     only: Sequence[str] | None = None
@@ -65,7 +75,7 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
-    rows: int = ROWS_SHOWN
+    share: float = 1.0
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
@@ -78,7 +88,7 @@ class View:
 
     def most(self, rows: int) -> int | None:
         """How many rows of something to show; None: all."""
-        return None if self.all else rows
+        return None if self.all else max(1, round(rows * self.share))
 
 
 def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
@@ -136,44 +146,75 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("gpu")
     if not repeats.told(summary):
         wanted.discard("repeats")
-    elif "repeats" in wanted:
-        view = replace(view, rows=ROWS_BESIDE_REPEATS)
+    if not training.tells(summary):
+        wanted.discard("training")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # drawn; and a guess speaks of the first one
-    sections: dict[str, Callable[[Console], None]] = {
-        "short": lambda out: _in_short(out, summary, view),
-        "table": lambda out: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
-        "guesses": lambda out: _verdicts(out, guesses, summary, view),
-        "steps": lambda out: _steps(out, summary, view),
-        "lanes": lambda out: _lanes(out, trace, summary),
-        "gpu": lambda out: _gpu_time(out, summary, view),
-        "repeats": lambda out: repeats.table(out, summary),
-        "kernels": lambda out: _kernels(out, summary, view),
-        "cpu": lambda out: _cpu(out, summary, view),
-        "work": lambda out: _gpu_work(out, summary, view),
-        "names": lambda out: _names(out, summary, view),
-        "starts": lambda out: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
-        "series": lambda out: series_of.show(
-            out, series(trace, step, summary.left_out), bool(view.only or view.all), view.all, ascii_only(out)
-        ),
-        "chain": lambda out: _chain(out, summary, view),
-        "patterns": lambda out: _patterns(out, summary, view),
-    }
+    found = cheatsheet.found(summary)
+    over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    if not view.brief:
-        out.print()
-    _header(out, summary)
-    for name in SECTIONS:
-        if name in wanted:
-            if name != "short" or not view.brief:
+    sections: dict[str, Callable[[View], None]] = {
+        "short": lambda view: _in_short(out, summary, found, view),
+        "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
+        "guesses": lambda view: _verdicts(out, guesses, summary, view),
+        "steps": lambda view: _steps(out, summary, view),
+        "lanes": lambda view: _lanes(out, trace, summary),
+        "gpu": lambda view: _gpu_time(out, summary, view),
+        "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
+        "repeats": lambda view: repeats.table(out, summary),
+        "kernels": lambda view: _kernels(out, summary, view),
+        "cpu": lambda view: _cpu(out, summary, view),
+        "work": lambda view: _gpu_work(out, summary, view),
+        "names": lambda view: _names(out, summary, view),
+        "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda view: series_of.show(
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
+        ),
+        "chain": lambda view: _chain(out, summary, view),
+        "patterns": lambda view: _patterns(out, summary, found, view),
+    }
+
+    def written(view: View) -> dict[str, str]:
+        found = {}
+        with out.capture() as head:
+            if not view.brief:
                 out.print()
-            sections[name](out)
+            _header(out, summary)
+        for name in SECTIONS:
+            if name in wanted:
+                with out.capture() as section:
+                    if name != "short" or not view.brief:
+                        out.print()
+                    sections[name](view)
+                found[name] = section.get()
+        return {"head": head.get(), **found}
+
+    fitted = view.brief or view.all or view.only
+    parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
+    out.file.write("".join(parts.values()))
+    if left_out:
+        out.print(f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)")
     if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
+
+
+def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
+    """The report with as much of every table as fits into LINES, and the sections that had to be left out."""
+    for share in SHARES:
+        parts = written(replace(view, share=share))
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES:
+            return parts, []
+    left_out = []
+    for name in LEFT_OUT_FIRST:
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES - 2:  # what is left out is said, too
+            break
+        if parts.pop(name, None):
+            left_out.append(name)
+    return parts, left_out
 
 
 def _header(out: Console, summary: Summary) -> None:
@@ -202,7 +243,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary, view: View) -> None:
+def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -231,7 +272,7 @@ def _in_short(out: Console, summary: Summary, view: View) -> None:
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
     lines += [plain(line) for line in decoding.in_words(summary)]
-    lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
@@ -262,7 +303,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         ("GPU work of a step, summed by label", summary.by_label),
         ("by module", summary.by_module_class),
     ):
-        shown = places[: view.most(view.rows)]
+        shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
             print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
@@ -272,7 +313,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     out.print()
     families = [
         (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
-        for one in summary.families[: view.most(view.rows)]
+        for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
     print_columns(out, ("by family", "µs", "share", "pieces"), families)
     _and_more(out, len(summary.families), len(families))
@@ -280,7 +321,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     asked = {one.name: one.asked_by for one in summary.gpu_work}
-    shown = summary.kernels[: view.most(view.rows)]
+    shown = summary.kernels[: view.most(ROWS_SHOWN)]
     named = labels([one.name for one in shown], 60)
     rows = [
         (
@@ -305,7 +346,7 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
-            for name, one in ordered[: view.most(view.rows)]
+            for name, one in ordered[: view.most(ROWS_SHOWN)]
         ]
         if rows:
             print_columns(out, (head, "self µs", "total µs", "calls"), rows)
@@ -323,7 +364,8 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     if gpu:
         heads += ["launches", "GPU busy", "span", "idle", "to start"]  # from the first launch
     found = summary.steps
-    shown = found if view.all or len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
+    most = view.most(STEPS_SHOWN)
+    shown = found if most is None or len(found) <= max(3, most) else found[: max(3, most - 3)]
     rows = []
     for one in shown:
         row = [
@@ -418,7 +460,7 @@ def _names(out: Console, summary: Summary, view: View) -> None:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         out.print(f"  {plain(short(name, out.width - 4))}")
         out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
-    _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
+    _and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:
@@ -458,7 +500,7 @@ def _occupancy(one: GpuWork) -> list[str]:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
     if found.not_estimated:
-        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+        told = " (the profiler's 0% is no estimate)"
     # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
     limit = f"{found.limit:.1%}".replace(".0%", "%")
     return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
@@ -526,22 +568,24 @@ def _median_stretch(
 CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
 
 
-def _patterns(out: Console, summary: Summary, view: View) -> None:
+def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
-    found = cheatsheet.found(summary)
+    roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
+    explained = view.all or view.only or roomy
     out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
-    for pattern, evidence in found:
-        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
+    shown = found[: view.most(PATTERNS_SHOWN)]
+    for pattern, verdict in shown:
+        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
         if explained:
             out.print(f"      {plain(pattern.means)}")
+    _and_more(out, len(found), len(shown))
 
 
 def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
     """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
-    brief = view.brief and not (view.all or view.only)
+    brief = (view.brief or view.share < 1) and not (view.all or view.only)
     out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:

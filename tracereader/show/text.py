@@ -83,6 +83,11 @@ def print_columns(
         out.print(_line(row, widths, left))
 
 
+def lines_of(text: str, width: int) -> int:
+    """How many lines of a terminal what was written takes: a long line goes on in the next one."""
+    return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
+
+
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)]
 
