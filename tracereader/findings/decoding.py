@@ -1,7 +1,9 @@
 """Findings about a language model's steps: tokens a second and their roof, and work that it may do without."""
 
+from collections import Counter
+
 from tracereader.figures import Summary
-from tracereader.figures.decoding import Asked
+from tracereader.figures.decoding import Asked, ridge_rows
 from tracereader.figures.hardware import peaks_of
 from tracereader.findings.finding import Finding, Verdict, counted
 from tracereader.findings.steps import waits_for
@@ -29,6 +31,10 @@ def in_words(summary: Summary) -> list[str]:
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
         lines[0] += f"; the GPU's work alone would allow {facts.tokens / busy * 1e6:,.0f}"
+    if facts.phase == "prefill" and (rows := _rows(summary)):
+        ridge = ridge_rows(peaks_of(summary.devices[0]))
+        if ridge and rows >= ridge:
+            lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
     if facts.phase == "decode" and found.read_us and found.read_us <= found.step_us:
         read = f"weights ({_bytes(facts.weight_bytes)})"
@@ -40,6 +46,15 @@ def in_words(summary: Summary) -> list[str]:
             f"{source} take {_time(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
         )
     return lines
+
+
+def _rows(summary: Summary) -> int | None:
+    """The rows of most of the time in products of two-byte elements, where shapes are recorded."""
+    time: Counter = Counter()
+    for one in summary.gpu_work:
+        if one.product and one.product.batch == 1 and one.bytes_moved == 2 * one.product.elements:
+            time[one.product.m] += one.us
+    return time.most_common(1)[0][0] if time else None
 
 
 def graph_would_do() -> Finding:
