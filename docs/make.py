@@ -3,7 +3,7 @@
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
+A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
 and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
 <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
 figures (figures.py). A block without a command is typed, and says so.
@@ -32,7 +32,7 @@ from tracereader.trace import read  # noqa: E402
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
-    r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S
+    r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
 
