@@ -68,7 +68,7 @@ def main(argv=None):
     if args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(summary, report.guesses_of(trace), view))
+        print(as_json(trace, summary, report.guesses_of(trace), view))
     elif len(read) == 1:
         report.explain(trace, summary, view)
     else:
