@@ -53,6 +53,8 @@ class Run:
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
     peak_bytes: int | None
+    rank: int = 0
+    ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
 
 
 def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
@@ -68,6 +70,8 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
     # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
     importlib.import_module("torch._inductor.config")
     torch.manual_seed(args.seed)
+    if device.type == "cpu":
+        args = replace(args, **args.on_cpu)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, guesses=tuple(what_we_guess(settled)))
@@ -244,6 +248,8 @@ def save(
             _export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
+            if args.ranks:
+                args.ranks.all_agree()
     return Run(
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
@@ -253,6 +259,8 @@ def save(
         first_call_s=steps.first_call_s,
         error=error,
         peak_bytes=peak_bytes,
+        rank=args.ranks.rank if args.ranks else 0,
+        ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )
 
 

@@ -1,5 +1,6 @@
 """What every numbered script does around its own part: read the flags, build, profile, explain."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.markup import escape
@@ -13,13 +14,24 @@ from tracereader.command import BadInput, command
 from tracereader.show.text import console, seconds, shown_path, size
 
 
-def lesson(flags: Callable, build: Callable, profiled: Callable, what_we_guess: Callable[..., Iterable]) -> Callable:
-    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions."""
+def lesson(
+    flags: Callable,
+    build: Callable,
+    profiled: Callable,
+    what_we_guess: Callable[..., Iterable],
+    processes: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Callable:
+    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions.
+
+    processes: given the flags, a context that makes them those of one rank of several (common/distributed.py).
+    """
 
     def main(argv: Sequence[str] | None = None) -> None:
         args = _ready(argv, flags, what_we_guess)
         given = [(guess.record, screen.ask(f"{guess.text}?")) for guess in _asked(args)]
-        run = _run(args, build, profiled)
+        run = _run(args, build, profiled, processes)
+        if run.rank:
+            return  # rank 0 speaks for all
 
         from tracereader.show import report  # here, so that nothing of it weighs on the run
 
@@ -46,8 +58,8 @@ def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable)
     return args
 
 
-def _run(args, build: Callable, profiled: Callable) -> Run:
-    with within_memory(args.device):
+def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
+    with processes(args) as args, within_memory(args.device):
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
