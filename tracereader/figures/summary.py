@@ -129,16 +129,21 @@ class Summary(msgspec.Struct, frozen=True):
         return sum(one.kind == kind for one in self.gpu_work)
 
 
+def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
+    """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
+    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
+    spoken_of = trace.steps[first_use:]
+    ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
+    return spoken_of, min(one.start for one in spoken_of), max(ends)
+
+
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Measure a trace. step: the one to speak of; a typical one where None."""
     usual = typical(trace)  # once: of a trace without GPU work it counts every op
     step = step or usual
     facts = step_facts(trace, usual)
-    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
-    spoken_of = trace.steps[first_use:]
-    launched = [one for some in spoken_of for one in some.work]
-    start = min(one.start for one in spoken_of)
-    end = max([one.end for one in spoken_of] + [one.end for one in launched])
+    spoken_of, start, end = window(trace, usual)
+    first_use = len(trace.steps) - len(spoken_of)
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)

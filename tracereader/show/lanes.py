@@ -57,6 +57,26 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[int, int, str]]]], width: int, glyphs: Glyphs) -> list[str]:
+    """Titled rows of (start, end, name), in ns, on one axis; at most `width` wide."""
+    pieces = [one for _, row in rows for one in row]
+    margin = max([6, *(len(title) + 1 for title, _ in rows)])
+    columns = width - margin - 14
+    if not pieces or columns < 20:
+        return []
+    start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
+    scale = columns / max(1, end - start)
+
+    def column(time: int) -> int:
+        return min(columns, max(0, round((time - start) * scale)))
+
+    lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
+    for title, row in rows:
+        slices = [Op(name, "row", one_start, one_end - one_start, (), None) for one_start, one_end, name in row]
+        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
+    return [line.rstrip() for line in lines]
+
+
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     """For each thread its rows, the outermost slices first."""
     threads: dict[tuple, list[list[Op]]] = {}

@@ -96,7 +96,7 @@ def explain_file(path: Path, view: View) -> None:
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
+    if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
         wanted -= {"kernels", "work", "names"}
@@ -300,14 +300,24 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         )
 
 
-def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
-    step = next(step for step in trace.steps if step.name == summary.typical_step)
+def lane_glyphs(out: Console) -> lanes.Glyphs:
+    """What lanes are drawn with on this terminal."""
     ascii_only = (
         out.is_dumb_terminal
         or not (out.encoding or "").lower().startswith("utf")
         or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
     )
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only else lanes.UNICODE)
+    return lanes.ASCII if ascii_only else lanes.UNICODE
+
+
+def lanes_wanted(view: View) -> bool:
+    """Whether lanes are drawn: at a terminal, or where something asks for them."""
+    return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
+
+
+def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out))
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:

@@ -58,6 +58,8 @@ class _File(msgspec.Struct):
     device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
     lesson: msgspec.Raw = msgspec.Raw(b"null")
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
+    base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=msgspec.Raw(b"null"))
+    host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
 
 
 class _ExactFile(_File):
@@ -73,6 +75,8 @@ class Document:
     device_properties: object
     lesson: object  # what a numbered script stored
     distributed: object
+    base: object  # ns since 1970 that its stamps count from
+    host: object
     shapes_recorded: bool
 
 
@@ -94,6 +98,8 @@ def load(path: Path, limit: int) -> Document:
         device_properties=decoded(found.device_properties),
         lesson=decoded(found.lesson),
         distributed=decoded(found.distributed),
+        base=decoded(found.base),
+        host=decoded(found.host),
         shapes_recorded=b'"Input Dims"' in data,
     )
 
@@ -183,6 +189,8 @@ def _any_json(path: Path, data: bytes) -> _File:
             ("device_properties", "deviceProperties"),
             ("lesson", "lesson"),
             ("distributed", "distributedInfo"),
+            ("base", "baseTimeNanoseconds"),
+            ("host", "host_name"),
         )
     }
     return _File(events=events, **beside)

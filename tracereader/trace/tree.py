@@ -147,10 +147,11 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process of a distributed run this trace is of."""
+    """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
 
     rank: int
     world_size: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +160,8 @@ class Trace:
 
     path: Path
     zero_us: int  # what its stamps count from
+    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are told apart
+    host: str | None  # where it was recorded, if it tells
     steps: tuple[Step, ...]
     has_steps: bool
     work: tuple[Work, ...]  # all of it, in the order of the starts
@@ -257,6 +260,8 @@ def _built(path: Path, document: Document) -> Trace:
     return Trace(
         path=path,
         zero_us=zero,
+        base_ns=document.base if type(document.base) is int else 0,
+        host=document.host if isinstance(document.host, str) and document.host else None,
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
         work=tuple(work),
@@ -437,5 +442,8 @@ def _lesson(found: object) -> Lesson | None:
 def _rank(found: object) -> Rank | None:
     if not isinstance(found, dict):
         return None
-    rank, size = found.get("rank"), found.get("world_size")
-    return Rank(rank, size) if type(rank) is type(size) is int and 0 <= rank < size < 2**31 else None
+    rank, size, groups = found.get("rank"), found.get("world_size"), found.get("pg_config")
+    if not (type(rank) is type(size) is int and 0 <= rank < size < 2**31):
+        return None
+    sizes = [one.get("pg_size") for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    return Rank(rank, size, tuple(one for one in sizes if type(one) is int))
