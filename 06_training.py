@@ -36,7 +36,7 @@ FLAGS = (
     flag("--blocking", "wait for each copy of a batch to the GPU", tag="blocking", action="store_true"),
     flag("--parallel", "ddp (a whole model on each rank) or fsdp (a part of it), under torchrun", tag="{}",
          choices=("ddp", "fsdp"), default=None, metavar="HOW"),
-    flag("--bucket-mb", "gradients that DDP sends at once (25)", tag="bucket{}", type=positive, default=25,
+    flag("--bucket-mb", "gradients that DDP sends at once (1 at first, then 25)", tag="bucket{}", type=positive,
          metavar="MB"),
     flag("--slow", "this rank does 60 more matrix products in its forward", tag="slow{}", type=not_negative,
          metavar="RANK"),
@@ -55,14 +55,14 @@ def flags(argv=None):
         raise BadInput("--guess asks one reader, and here are several processes: leave it out")
     if args.slow is not None and (not here or args.slow >= here.world_size):
         raise BadInput(f"--slow {args.slow}: there is no such rank{f' of {here.world_size}' if here else ' of one'}")
-    if args.bucket_mb != 25 and args.parallel != "ddp":
+    if args.bucket_mb is not None and args.parallel != "ddp":
         raise BadInput("--bucket-mb belongs to --parallel ddp: FSDP sends a block's gradients at a time")
     if args.fused + args.foreach + args.for_loop > 1:
         raise BadInput("--fused, --foreach and --for-loop are three ways to do one thing: choose one")
     if args.loader is None and (args.workers != 2 or args.no_pin or args.blocking):
         raise BadInput("--workers, --no-pin and --blocking say how batches are loaded: they need --loader")
     if args.dtype == "fp16":
-        raise BadInput("--dtype fp16: its gradients vanish without loss scaling, which this step has none of: take bf16")
+        raise BadInput("--dtype fp16: its gradients vanish without loss scaling, which this step has not: take bf16")
     return args
 
 
@@ -245,7 +245,7 @@ def profiled(args, model):
         "losses": [round(loss, 4) for loss in found.tolist()],
     }
     reference = None if rank or is_plain(args) else lambda: plain_losses(args, len(losses))
-    return save(prof, args, steps, found, reference, facts={"training": facts})
+    return save(prof, args, steps, found, reference, {"training": facts}, compared_with="plain training")
 
 
 def is_plain(args):
@@ -282,7 +282,26 @@ def plain_losses(args, count):
 
 
 def what_we_guess(args):
+    here = place()
+    # The launches of FSDP take longer than the work of a model that one GPU could hold; so does a slow sample.
+    starved = args.parallel == "fsdp" or (args.loader is not None and not args.workers)
+    waits = here and args.slow not in (None, here.rank)
+    if not waits:
+        yield expect.regime_is("overhead-bound" if starved else "GPU-bound")
     yield expect.records_steps(args.wait + args.schedule_warmup, args.active)
+    if not args.parallel and not args.checkpoint:
+        yield expect.backward_is_twice_the_forward()
+    if waits:
+        yield expect.busy_while_waiting()
+    elif args.parallel == "ddp" and args.slow is None:
+        # DDP sends a bucket as soon as its gradients are there: the only one when all of them are.
+        yield expect.communication_is_hidden(not one_bucket(args))
+
+
+def one_bucket(args):
+    tokens, places, block = VOCABULARY * args.dim, args.seq * args.dim, 12 * args.dim**2
+    gradients = (2 * tokens + places + args.layers * block) * args.dtype.itemsize
+    return args.bucket_mb is not None and args.bucket_mb * 2**20 > gradients
 
 
 main = lesson(flags, build, profiled, what_we_guess, processes)

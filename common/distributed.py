@@ -74,10 +74,10 @@ class Ranks:
             agreed = self._store.add("agreed", 0)
         with self._ending:
             self._over = True
-        self._say(GOODBYE)
 
     def leave(self) -> None:
-        """Rank 0, whose store it may be, is the last to go."""
+        """Say goodbye. Rank 0, whose store it may be, is the last to go: when the files of all are there."""
+        self._say(GOODBYE)
         if self.rank == 0:
             self._listener.join()
 

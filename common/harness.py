@@ -51,7 +51,8 @@ class Run:
     table: Path
     totals: tuple[str, ...]  # the table's last lines
     first_call_s: float
-    error: float | None  # see relative_error(); None where eager is itself the reference
+    error: float | None  # see relative_error(); None where the run is itself the reference
+    compared_with: str
     peak_bytes: int | None
     rank: int = 0
     ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
@@ -218,17 +219,18 @@ def save(
     out: torch.Tensor,
     reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
     facts: dict | None = None,
+    compared_with: str = "eager",
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
     out: what the last step computed; reference: computes the same in eager mode, or None where the
     step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
-    of this run and no profiler records, stored in the trace as JSON. Raises BadInput and RunFailed; then
-    no file has been written or replaced.
+    of this run and no profiler records, stored in the trace as JSON. compared_with: the reference's name.
+    Raises BadInput and RunFailed; then no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
-    error = None if reference is None else _checked(out, reference, args)
+    error = None if reference is None else _checked(out, reference, args, compared_with)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {
@@ -258,6 +260,7 @@ def save(
         totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
         first_call_s=steps.first_call_s,
         error=error,
+        compared_with=compared_with,
         peak_bytes=peak_bytes,
         rank=args.ranks.rank if args.ranks else 0,
         ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
@@ -321,14 +324,16 @@ def check_recording(file: Path, device: torch.device, compiled: bool = False) ->
             )
 
 
-def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args) -> float:
+def _checked(
+    out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args, compared_with: str
+) -> float:
     with torch.no_grad():
         ref = reference()
         addends = ref if isinstance(ref, tuple) else ()
         error = relative_error(out, sum(addends[1:], addends[0]) if addends else ref, *addends)
     if not error <= TOLERANCE[args.dtype]:  # so that NaN fails too
         raise RunFailed(
-            f"the profiled step does not compute what eager computes: relative error {error:.1e}, at most "
+            f"the profiled step does not compute what {compared_with} computes: relative error {error:.1e}, at most "
             f"{TOLERANCE[args.dtype]:.0e} is rounding in {args.profiled['dtype']}; no file was written"
         )
     return error

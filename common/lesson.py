@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from rich.markup import escape
 
@@ -33,10 +34,17 @@ def lesson(
         if run.rank:
             return  # rank 0 speaks for all
 
-        from tracereader.show import report  # here, so that nothing of it weighs on the run
+        from tracereader.show import ranks, report  # here, so that nothing of it weighs on the run
 
         _header(run)
-        report.explain_file(run.trace, report.View.of(args, brief=True))
+        view = report.View.of(args, brief=True)
+        if run.ranks:
+            console().print()
+            ranks.explain_files(run.ranks, view)
+            if view.shows("guesses"):
+                report.explain_file(run.trace, replace(view, only=("guesses",)))  # of rank 0
+        else:
+            report.explain_file(run.trace, view)
         if given:
             report.marked(run.trace, given)
         if args.open:
@@ -76,7 +84,9 @@ def _asked(args) -> list:
 def _header(run: Run) -> None:
     """What ran, what it cost to get going, whether it computed the right thing, and its files."""
     out = console()
-    right = "eager: the reference itself" if run.error is None else f"matches eager: relative error {run.error:.1e}"
+    right = f"{run.compared_with}: the reference itself"
+    if run.error is not None:
+        right = f"matches {run.compared_with}: relative error {run.error:.1e}"
     known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")

@@ -36,6 +36,7 @@ from tracereader.findings.steps import (
     regime_is,
     steps_are_alike,
 )
+from tracereader.findings.guesses_training import backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden
 
 _MAKERS = {
     make.__name__: make
@@ -45,6 +46,7 @@ _MAKERS = {
         graph_replay_without_copies, kernels_are, launch_nothing, launch_settings, long_final_sync,
         name_says_transposed, no_compile_rows, occupancy_asked_once, one_buffer_request, ops_are,
         pointwise_round_trip, product_sizes, records_steps, regime_is, self_time_excludes_children, steps_are_alike,
+        backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden,
     )
 }  # fmt: skip
 
