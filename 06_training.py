@@ -245,7 +245,7 @@ def profiled(args, model):
         "losses": [round(loss, 4) for loss in found.tolist()],
     }
     reference = None if rank or is_plain(args) else lambda: plain_losses(args, len(losses))
-    return save(prof, args, steps, found, reference, {"training": facts}, compared_with="plain training")
+    return save(prof, args, steps, found, reference, {"training": facts}, against="plain training")
 
 
 def is_plain(args):

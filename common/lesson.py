@@ -47,6 +47,7 @@ def lesson(
             report.explain_file(run.trace, view)
         if given:
             report.marked(run.trace, given)
+        _files(run)
         if args.open:
             from tracereader.show import perfetto
 
@@ -82,19 +83,21 @@ def _asked(args) -> list:
 
 
 def _header(run: Run) -> None:
-    """What ran, what it cost to get going, whether it computed the right thing, and its files."""
+    """What ran, what it cost to get going, and whether it computed the right thing."""
     out = console()
-    right = f"{run.compared_with}: the reference itself"
-    if run.error is not None:
-        right = f"matches {run.compared_with}: relative error {run.error:.1e}"
+    matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
+    right = "eager: the reference itself" if run.error is None else matches
     known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.machine)}")
     out.print(" · ".join([*known, right]))
-    out.print()
-    out.print(f"  {escape(shown_path(run.trace))}  the trace: open it at ui.perfetto.dev")
-    out.print(f"  {escape(shown_path(run.table))}   the profiler table")
-    out.print()
-    for line in run.totals:
-        out.print(line)
+
+
+def _files(run: Run) -> None:
+    """Both by their whole names, to be copied."""
+    out = console()
+    out.print(f"{escape(shown_path(run.trace))}   the trace, for ui.perfetto.dev")
+    out.print(f"{escape(shown_path(run.table))}    torch's profiler table")
+    if run.code:
+        out.print(f"{escape(shown_path(run.code))}     Inductor's generated code")

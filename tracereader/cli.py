@@ -42,7 +42,8 @@ def main(argv=None):
         return
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
-    if (len(args.traces) > 1 and not args.previous and not args.against or args.ranks) and _as_ranks(args):
+    several = len(args.traces) > 1 and not args.previous and not args.against
+    if (several or args.ranks) and _as_ranks(args):
         return
     for flag in ("open", "json", "against"):
         if getattr(args, flag) and len(args.traces) > 1:
@@ -67,7 +68,7 @@ def main(argv=None):
     if args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(summary, report.guesses_of(trace), view))
+        print(as_json(trace, summary, report.guesses_of(trace), view))
     elif len(read) == 1:
         report.explain(trace, summary, view)
     else:
@@ -88,7 +89,8 @@ def _as_ranks(args) -> bool:
         return False
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
-    from tracereader.show import perfetto, ranks, report
+    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
     view = report.View.of(args)
@@ -101,7 +103,11 @@ def _as_ranks(args) -> bool:
     else:
         ranks.explain(summary, traces, view)
     if args.open:
-        perfetto.hand_over_ranks(summary)
+        try:
+            name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)
+        except TraceError as problem:
+            raise BadInput(problem) from None
+        perfetto.hand_over(name, content)
     return True
 
 

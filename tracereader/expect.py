@@ -3,6 +3,21 @@
 A guess is a finding; its text is the sentence, ask(summary) the verdict, record what the trace stores.
 """
 
+from tracereader.findings.attention_guesses import (
+    builds_its_mask,
+    copies_first,
+    gemms_on_cuda_cores,
+    gpu_does,
+    kernel_is,
+    launched_by,
+    most_cpu_time_of_its_own,
+    occupancy_is_low,
+    occupancy_not_reported,
+    safe_softmax,
+    scores_in_memory,
+    sdpa_runs_on,
+    written_for_this_gpu,
+)
 from tracereader.findings.finding import Finding, read_record
 from tracereader.findings.gpu_work import (
     bias_copy_then_gemm,
@@ -47,6 +62,9 @@ _MAKERS = {
         name_says_transposed, no_compile_rows, occupancy_asked_once, one_buffer_request, ops_are,
         pointwise_round_trip, product_sizes, records_steps, regime_is, self_time_excludes_children, steps_are_alike,
         backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden,
+        # attention
+        builds_its_mask, copies_first, gemms_on_cuda_cores, gpu_does, kernel_is, launched_by, most_cpu_time_of_its_own,
+        occupancy_is_low, occupancy_not_reported, safe_softmax, scores_in_memory, sdpa_runs_on, written_for_this_gpu,
     )
 }  # fmt: skip
 

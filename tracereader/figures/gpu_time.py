@@ -164,12 +164,12 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     reached = step.start
     for one in work:
         if one.start > reached and one.launch and one.launch.start >= reached:
-            _spread(roots[one.launch.track], reached, one.start, idle)
+            cut_up(roots[one.launch.track], reached, one.start, idle)
         reached = max(reached, one.end)
     return {name: ns / 1e3 for name, ns in idle.most_common()}
 
 
-def _spread(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
+def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
     """Add each moment of a gap to the innermost op that is open then."""
     pending = [(ops, start, end, BETWEEN_OPS)]
     while pending:

@@ -8,7 +8,7 @@ import bisect
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median
@@ -85,12 +85,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """What is drawn of a rank: rows of (start, end, name), in ns since 1970."""
+    """What is drawn of a rank's computing in one step: (start, end, phase), in ns since 1970."""
 
     step: str
-    start: int
-    end: int
-    rows: tuple[tuple[str, tuple[tuple[int, int, str], ...]], ...]
+    pieces: tuple[tuple[int, int, str], ...]
 
 
 class RankTrace(msgspec.Struct, frozen=True):
@@ -146,10 +144,11 @@ class RankFigures(msgspec.Struct, frozen=True):
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """One collective over the ranks. Waits by rank, in the order of `ranks`.
+    """One collective over the ranks. starts_us, took_us, waits_us: by rank, in the order of `ranks`.
 
-    lead_us: between the last rank's arrival and the one before it. transfer_us: from the last arrival to its
-    end, by the last rank's clock. bus_gb_s: None where the message's size or the kind's factor is not known.
+    starts_us: on the common clock, from the first rank's window on. took_us: the wait included. lead_us:
+    between the last rank's arrival and the one before it. transfer_us: from the last arrival to its end, by
+    the last rank's clock. bus_gb_s: None where the message's size or the kind's factor is not known.
     """
 
     group: str
@@ -158,6 +157,8 @@ class Collective(msgspec.Struct, frozen=True):
     bytes: int | None
     size: int
     ranks: tuple[int, ...]
+    starts_us: tuple[float, ...]
+    took_us: tuple[float, ...]
     waits_us: tuple[float, ...]
     last: int
     lead_us: float
@@ -227,7 +228,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         stretches = [(one, one.start, one.end) for one in steps]
     else:
         stretches = _on_gpu(steps, parts.device, end)
-    lengths = _Cut(parts)
+    lengths, starts = _Cut(parts), _kernels_by_launch(parts.device) if on_gpu else None
     done = list(_parts_on_gpu(steps, zero) if on_gpu else _parts_on_cpu(steps, zero, trace.rank))
     named = [one for one in done if one is not None]
     late = _late(parts.exposed_communication, steps) if on_gpu else []
@@ -242,13 +243,13 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         start=zero + start,
         end=zero + end,
         total=lengths.times("", start, end),
-        steps=tuple(_step(one, lengths, left, right, on_gpu, parts.device) for one, left, right in stretches),
+        steps=tuple(_step(one, lengths, left, right, starts) for one, left, right in stretches),
         left_out=tuple(one.name for one in trace.steps[: len(trace.steps) - len(steps)]),
         parts=tuple(named),
         exposed=tuple((zero + left, zero + right) for left, right in parts.exposed_communication),
         late=tuple((zero + left, zero + right) for left, right in late),
         unnamed=len(done) - len(named),
-        lane=_lane(stretches, step, zero, on_gpu),
+        lane=_lane(stretches, step, zero, parts.compute, starts),
     )
 
 
@@ -330,30 +331,39 @@ def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step,
     return [(step, left, right) for (step, _), (left, right) in zip(found, pairwise(bounds), strict=True)]
 
 
-def _step(step: Step, cut: _Cut, start: int, end: int, on_gpu: bool, device: object) -> RankStep:
-    times = cut.times(step.name, start, end)
+Starts = Callable[[Step], list[tuple[int, int]]]
+
+
+def _kernels_by_launch(device: object) -> Starts:
+    """For a step: when each of its kernels that compute was launched, and when it began."""
+    return lambda step: sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
+
+
+def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
+    """A step's stretch cut at its labels; with `starts`, at the first kernel that each launched."""
     labels = _phases(step)
-    if on_gpu:
-        launched = sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
-        bounds = []
+    if starts is None:
+        bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE))]
+    else:
+        bounds, launched = [], starts(step)
         for label in labels:
             first = bisect.bisect_left(launched, (label.start, 0))
             if first < len(launched) and launched[first][0] < label.end:
                 bounds.append((launched[first][1], label.name))
-    else:
-        bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE))]
-    stretches, at, name = [], start, OUTSIDE
+    found, at, name = [], start, OUTSIDE
     for bound, following in bounds:
         bound = min(max(bound, at), end)
-        stretches.append((name, at, bound))
+        found.append((name, at, bound))
         at, name = bound, following
-    stretches.append((name, at, end))
+    return [one for one in [*found, (name, at, end)] if one[2] > one[1]]
+
+
+def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) -> RankStep:
     by_name: dict[str, list[Times]] = {}
-    for name, left, right in stretches:
-        if right > left:
-            by_name.setdefault(name, []).append(cut.times(name, left, right))
-    phases = tuple(_summed(name, some) for name, some in by_name.items()) if bounds else ()
-    return RankStep(**msgspec.structs.asdict(times), phases=phases)
+    for name, left, right in _stretches(step, start, end, starts):
+        by_name.setdefault(name, []).append(cut.times(name, left, right))
+    phases = tuple(_summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE} else ()
+    return RankStep(**msgspec.structs.asdict(cut.times(step.name, start, end)), phases=phases)
 
 
 OUTSIDE = "outside the labels"
@@ -379,10 +389,8 @@ def _phases(step: Step) -> list[Op]:
 
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
     """Of exposed communication, what lies before the launch of the next kernel that computes."""
-    computing = sorted(
-        ((one.start, one.launch.start) for step in steps for one in step.work if one.launch and not _is_communication(one)
-         and one.kind == "kernel"),
-    )  # fmt: skip
+    kernels = (one for step in steps for one in step.work if one.kind == "kernel" and one.launch)
+    computing = sorted((one.start, one.launch.start) for one in kernels if not _is_communication(one))
     starts = [start for start, _ in computing]
     found = []
     for left, right in exposed:
@@ -482,26 +490,26 @@ def _bytes_on_cpu(kind: str, args: dict, size: int) -> int | None:
     return item and item * count * (size if kind == "all-gather" else 1)
 
 
-def _lane(stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, on_gpu: bool) -> Lane | None:
-    """The rows of one step: the one asked for, or the middle one."""
+def _lane(
+    stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, starts: Starts
+) -> Lane | None:
+    """One step's computing, cut at its phases: of the step asked for, or the middle one."""
     chosen = [one for one in stretches if one[0].name == f"{STEP}{number}"]
     if number is None:
         chosen = stretches[len(stretches) // 2 :]
     if not chosen:
         return None
     step, start, end = chosen[0]
-    rows: dict[str, list[tuple[int, int, str]]] = {}
-    if on_gpu:
-        for one in step.work:
-            row = rows.setdefault("comm" if _is_communication(one) else "GPU", [])
-            row.append((zero + one.start, zero + one.end, one.name))
-    else:
-        for label in _phases(step):
-            rows.setdefault("CPU", []).append((zero + label.start, zero + label.end, label.name))
-        for op in sorted(_collectives_on_cpu(step), key=_start):
-            rows.setdefault("comm", []).append((zero + op.start, zero + op.end, op.name))
-    ordered = sorted(rows, key="CPU GPU comm".split().index)
-    return Lane(step.name, zero + start, zero + end, tuple((name, tuple(rows[name])) for name in ordered))
+    pieces = []
+    for name, left, right in _stretches(step, start, end, starts):
+        merged: list[list[int]] = []
+        for begin, stop in clipped(compute, left, right):
+            if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than any column
+                merged[-1][1] = stop
+            else:
+                merged.append([begin, stop])
+        pieces += [(zero + begin, zero + stop, name) for begin, stop in merged]
+    return Lane(step.name, tuple(pieces))
 
 
 def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -> RanksSummary:
@@ -519,7 +527,8 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
         {rank: part for rank, part in parts.items() if rank not in clocks.not_aligned} for parts in found
     ]
     found = [parts for parts in found if len(parts) > 1]
-    matched = [_collective(parts, shift) for parts in found]
+    origin = min(one.start - shift[one.rank] for one in ranks)
+    matched = [_collective(parts, shift, origin) for parts in found]
     rates = [one.bus_gb_s for one in matched if one.bus_gb_s is not None]
     best = max(rates, default=None)
     return RanksSummary(
@@ -556,7 +565,7 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
     for one in sorted(rest, key=_start):
         near = [
             some for some in clusters
-            if any(one.start < other.end and other.start < one.end or _hosts_differ(one, other) for other in some)
+            if any(_hosts_differ(one, other) or (one.start < other.end and other.start < one.end) for other in some)
         ]  # fmt: skip
         if near:
             near[0].append(one)
@@ -667,7 +676,7 @@ def _impossible(together: Sequence[dict[int, Part]]) -> bool:
     return apart > len(together) / 2
 
 
-def _collective(parts: dict[int, Part], shift: dict[int, int]) -> Collective:
+def _collective(parts: dict[int, Part], shift: dict[int, int], origin: int) -> Collective:
     arrived = {rank: part.start - shift[rank] for rank, part in parts.items()}
     *_, before, last = sorted(arrived, key=arrived.get)
     some = parts[last]
@@ -680,6 +689,8 @@ def _collective(parts: dict[int, Part], shift: dict[int, int]) -> Collective:
         bytes=size,
         size=some.size,
         ranks=tuple(parts),
+        starts_us=tuple((arrived[rank] - origin) / 1e3 for rank in parts),
+        took_us=tuple((part.end - part.start) / 1e3 for part in parts.values()),
         waits_us=tuple((_waited(parts[rank], arrived[last] + shift[rank])) / 1e3 for rank in parts),
         last=last,
         lead_us=(arrived[last] - arrived[before]) / 1e3,

@@ -60,8 +60,8 @@ def are_ranks(paths: Sequence[Path]) -> bool:
     """Whether these are the traces of several ranks: each of one of its own, of one world size. Broken ones may be."""
     heads = [head(path) for path in paths]
     told = [one for one in heads if not one.broken]
-    ranks = {one.rank for one in told}
-    return len(told) > 1 and None not in ranks and len(ranks) == len(told) and len({one.world_size for one in told}) == 1
+    ranks, sizes = {one.rank for one in told}, {one.world_size for one in told}
+    return len(told) > 1 and None not in ranks and len(ranks) == len(told) and len(sizes) == 1
 
 
 def read_ranks(paths: Sequence[Path], limit: int, step: int | None) -> tuple[list[RankTrace], dict[str, str]]:

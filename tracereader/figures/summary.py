@@ -6,10 +6,22 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.decoding import (
+    Decoding,
+    Unneeded,
+    WeightReads,
+    decoding,
+    same_in_all_steps,
+    unneeded,
+    weight_reads,
+)
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
-from tracereader.figures.places import Place, by_label, by_module
+from tracereader.figures.places import Place, by_label, by_module, by_module_class
+from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
@@ -75,6 +87,7 @@ class Summary(msgspec.Struct, frozen=True):
     trace: str
     lesson: dict | None
     devices: list[str]
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
     has_steps: bool
@@ -90,8 +103,18 @@ class Summary(msgspec.Struct, frozen=True):
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
+    by_module_class: tuple[Place, ...]  # the same, equal modules in one
     gpu_work: tuple[GpuWork, ...]
+    repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
+    weight_reads: tuple[WeightReads, ...]
+    unneeded: Unneeded
+    same_in_all_steps: bool | None  # the GPU work; None of a single step
+    decoding: Decoding | None  # where the run told what a language model's step reads
     kernels: tuple[KernelTimes, ...]
+    unfused: tuple[Unfused, ...]  # attention of the step whose scores go through memory
+    hidden_copies: tuple[HiddenCopy, ...]  # of the step
+    mask_made: MaskMade | None
+    cast_products: CastProducts | None
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
@@ -150,10 +173,12 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     chain = _chain(step)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
+    measured, lesson = gpu_work(trace, step), _lesson(trace)
     return Summary(
         trace=str(trace.path),
-        lesson=_lesson(trace),
+        lesson=lesson,
         devices=list(trace.devices),
+        compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
@@ -169,8 +194,18 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
-        gpu_work=gpu_work(trace, step),
+        by_module_class=by_module_class(trace, step),
+        gpu_work=measured,
+        repeats=repeats(step.work, measured),
+        weight_reads=weight_reads(trace, step, measured),
+        unneeded=unneeded(step, measured),
+        same_in_all_steps=same_in_all_steps(trace),
+        decoding=decoding(trace, lesson),
         kernels=kernel_times(trace),
+        unfused=unfused(step),
+        hidden_copies=hidden_copies(step),
+        mask_made=mask_made(trace, step),
+        cast_products=cast_products(step),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
         ops=_times(chain, "op"),
@@ -182,6 +217,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         compiled_graphs=graphs,
         recompiled=recompiled,
     )
+
+
+def _compute_capability(trace: Trace) -> str | None:
+    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
+    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
+        return None
+    return "{}{}".format(*found.pop())
 
 
 def _chain(step: Step) -> tuple[Call, ...]:

@@ -102,17 +102,17 @@ def duration_varies() -> Finding:
     def judge(summary):
         # Each place in the step is compared with itself: one name may do different work at each.
         widest = max(
-            # A collective's time is its peers', too.
+            # A collective's time is its peers', too; and what runs beside other work shares the chip with it.
             (
                 one
                 for one in summary.gpu_work
-                if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication"
+                if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication" and one.ran_alone
             ),
             key=lambda one: one.high_us / one.low_us,
             default=None,
         )
         if widest is None:
-            return Verdict(None, "nothing of 5 µs or more in three steps")
+            return Verdict(None, "nothing of 5 µs or more that ran alone in three steps")
         seen = (
             f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
             f"mean {widest.mean_us:,.1f} over {widest.steps} steps"

@@ -9,6 +9,10 @@ from tracereader.trace import Op, Step, Work, kernel_names
 MAX_ROWS = 12
 
 
+# What a collective is drawn with while it waits for another rank.
+WAITS = "."
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """start and fill draw a slice with room for its name; tiny one that is a single column wide."""
@@ -43,11 +47,14 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for number, rows in enumerate(_cpu_rows(step)):
-        for depth, row in enumerate(rows[:MAX_ROWS]):
+        # Below slices too narrow for a name there are only narrower ones.
+        widest = [max(column(one.end) - column(one.start) for one in row) for row in rows]
+        drawn = min(MAX_ROWS, next((depth + 1 for depth, width in enumerate(widest) if width < 4), MAX_ROWS))
+        for depth, row in enumerate(rows[:drawn]):
             title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
             lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs))
-        if len(rows) > MAX_ROWS:
-            lines.append(" " * margin + f"({len(rows) - MAX_ROWS} deeper rows not drawn)")
+        if len(rows) > drawn:
+            lines.append(" " * margin + f"({len(rows) - drawn} deeper rows not drawn)")
     streams: dict[tuple, list[Work]] = {}
     for one in step.work:
         streams.setdefault(one.track, []).append(one)
@@ -57,8 +64,10 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[int, int, str]]]], width: int, glyphs: Glyphs) -> list[str]:
-    """Titled rows of (start, end, name), in ns, on one axis; at most `width` wide."""
+def draw_rows(
+    rows: Sequence[tuple[str, Sequence[tuple[int, int, str, bool]]]], width: int, glyphs: Glyphs
+) -> list[str]:
+    """Titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
     pieces = [one for _, row in rows for one in row]
     margin = max([6, *(len(title) + 1 for title, _ in rows)])
     columns = width - margin - 14
@@ -72,7 +81,9 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[int, int, str]]]], width:
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for title, row in rows:
-        slices = [Op(name, "row", one_start, one_end - one_start, (), None) for one_start, one_end, name in row]
+        slices = [
+            Op(name, "wait" if waits else "row", left, right - left, (), None) for left, right, name, waits in row
+        ]
         lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
     return [line.rstrip() for line in lines]
 
@@ -99,7 +110,9 @@ def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> s
             hidden += 1
             continue
         room = min(right, columns) - left
-        if room == 1:
+        if one.kind == "wait":
+            cells[left : left + room] = WAITS * room
+        elif room == 1:
             cells[left] = glyphs.tiny
         else:
             name = kernel_names.short(one.name.removeprefix("aten::"), max(1, room - 1)) if room > 3 else ""

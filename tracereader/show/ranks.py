@@ -19,9 +19,10 @@ from tracereader.show.text import Name, console, percent, plain, print_columns, 
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
 
-SECTIONS = ("short", "steps", "lanes", "gpu", "work")
+SECTIONS = ("short", "gpu", "steps", "work", "lanes")
 RANKS_SHOWN = 8
 STEPS_SHOWN = 3
+WAITS = lanes.WAITS
 KINDS_SHOWN = 5
 
 
@@ -69,10 +70,10 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> N
         wanted.remove("lanes")
     sections = {
         "short": lambda out: _in_short(out, summary),
-        "steps": lambda out: _steps(out, summary, view),
-        "lanes": lambda out: _lanes(out, summary, traces),
         "gpu": lambda out: _ranks(out, summary, view),
+        "steps": lambda out: _steps(out, summary, view),
         "work": lambda out: _collectives(out, summary, view),
+        "lanes": lambda out: _lanes(out, summary, traces),
     }
     out = console()
     out.print(_header(summary))
@@ -111,7 +112,7 @@ def notes(summary: RanksSummary) -> list[str]:
     """What is missing, was left out, or could not be matched; and how far the clocks can be trusted."""
     found = []
     if summary.missing:
-        found.append(f"not here: rank {_numbers(summary.missing)}; who they wait for, and who waits for them, is unknown")
+        found.append(f"not here: rank {_numbers(summary.missing)}: who waits for them is not known")
     found += [f"left out: {shown_path(Path(path))}: {why}" for path, why in list(summary.not_read.items())[:5]]
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
@@ -119,12 +120,12 @@ def notes(summary: RanksSummary) -> list[str]:
         numbers = ", ".join(name.removeprefix(STEP[:-1]) for name in names[:4])
         found.append(f"rank {rank} has steps that not all others have: {numbers}")
     if summary.unmatched:
-        found.append(f"{counted(summary.unmatched, 'collective')} of single ranks without a counterpart: left out of waits")
+        found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unnamed:
-        found.append(f"{counted(summary.unnamed, 'piece')} of communication that the trace does not describe as a collective")
+        found.append(f"not matched: {counted(summary.unnamed, 'piece')} of communication, not told which collective")
     clocks = summary.clocks
     if clocks.not_aligned:
-        found.append(f"rank {_numbers(clocks.not_aligned)}: of another host, whose clock no common collective ties to ours")
+        found.append(f"not matched: rank {_numbers(clocks.not_aligned)}, whose host's clock no collective ties to ours")
     if clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
         found.append(
@@ -144,9 +145,10 @@ def _shown(summary: RanksSummary, view: View) -> list[RankFigures]:
     """The ranks that there is room for: those that are waited for most, and those that wait most."""
     if view.all or len(summary.ranks) <= RANKS_SHOWN:
         return list(summary.ranks)
-    by_caused = sorted(summary.ranks, key=lambda one: -one.others_waited_us)[: RANKS_SHOWN // 2]
-    by_waiting = sorted(summary.ranks, key=lambda one: -one.waited_exposed_us)
-    chosen = {one.rank for one in [*by_caused, *[one for one in by_waiting if one not in by_caused][: RANKS_SHOWN // 2]]}
+    ordered = sorted(summary.ranks, key=lambda one: -one.others_waited_us)
+    by_caused = ordered[: RANKS_SHOWN // 2]
+    by_waiting = sorted(ordered[RANKS_SHOWN // 2 :], key=lambda one: -one.waited_exposed_us)[: RANKS_SHOWN // 2]
+    chosen = {one.rank for one in [*by_caused, *by_waiting]}
     return [one for one in summary.ranks if one.rank in chosen]
 
 
@@ -253,18 +255,32 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace]) -> 
     others = [one for one in summary.ranks if one is not slow]
     waiting = max(others, key=lambda one: one.waited_exposed_us, default=None)
     drawn = [one for one in summary.ranks if len(summary.ranks) <= 4 or one in (slow, waiting)]
-    by_rank = {one.rank: one.lane for one in traces if str(one.path) not in summary.not_read}
-    some = {one.rank: by_rank[one.rank] for one in drawn if by_rank[one.rank] is not None}
-    step = next(iter(some.values())).step if some else None
-    rows = [
-        (f"{rank} {title}", [(start - ahead, end - ahead, name) for start, end, name in row])
-        for rank, lane in some.items()
-        if lane.step == step
-        for ahead in (round(summary.clocks.ahead_us[rank] * 1000),)
-        for title, row in lane.rows
-    ]
+    computed = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
+    common = [computed[one.rank].step for one in drawn if one.rank in computed]
+    if not common:
+        return
+    step, rows = common[0], []
+    origin = min(one.start - round(summary.clocks.ahead_us[one.rank] * 1000) for one in traces if one.rank in computed)
+    for one in drawn:
+        lane, ahead = computed.get(one.rank), round(summary.clocks.ahead_us[one.rank] * 1000) + origin
+        if lane and lane.step == step:
+            pieces = [(start - ahead, end - ahead, name, False) for start, end, name in lane.pieces]
+            rows.append((f"rank {one.rank}", pieces))
+            rows.append(("  comm", _communication(summary, one.rank, step)))
     lines = lanes.draw_rows(rows, out.width, lane_glyphs(out))
     if lines:
-        out.print(f"[bold]lanes of step {plain(step.removeprefix(STEP[:-1]))}, by rank[/bold]")
+        step = step.removeprefix(STEP[:-1])
+        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; collectives, {WAITS} while one waits")
         for line in lines:
-            out.print(plain(line), style="green" if "GPU" in line[:8] else None)
+            out.print(plain(line), style=None if line.startswith("rank") else "green")
+
+
+def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[int, int, str, bool]]:
+    """A rank's matched collectives of one step: what it waited in them, and the rest."""
+    found = []
+    for one in summary.matched:
+        if one.step == step and rank in one.ranks:
+            at = one.ranks.index(rank)
+            start, waited, took = (round(some[at] * 1000) for some in (one.starts_us, one.waits_us, one.took_us))
+            found += [(start, start + waited, "", True), (start + waited, start + took, one.kind, False)]
+    return [piece for piece in found if piece[1] > piece[0]]

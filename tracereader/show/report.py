@@ -1,9 +1,8 @@
 """What one trace shows, from the file alone."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +11,31 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
-from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import NO_GPU, Finding, counted
-from tracereader.show import lanes, references
-from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
+from tracereader.figures.table import profiler_table
+from tracereader.findings import cheatsheet, decoding, steps
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
+from tracereader.show import lanes, references, repeats
+from tracereader.show import series as series_of
+from tracereader.show import starts as starts_of
+from tracereader.show import table as table_of_torch
+from tracereader.show.text import (
+    Name,
+    ascii_only,
+    console,
+    lines_of,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    rate,
+    shown_path,
+    size,
+    time,
+    us,
+)
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, labels, short
@@ -26,10 +45,16 @@ LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
+# Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
+LINES = 80
+SHARES = (1.0, 0.6, 0.4, 0.2)
+# Left out, the first one first, where even the least of every table is too long.
+LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "work", "kernels")
 NAMES_SHOWN = 5
+PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
+BRIEF = ("short", "guesses", "steps", "lanes", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
 
 
@@ -37,7 +62,8 @@ MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
-    all: every section and row. brief: what a numbered script shows of its own run.
+    all: every section and row. brief: what a numbered script shows of its own run. share: of the rows that a table
+    shows where there is room.
     """
 
     only: Sequence[str] | None = None
@@ -45,6 +71,7 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
+    share: float = 1.0
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
@@ -57,7 +84,7 @@ class View:
 
     def most(self, rows: int) -> int | None:
         """How many rows of something to show; None: all."""
-        return None if self.all else rows
+        return None if self.all else max(1, round(rows * self.share))
 
 
 def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
@@ -99,40 +126,87 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names", "starts"}
     small = len(summary.gpu_work) <= SMALL
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(trace.steps) < series_of.ENOUGH:
+            wanted.discard("series")
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if not repeats.told(summary):
+        wanted.discard("repeats")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
-    sections: dict[str, Callable[[Console], None]] = {
-        "short": lambda out: _in_short(out, summary),
-        "guesses": lambda out: _verdicts(out, guesses, summary, view),
-        "steps": lambda out: _steps(out, summary, view),
-        "lanes": lambda out: _lanes(out, trace, summary),
-        "gpu": lambda out: _gpu_time(out, summary, view),
-        "kernels": lambda out: _kernels(out, summary, view),
-        "cpu": lambda out: _cpu(out, summary, view),
-        "work": lambda out: _gpu_work(out, summary, view),
-        "names": lambda out: _names(out, summary, view),
-        "chain": lambda out: _chain(out, summary, view),
-        "patterns": lambda out: _patterns(out, summary, view),
-    }
+    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    out.print()
-    _header(out, summary)
-    for name in SECTIONS:
-        if name in wanted:
-            out.print()
-            sections[name](out)
-    left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
-    if view.brief and not view.only and left_out:
+    sections: dict[str, Callable[[View], None]] = {
+        "short": lambda view: _in_short(out, summary, view),
+        "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
+        "guesses": lambda view: _verdicts(out, guesses, summary, view),
+        "steps": lambda view: _steps(out, summary, view),
+        "lanes": lambda view: _lanes(out, trace, summary),
+        "gpu": lambda view: _gpu_time(out, summary, view),
+        "repeats": lambda view: repeats.table(out, summary),
+        "kernels": lambda view: _kernels(out, summary, view),
+        "cpu": lambda view: _cpu(out, summary, view),
+        "work": lambda view: _gpu_work(out, summary, view),
+        "names": lambda view: _names(out, summary, view),
+        "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda view: series_of.show(
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
+        ),
+        "chain": lambda view: _chain(out, summary, view),
+        "patterns": lambda view: _patterns(out, summary, view),
+    }
+
+    def written(view: View) -> dict[str, str]:
+        found = {}
+        with out.capture() as head:
+            if not view.brief:
+                out.print()
+            _header(out, summary)
+        for name in SECTIONS:
+            if name in wanted:
+                with out.capture() as section:
+                    if name != "short" or not view.brief:
+                        out.print()
+                    sections[name](view)
+                found[name] = section.get()
+        return {"head": head.get(), **found}
+
+    fitted = view.brief or view.all or view.only
+    parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
+    out.file.write("".join(parts.values()))
+    if left_out:
+        out.print(f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)")
+    if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
+
+
+def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
+    """The report with as much of every table as fits into LINES, and the sections that had to be left out."""
+    for share in SHARES:
+        parts = written(replace(view, share=share))
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES:
+            return parts, []
+    left_out = []
+    for name in LEFT_OUT_FIRST:
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES - 2:  # what is left out is said, too
+            break
+        if parts.pop(name, None):
+            left_out.append(name)
+    return parts, left_out
 
 
 def _header(out: Console, summary: Summary) -> None:
@@ -161,7 +235,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary) -> None:
+def _in_short(out: Console, summary: Summary, view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -180,7 +254,8 @@ def _in_short(out: Console, summary: Summary) -> None:
             for one in summary.families[:4]
             if one.share >= 0.005
         ]
-        lines.append(f"of the GPU's time: {', '.join(shares)}")
+        if not view.brief:
+            lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
         ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
         if ops:
@@ -188,9 +263,12 @@ def _in_short(out: Console, summary: Summary) -> None:
                 "ops by their own time, of a step: "
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
+    lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    if view.brief and (means := cheatsheet.what_to_do(summary)):
+        lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        out.print(f"{'[bold]in short[/bold]' if not number else '        '}   {line}")
+        paragraph(out, line, f"{' ' * 8 if number else '[bold]in short[/bold]'}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -213,7 +291,10 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
+    for head, places in (
+        ("GPU work of a step, summed by label", summary.by_label),
+        ("by module", summary.by_module_class),
+    ):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
@@ -275,7 +356,8 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     if gpu:
         heads += ["launches", "GPU busy", "span", "idle", "to start"]  # from the first launch
     found = summary.steps
-    shown = found if view.all or len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
+    most = view.most(STEPS_SHOWN)
+    shown = found if most is None or len(found) <= max(3, most) else found[: max(3, most - 3)]
     rows = []
     for one in shown:
         row = [
@@ -294,20 +376,17 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
-        out.print(
+        paragraph(
+            out,
             f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
-            + (f": {plain(why)}" if why else "; the trace does not show why")
+            + (f": {plain(why)}" if why else "; the trace does not show why"),
+            rest="  ",
         )
 
 
 def lane_glyphs(out: Console) -> lanes.Glyphs:
     """What lanes are drawn with on this terminal."""
-    ascii_only = (
-        out.is_dumb_terminal
-        or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
-    )
-    return lanes.ASCII if ascii_only else lanes.UNICODE
+    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
 
 
 def lanes_wanted(view: View) -> bool:
@@ -366,7 +445,7 @@ def _names(out: Console, summary: Summary, view: View) -> None:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         out.print(f"  {plain(short(name, out.width - 4))}")
         out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
-    _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
+    _and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:
@@ -381,13 +460,23 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif heads := one.attention:
             found[heads] = (
                 f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
-                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
+            )
+        elif conv := one.convolution:
+            found[(*conv.data, *conv.filter)] = (
+                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
+                f"{conv.flops / 1e9:,.1f} GFLOP"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
 
 
 def _occupancy(one: GpuWork) -> list[str]:
@@ -395,7 +484,11 @@ def _occupancy(one: GpuWork) -> list[str]:
     if found is None:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:
@@ -446,44 +539,64 @@ CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
 
 def _patterns(out: Console, summary: Summary, view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
+    roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
+    explained = view.all or view.only or roomy
     found = cheatsheet.found(summary)
     out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
-    for pattern, evidence in found:
-        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
+    shown = found[: view.most(PATTERNS_SHOWN)]
+    for pattern, verdict in shown:
+        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
         if explained:
             out.print(f"      {plain(pattern.means)}")
+    _and_more(out, len(found), len(shown))
 
 
 def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first."""
-    out.print("[bold]guess first, then look[/bold]")
+    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    brief = (view.brief or view.share < 1) and not (view.all or view.only)
+    out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if view.all or view.only or not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
-            out.print(f"       {plain(verdict.why_not)}")
+            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary)
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
+def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
+    """How many guesses the trace bears out."""
+    holds = [verdict.holds for _, verdict in answers]
+    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
+    broken = "; not these:" if False in holds else ""
+    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
     if reference is None:
         out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
         return
     gpu = summarize(read(reference))
-    out.print(f"  {len(guesses)} more about the GPU: this run was on the CPU. The same on {plain(gpu.devices[0])},")
-    out.print(f"  by the reference trace {plain(shown_path(reference))}:")
-    for guess in guesses:
-        verdict = guess.ask(gpu)
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
+    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    where = f"{plain(gpu.devices[0])}, by its reference trace"
+    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
+    if brief:
+        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
+    else:
+        out.print(f"{line} {plain(shown_path(reference))}:")
+    for guess, verdict in answers:
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
 
 
 GPU_REFERENCE = "nvidia-h200"

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from tracereader.command import printable
 from tracereader.trace.kernel_names import cut
@@ -29,9 +30,32 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
 
+def ascii_only(out: Console) -> bool:
+    """Whether pictures have to do without characters of their own."""
+    return (
+        out.is_dumb_terminal
+        or not (out.encoding or "").lower().startswith("utf")
+        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
+    )
+
+
 def plain(text: str) -> str:
     """Somebody else's text, to stand between our own markup."""
     return escape(printable(text))
+
+
+def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> None:
+    """A sentence, at a terminal broken between words and indented; in a pipe one line, for grep.
+
+    first, rest: markup before its first line, and plain text before the others.
+    """
+    if out.width >= PIPE_WIDTH and not out.is_terminal:
+        out.print(first + markup)
+        return
+    start = Text.from_markup(first)
+    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, out.width - len(start)))):
+        line.rstrip()
+        out.print(Text(rest) + line if number else start + line)
 
 
 class Name(str):
@@ -57,6 +81,11 @@ def print_columns(
     out.print(f"[bold]{_line(heads, widths, left)}[/bold]" if heads[0] else _line(heads, widths, left))
     for row in cells:
         out.print(_line(row, widths, left))
+
+
+def lines_of(text: str, width: int) -> int:
+    """How many lines of a terminal what was written takes: a long line goes on in the next one."""
+    return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

@@ -82,7 +82,7 @@ class Document:
 
 def load(path: Path, limit: int) -> Document:
     """The file's events and what stands beside them. Raises TraceError."""
-    data = _bytes(path, limit)
+    data = json_of(path, limit)
     _require_memory(path, data, BYTES_PER_OBJECT)
     exact = False
     try:
@@ -104,7 +104,8 @@ def load(path: Path, limit: int) -> Document:
     )
 
 
-def _bytes(path: Path, limit: int) -> bytes:
+def json_of(path: Path, limit: int) -> bytes:
+    """What the file holds, unpacked. Raises TraceError."""
     try:
         return _unpacked(path, limit)
     except FileNotFoundError:

@@ -167,6 +167,7 @@ class Trace:
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
+    spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
@@ -240,6 +241,11 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Op(event.name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
+        if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
+            raise TraceError(
+                f"{path}: PyTorch's profiler recorded no op and no GPU work in it (exported outside the schedule's "
+                "active steps, where on_trace_ready would not be? or the work ran in a thread that it does not watch?)"
+            )
         raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
     if not ops and not work:
         raise TraceError(f"{path}: all {zeroed} events have time stamp and duration zero (pytorch issue 188481)")
@@ -267,6 +273,7 @@ def _built(path: Path, document: Document) -> Trace:
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
+        spans=tuple(spans),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,

@@ -1,0 +1,75 @@
+"""What repeats in a step, in one row; and a long step's pieces in order, with what repeats shown once."""
+
+from collections import Counter
+
+from rich.console import Console
+
+from tracereader.figures import Summary
+from tracereader.figures.repeats import Repeat
+from tracereader.findings.finding import counted
+from tracereader.show.text import percent, plain, print_columns, us
+
+# What repeats and takes less of a step's GPU time is not told.
+WORTH_A_ROW = 0.05
+ROWS_SHOWN = 4
+LONG = 40  # pieces
+# A stretch that takes this many times the median one is pointed at: of the H200's traces equal layers
+# differ by up to 1.11.
+STANDS_OUT = 1.2
+
+
+def told(summary: Summary) -> list[Repeat]:
+    """The repeats that are worth a row, in order; none of a step that is short enough to be read piece by piece."""
+    if len(summary.gpu_work) <= LONG:
+        return []
+    total = sum(one.us for one in summary.gpu_work)
+    return [one for one in summary.repeats if one.total_us > WORTH_A_ROW * total]
+
+
+def table(out: Console, summary: Summary) -> None:
+    """Each run of equal stretches as a row, with the rest of the step; then what one stretch consists of."""
+    total, shown = sum(one.us for one in summary.gpu_work), told(summary)
+    largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
+    rows = []
+    for one in sorted(largest, key=lambda one: one.start):
+        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}", one, total))
+        if one.inside:
+            rows.append(_row(f"  each: {one.inside.times} x {one.inside.pieces:,} pieces", one.inside, None))
+    outside = total - sum(one.total_us for one in largest)
+    pieces = len(summary.gpu_work) - sum(one.pieces * one.times for one in largest)
+    if pieces:
+        rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
+    step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
+    print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+    for one in largest:
+        if one.us and one.high_us > STANDS_OUT * one.us:
+            longest = f"the longest of the {one.times}, number {one.longest}"
+            out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
+    if largest:
+        out.print(f"  one of the {largest[0].times}: {plain(_families(summary, largest[0]))}")
+
+
+def _row(name: str, one: Repeat, total: float | None) -> tuple[str, ...]:
+    return (
+        name,
+        us(one.us),
+        f"{us(one.low_us)}–{us(one.high_us)}",
+        us(one.cpu_us),
+        us(one.total_us),
+        percent(one.total_us / total) if total else "",
+    )
+
+
+def _families(summary: Summary, one: Repeat) -> str:
+    """The GPU time of the stretches by family of kernel, as shares, with pieces of one."""
+    time, pieces = Counter(), Counter()
+    for work in summary.gpu_work[one.start : one.end]:
+        time[work.family] += work.us
+        pieces[work.family] += 1
+    return ", ".join(
+        f"{share / one.total_us:.0%} {FAMILY_WORDS.get(family, family)} ({pieces[family] / one.times:,.0f})"
+        for family, share in time.most_common(4)
+    )
+
+
+FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
