@@ -34,17 +34,14 @@ def lesson(
         if run.rank:
             return  # rank 0 speaks for all
 
-        from tracereader.show import ranks, report  # here, so that nothing of it weighs on the run
+        from tracereader.show import report  # here, so that nothing of it weighs on the run
 
         _header(run)
         view = report.View.of(args, brief=True)
         if run.ranks:
-            console().print()
-            ranks.explain_files(run.ranks, view)
-            if view.shows("guesses"):
-                report.explain_file(run.trace, replace(view, only=("guesses",)))  # of rank 0
-        else:
-            report.explain_file(run.trace, view)
+            _explain_ranks(run, view, args.open)
+            return
+        report.explain_file(run.trace, view)
         if given:
             report.marked(run.trace, given)
         _files(run)
@@ -92,6 +89,25 @@ def _header(run: Run) -> None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.machine)}")
     out.print(" · ".join([*known, right]))
+
+
+def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
+    """What all ranks show together, then what this one's trace says to our guesses."""
+    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    out = console()
+    out.print()
+    summary, traces = ranks.opened(run.ranks, view)
+    ranks.explain(summary, traces, view)
+    if view.shows("guesses"):
+        out.print()
+        report.explain_file(run.trace, replace(view, only=("guesses",)))
+    _files(run)
+    others = ", ".join(f"_rank{rank}" for rank in range(1, len(run.ranks)))
+    out.print(f"of the other ranks beside them: {others}")
+    if in_perfetto:
+        perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
 
 
 def _files(run: Run) -> None:

@@ -34,6 +34,7 @@ from tracereader.findings.gpu_work import (
     pointwise_round_trip,
     product_sizes,
 )
+from tracereader.findings.one_rank import backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden
 from tracereader.findings.ops import (
     compiled_rows,
     dispatches,
@@ -51,7 +52,6 @@ from tracereader.findings.steps import (
     regime_is,
     steps_are_alike,
 )
-from tracereader.findings.guesses_training import backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden
 
 _MAKERS = {
     make.__name__: make
