@@ -38,5 +38,5 @@ done <<'RUNS'
 --active 1 --profile-memory
 --compile
 RUNS
-wait
+wait ${first:+"$first"}
 gzip -9 -n -f "$folder"/06_training/*.json
