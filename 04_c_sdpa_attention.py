@@ -51,16 +51,28 @@ def flex(args):
     return lambda q, k, v: flex_attention(q, k, v, block_mask=blocks)
 
 
+def inside(attend, backend):
+    """The same, its backend chosen inside: torch's cache of compiled graphs knows no other (pytorch issue 185449)."""
+
+    def chosen(q, k, v):
+        with pinned(backend):
+            return attend(q, k, v)
+
+    return chosen
+
+
 def build(args):
     if args.backend == "math":
         refuse_scores(args, itemsize=torch.float32.itemsize)  # it computes in fp32
     q, k, v = (torch.randn(attention.shape(args), device=args.device, dtype=args.dtype) for _ in range(3))
     require(args.backend, q, k, v)
+    if args.backend == "flex" and args.device.type != "cpu" and args.head_dim < 16:
+        raise BadInput(f"--backend flex: its kernel for GPUs takes heads of 16 and wider, not of {args.head_dim}")
     return flex(args) if args.backend == "flex" else sdpa, q, k, v
 
 
 def profiled(args, attend, q, k, v):
-    fn = torch.compile(attend, mode=args.compile) if args.compile else attend
+    fn = torch.compile(inside(attend, args.backend), mode=args.compile) if args.compile else attend
 
     def one_step():
         with torch.no_grad(), record_function("sdpa_fwd"):
@@ -82,10 +94,12 @@ def what_we_guess(args):
     if args.backend == "auto":
         yield expect.sdpa_runs_on("flash")
     elif args.backend == "math":
-        yield expect.kernels_are(20)
-        yield expect.gemms_on_cuda_cores()
-        yield expect.builds_its_mask()
-        yield expect.safe_softmax()
+        yield expect.on_cuda_cores()
+        if not args.compile:
+            yield expect.kernels_are(20)
+            yield expect.cast_before_product()
+            yield expect.mask_remade()
+            yield expect.safe_softmax()
     elif args.backend == "efficient":
         yield expect.kernel_is("fmha_cutlassF", "the memory-efficient one, built on CUTLASS")
         yield expect.written_for_this_gpu()
@@ -93,18 +107,18 @@ def what_we_guess(args):
         yield expect.ops_are(4, "aten::transpose")
     elif args.backend == "flash":
         yield expect.kernel_is("flash_fwd_kernel", "FlashAttention-2's, as torch builds it")
-        yield expect.occupancy_is_low()
+        yield expect.low_occupancy()
         yield expect.launched_by("cudaLaunchKernel")
         yield expect.ops_are(4, "aten::transpose")
     elif args.backend == "cudnn":
         yield expect.kernel_is("cudnn_generated", "which cuDNN generated for this problem")
-        yield expect.occupancy_not_reported()
+        yield expect.occupancy_not_estimated()
         yield expect.launched_by("cuLaunchKernelEx")
         yield expect.ops_are(1, "aten::_cudnn_attention_forward", gone=("aten::transpose",))
-        yield expect.most_cpu_time_of_its_own("aten::_cudnn_attention_forward")
+        yield expect.time_in_a_library()
     else:
         yield expect.kernel_is("flex_attention", "which Inductor made from a template")
-    yield expect.scores_in_memory(4 if args.backend == "math" else 0)
+    yield expect.scores_in_memory({"math": 2 if args.compile else 4}.get(args.backend, 0))
 
 
 main = lesson(flags, build, profiled, what_we_guess)

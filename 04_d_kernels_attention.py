@@ -68,7 +68,7 @@ def profiled(args, attend, q, k, v):
 
 def what_we_guess(args):
     yield expect.kernel_is("flash_fwd_kernel", "FlashAttention-2's")
-    yield expect.occupancy_is_low()
+    yield expect.low_occupancy()
     yield expect.launched_by("cudaLaunchKernel")
     yield expect.ops_are(0, "aten::transpose")
     yield expect.scores_in_memory(0)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 SECTIONS = (
-    "short", "guesses", "steps", "lanes", "table", "gpu", "repeats", "kernels", "cpu", "work", "names", "starts",
-    "series", "chain", "patterns",
+    "short", "guesses", "steps", "lanes", "table", "gpu", "training", "repeats", "kernels", "cpu", "work", "names",
+    "starts", "series", "chain", "patterns",
 )  # fmt: skip
 
 

@@ -3,16 +3,20 @@
 A guess is a finding; its text is the sentence, ask(summary) the verdict, record what the trace stores.
 """
 
+from tracereader.findings.attention import (
+    cast_before_product,
+    hidden_copy,
+    low_occupancy,
+    mask_remade,
+    on_cuda_cores,
+    time_in_a_library,
+    unfused,
+)
 from tracereader.findings.attention_guesses import (
-    builds_its_mask,
-    copies_first,
-    gemms_on_cuda_cores,
     gpu_does,
     kernel_is,
     launched_by,
-    most_cpu_time_of_its_own,
-    occupancy_is_low,
-    occupancy_not_reported,
+    occupancy_not_estimated,
     safe_softmax,
     scores_in_memory,
     sdpa_runs_on,
@@ -63,8 +67,9 @@ _MAKERS = {
         pointwise_round_trip, product_sizes, records_steps, regime_is, self_time_excludes_children, steps_are_alike,
         backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden,
         # attention
-        builds_its_mask, copies_first, gemms_on_cuda_cores, gpu_does, kernel_is, launched_by, most_cpu_time_of_its_own,
-        occupancy_is_low, occupancy_not_reported, safe_softmax, scores_in_memory, sdpa_runs_on, written_for_this_gpu,
+        cast_before_product, gpu_does, hidden_copy, kernel_is, launched_by, low_occupancy, mask_remade,
+        occupancy_not_estimated, on_cuda_cores, safe_softmax, scores_in_memory, sdpa_runs_on, time_in_a_library,
+        unfused, written_for_this_gpu,
     )
 }  # fmt: skip
 

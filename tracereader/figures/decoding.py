@@ -171,11 +171,11 @@ def same_in_all_steps(trace: Trace) -> bool | None:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
-    return all(
-        one.name == other.name
-        for step in others
-        for one, other in zip(first.work, step.work, strict=True)
-    ) and all(_signature(step.work) == _signature(first.work) for step in others)
+    names = [one.name for one in first.work]
+    if any([one.name for one in step.work] != names for step in others):
+        return False
+    signature = _signature(first.work)
+    return all(_signature(step.work) == signature for step in others)
 
 
 def _signature(work: Sequence[Work]) -> list:

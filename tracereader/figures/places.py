@@ -10,6 +10,8 @@ import msgspec
 
 from tracereader.trace import STEP, Op, Step, Trace
 
+# What torch itself labels: no phase of anybody's step.
+TORCHS_OWN = re.compile(r"FSDP::|(nccl|gloo|mpi|xccl):")
 _start = attrgetter("start")
 NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 
@@ -45,7 +47,8 @@ def by_label(step: Step) -> tuple[Place, ...]:
     while pending:
         op = pending.pop()
         if op.kind == "label" and not op.name.startswith(STEP):
-            labels.append(op)
+            if not TORCHS_OWN.match(op.name):
+                labels.append(op)
         elif op.kind == "label":
             pending.extend(reversed(op.children))
     labels.sort(key=_start)

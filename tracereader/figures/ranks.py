@@ -17,14 +17,13 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
+from tracereader.figures.places import TORCHS_OWN
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Step, Trace, Work, kernel_names
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
-# What torch itself labels: no phase of anybody's step.
-TORCHS_OWN = re.compile(r"FSDP::|nccl:|gloo:|mpi:|xccl:")
 KINDS = (
     ("reducescatter", "reduce-scatter"), ("allreduce", "all-reduce"), ("allgather", "all-gather"),
     ("alltoall", "all-to-all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("gather", "gather"),
@@ -38,6 +37,8 @@ BUS_FACTOR = {
 }  # fmt: skip
 # All ranks leave these at nearly one time, so that clocks can be set by them.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
+# ns: on two H200s of one host the ends of one collective lie 24 µs apart at most.
+FAR_APART = 100_000
 BYTES_OF = {
     "double": 8, "long": 8, "longint": 8, "complexfloat": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2,
     "short": 2, "char": 1, "signedchar": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
@@ -115,11 +116,11 @@ class RankTrace(msgspec.Struct, frozen=True):
 class RankFigures(msgspec.Struct, frozen=True):
     """One rank beside the others. Times in µs, over its window.
 
-    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive.
-    others_waited_us: the same of all others together, where this rank was last. exposed_in_last_us: in the
-    last collective of each step, not counting the wait. late_us: of its exposed communication, while its next
-    kernel was not launched yet. hidden: collectives that had something computed beside them for half of their
-    time or more.
+    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive;
+    waited_exposed_us, together_exposed_us: exposed in these until then, and after. others_waited_us: the waits
+    of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
+    not counting the wait. late_us: of its exposed communication, while its next kernel was not launched yet.
+    hidden: collectives that had something computed beside them for half of their time or more.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     idle_not_launched_us: float
     waited_for_others_us: float
     waited_exposed_us: float
+    together_exposed_us: float
     exposed_in_last_us: float
     late_us: float
     collectives: int
@@ -185,7 +187,7 @@ class Clocks(msgspec.Struct, frozen=True):
     ahead_us: by rank, what was taken off its stamps; all zero on one host. apart_us: how far apart the ends of
     one collective still lie in nine of ten (of kinds that all ranks leave together): closer arrivals cannot be
     told apart. None without such collectives. not_aligned: ranks of hosts that share no collective with the
-    first's; theirs are matched with nobody's.
+    first's; theirs are matched with nobody's. hosts: none where the traces do not name theirs.
     """
 
     hosts: tuple[str, ...]
@@ -635,7 +637,7 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
     """What to take off each rank's stamps (ns), by the ends of the collectives that hosts have in common."""
     together = [parts for parts in found if next(iter(parts.values())).kind in LEFT_TOGETHER]
     host = {one.rank: one.host for one in ranks}
-    if None in host.values() and _impossible(together):
+    if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # it does not tell, and cannot be one clock
     hosts = list(dict.fromkeys(host.values()))
     ahead = {hosts[0]: 0}
@@ -661,7 +663,7 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
         if len(ends) > 1
     )
     clocks = Clocks(
-        hosts=tuple(name for name in hosts if name is not None),
+        hosts=tuple(dict.fromkeys(one.host for one in ranks if one.host is not None)),
         aligned=any(ahead.values()),
         ahead_us={rank: ns / 1e3 for rank, ns in shift.items()},
         apart_us=spread[len(spread) * 9 // 10] / 1e3 if spread else None,
@@ -670,10 +672,21 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
     return clocks, shift
 
 
-def _impossible(together: Sequence[dict[int, Part]]) -> bool:
-    """In most collectives a rank is done before another begins: their stamps are of different clocks."""
-    apart = sum(min(part.end for part in parts.values()) < max(map(_start, parts.values())) for parts in together)
-    return apart > len(together) / 2
+def _of_two_clocks(together: Sequence[dict[int, Part]], on_gpu: bool) -> bool:
+    """Whether the stamps themselves show that they are not of one clock.
+
+    In most collectives a rank is done before another begins; or, on GPUs, where all leave one together, a
+    rank's ends are off by far more than on one host.
+    """
+    impossible = sum(min(part.end for part in parts.values()) < max(map(_start, parts.values())) for parts in together)
+    if impossible > len(together) / 2:
+        return True
+    off: dict[int, list[int]] = defaultdict(list)
+    for parts in together if on_gpu else ():
+        middle = median(part.end for part in parts.values())
+        for rank, part in parts.items():
+            off[rank].append(part.end - middle)
+    return any(abs(median(some)) > FAR_APART for some in off.values())
 
 
 def _collective(parts: dict[int, Part], shift: dict[int, int], origin: int) -> Collective:
@@ -707,10 +720,11 @@ def _waited(part: Part, last: int) -> int:
 def _figures(
     one: RankTrace, found: Sequence[dict[int, Part]], matched: Sequence[Collective], shift: dict[int, int]
 ) -> RankFigures:
-    waits, caused, last = [], 0.0, 0
+    waits, mine, caused, last = [], [], 0.0, 0
     for parts, collective in zip(found, matched, strict=True):
         if one.rank not in parts:
             continue
+        mine.append((parts[one.rank].start, parts[one.rank].end))
         if collective.last == one.rank:
             last += 1
             caused += sum(collective.waits_us)
@@ -739,6 +753,7 @@ def _figures(
         idle_not_launched_us=total.idle_not_launched_us,
         waited_for_others_us=sum(right - left for left, right in waits) / 1e3,
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
+        together_exposed_us=length(both(minus(union(mine), waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,
         late_us=length(one.late) / 1e3,
         collectives=len(one.parts),

@@ -65,6 +65,13 @@ def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, 
     return tuple(node.repeat for node in _folded(nodes, work, measured) if node.repeat)
 
 
+def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
+    """Where names repeat for more than half of them: start, length of a stretch, times."""
+    runs = _runs([_Node(name, place, place + 1, True) for place, name in enumerate(names)])
+    start, period, times = max(runs, key=lambda run: run[1] * run[2], default=(0, 0, 0))
+    return (start, period, times) if 2 * period * times > len(names) else None
+
+
 def _kind(one: GpuWork) -> Hashable:
     """What two pieces of one kind share: the name, but for what a tensor's place in memory and in the model changes."""
     if one.family == "pointwise" and one.maker == "ATen" and "does" in one.name_says:

@@ -21,6 +21,7 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
 
@@ -92,6 +93,7 @@ class Summary(msgspec.Struct, frozen=True):
     world_size: int | None
     has_steps: bool
     shapes_recorded: bool
+    peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
     left_out: list[str]  # steps so full of first use that they would hide what the rest is like
@@ -104,6 +106,7 @@ class Summary(msgspec.Struct, frozen=True):
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
     by_module_class: tuple[Place, ...]  # the same, equal modules in one
+    training: Training
     gpu_work: tuple[GpuWork, ...]
     repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
     weight_reads: tuple[WeightReads, ...]
@@ -183,6 +186,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
         shapes_recorded=trace.has_shapes,
+        peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
         steps=facts,
         left_out=[one.name for one in trace.steps[:first_use]],
@@ -195,6 +199,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         by_label=by_label(step),
         by_module=by_module(trace, step),
         by_module_class=by_module_class(trace, step),
+        training=training(trace, step),
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         weight_reads=weight_reads(trace, step, measured),
@@ -270,6 +275,11 @@ def _final_sync_us(trace: Trace) -> float | None:
     end = max(step.end for step in trace.steps)
     sync: Op | None = next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
     return sync.us if sync else None
+
+
+def _peak_bytes(trace: Trace) -> int | None:
+    """The most that was allocated at once, of a GPU where one worked; only with memory profiling."""
+    return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
 
 
 def _lesson(trace: Trace) -> dict | None:

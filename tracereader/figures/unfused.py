@@ -91,7 +91,7 @@ def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | 
     between = [
         (one, op) for one, op in track[first + 1 : last] if one.kind != "memset" and not (op and op.name in BATCHED)
     ]
-    products = [one for one, op in track[first : last + 1] if op and op.name in BATCHED]
+    products = [one for one, op in track[first : last + 1] if one.kind == "kernel" and op and op.name in BATCHED]
     return Unfused(
         us=sum(one.dur for one, _ in between) / 1e3,
         pieces=len(between),

@@ -1,10 +1,11 @@
 """Findings about attention, and about what eager code around it does unasked: copies, masks, casts, old code."""
 
+import re
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, megabytes, recordable
 from tracereader.findings.steps import waits_for
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -21,19 +22,23 @@ BACKENDS = {
 # Less of a step's GPU time is not worth a line: the fp32 product of a rotary embedding takes 0.1% of eager prefill on
 # the H200, the math backend's two take 36%.
 WORTH_A_LINE = 0.01
-# Below it occupancy is called low: 12.5 to 19% of the flash kernels and of nvjet's products on the H200.
-LOW = 0.25
+# Below it occupancy is called low: 12.5% of FlashAttention's and flex_attention's kernels on the H200. At 19% nvjet's
+# products reach 83% of the arithmetic peak.
+LOW = 0.15
 # Of the CPU time of all ops and calls of the driver: cuDNN's attention 43% and cuBLAS's products 41 to 61% where they
 # are most of the step; flash 18%, the memory-efficient kernel 23%.
 MOST_OF_IT = 0.4
+
+# Whose kernels are chosen and prepared outside of ATen. cuBLAS has kernels of CUTLASS.
+LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
 
 
 def _total(summary: Summary) -> float:
     return sum(one.us for one in summary.gpu_work)
 
 
-def _cost(summary: Summary, gpu_us: float, cpu_us: float) -> float:
-    """Of the lane that a step waits for."""
+def _cost(summary: Summary, gpu_us: float, cpu_us: float | None = None) -> float | None:
+    """Of the lane that a step waits for: where that is the CPU's, GPU time saved saves nothing."""
     return cpu_us if waits_for(summary) in ("overhead", "cpu-only") else gpu_us
 
 
@@ -50,10 +55,10 @@ def unfused() -> Finding:
             return Verdict(False, "")
         times = f"{len(found)} times a step: " if len(found) > 1 else ""
         pieces = sum(one.pieces for one in found)
-        seen = f"{times}{us:,.1f} µs between the two" + (f", in {counted(pieces, 'piece')} of work" if pieces else "")
+        seen = f"{times}{duration(us)} between the two" + (f", in {counted(pieces, 'piece')} of work" if pieces else "")
         if all(one.scores for one in found):
             seen += f"; {_moved(found)}"
-        return Verdict(True, seen, cost_us=us)
+        return Verdict(True, seen, cost_us=_cost(summary, us, None if summary.has_gpu_work else us))
 
     return Finding("a softmax between two batched products", judge)
 
@@ -62,10 +67,10 @@ def _moved(found: Sequence) -> str:
     """What the matrices of scores cost in bytes, by the recorded shapes."""
     first = found[0].scores
     alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
-    matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({first.bytes / 1e6:,.1f} MB) are written "
+    matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({megabytes(first.bytes)}) are written "
     passes = f"{matrix}{counted(first.written, 'time')} and read {counted(first.read, 'time')}: " if alike else ""
     moved, least = sum(one.scores.moved for one in found), sum(one.scores.at_least for one in found)
-    return f"{passes}{moved / 1e6:,.1f} MB moved where a fused kernel needs {least / 1e6:,.1f} MB"
+    return f"{passes}{megabytes(moved)} moved where a fused kernel needs {megabytes(least)}"
 
 
 @recordable
@@ -77,11 +82,11 @@ def hidden_copy() -> Finding:
         gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
         us = _cost(summary, gpu_us, cpu_us)
         first = found[0]
-        moved = f", {first.copied / 1e6:,.1f} MB moved" if first.copied else ""
+        moved = f", {megabytes(first.copied)} moved" if first.copied else ""
         each = first.gpu_us if summary.has_gpu_work else first.cpu_us
         times = f" ({first.calls:,} times)" if first.calls > 1 else ""
         more = f", and {len(found) - 1} more ops do so" if len(found) > 1 else ""
-        seen = f"{first.op}{times} clones first: {each:,.1f} µs{moved}; {first.op}_ does not{more}"
+        seen = f"{first.op}{times} clones first: {duration(each)}{moved}; {first.op}_ does not{more}"
         return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen, cost_us=us)
 
     return Finding("a copy inside an op that works out of place", judge)
@@ -95,10 +100,10 @@ def mask_remade() -> Finding:
             return Verdict(False, "no tril or triu of constants in the step")
         if len(summary.steps) < 2:
             return Verdict(None, "a mask is made, and there is one step only: whether in each is not to be told")
-        gpu = f", {made.gpu_us:,.1f} of the GPU's in {counted(made.pieces, 'piece')}" if made.pieces else ""
+        gpu = f", {duration(made.gpu_us)} of the GPU's in {counted(made.pieces, 'piece')}" if made.pieces else ""
         names = listed(name.removeprefix("aten::") for name in made.ops)
         times = f"{made.times:,} times" if made.times > 1 else "once"
-        seen = f"{times} a step by {names}: {made.cpu_us:,.1f} µs of CPU time{gpu}"
+        seen = f"{times} a step by {names}: {duration(made.cpu_us)} of CPU time{gpu}"
         return Verdict(
             made.steps == len(summary.steps),
             seen,
@@ -116,10 +121,10 @@ def cast_before_product() -> Finding:
         if found is None:
             return Verdict(False, "no product of fp32 whose factors were cast to it")
         seen = (
-            f"{counted(found.casts, 'cast')}, {found.cast_us:,.1f} µs, for {counted(found.products, 'product')} in "
-            f"fp32 of {found.products_us:,.1f} µs"
+            f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
+            f"fp32 of {duration(found.products_us)}"
         )
-        return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=found.cast_us)
+        return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=_cost(summary, found.cast_us))
 
     return Finding("factors cast to fp32 before a product", judge, needs_gpu=True)
 
@@ -134,10 +139,10 @@ def on_cuda_cores() -> Finding:
         if not mine:
             return Verdict(False, f"none of {counted(len(gemms), 'product')} by its kernel's name")
         us = sum(one.us for one in mine)
-        seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {us:,.1f} µs: {short(mine[0].name, 60)}"
+        seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
         # TF32's tensor cores came with compute capability 8.0.
         could = int(summary.compute_capability or 0) >= 80
-        return Verdict(could and _worth_a_line(summary, us), seen, cost_us=us)
+        return Verdict(could and _worth_a_line(summary, us), seen, cost_us=_cost(summary, us))
 
     return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
 
@@ -165,7 +170,6 @@ def _its_rate(one: GpuWork) -> str:
     return f"; at {one.of_roof:.0%} of {roof}"
 
 
-@recordable
 def for_an_older_gpu() -> Finding:
     def judge(summary):
         own = summary.compute_capability or ""
@@ -179,7 +183,7 @@ def for_an_older_gpu() -> Finding:
             shown = listed(sorted({f"sm {sm}" for _, sm in told if sm}))
             return Verdict(False, f"{shown}, run on sm {own}")
         first = max(older, key=lambda one: one.us)
-        seen = f"{short(first.name, 50)} on sm {own}: {us:,.1f} of a step's {_total(summary):,.1f} µs"
+        seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of a step's {duration(_total(summary))}"
         return Verdict(True, seen)
 
     return Finding("a kernel written for an older generation of GPU", judge, needs_gpu=True)
@@ -197,13 +201,16 @@ def _written_for(one: GpuWork) -> int | None:
 @recordable
 def time_in_a_library() -> Finding:
     def judge(summary):
-        launching = {one.asked_by for one in summary.gpu_work}
-        own = {name: one.self_us for name, one in summary.ops.items() if name in launching and "::" in name}
+        makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
+        own = {name: one.self_us for name, one in summary.ops.items() if name in makers}
         total = sum(call.self_us for call in summary.chain if call.kind in ("op", "runtime"))
         name = max(own, key=own.get, default=None)
         if name is None or not total:
-            return Verdict(None, "no op that launches")
-        seen = f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own"
+            return Verdict(None, "no op whose kernel is a library's")
+        seen = (
+            f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own, and its "
+            f"kernel is {makers[name].split()[0]}'s"
+        )
         return Verdict(own[name] >= MOST_OF_IT * total, seen)
 
     return Finding("one op's own CPU time above all others'", judge, needs_gpu=True)
@@ -218,7 +225,6 @@ def backends(summary: Summary) -> dict[str, int]:
     return calls
 
 
-@recordable
 def sdpa_runs() -> Finding:
     def judge(summary):
         calls = backends(summary)

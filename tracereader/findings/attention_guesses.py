@@ -1,10 +1,11 @@
-"""What the attention rungs guess: the order of a step's GPU work, its one kernel, copies, footprints, memory."""
+"""What the attention rungs guess beside what attention.py finds: a step's pieces in order, one kernel, its memory."""
+
+import math
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
 from tracereader.findings import attention
-from tracereader.findings.attention import LOW
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
 
@@ -40,25 +41,6 @@ def gpu_does(*words: str) -> Finding:
     return Finding(f"{len(words)} things on the GPU: {', '.join(words)}", judge, needs_gpu=True)
 
 
-def _below(chain: tuple[Call, ...], at: int) -> list[Call]:
-    """The calls inside the one at this place."""
-    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= chain[at].depth), len(chain))
-    return list(chain[at + 1 : end])
-
-
-@recordable
-def copies_first(op: str, in_place: str) -> Finding:
-    def judge(summary):
-        found = next((one for one in summary.hidden_copies if one.op == op), None)
-        if found is None:
-            return Verdict(False, f"no {op} with a copy in it")
-        us = found.gpu_us if summary.has_gpu_work else found.cpu_us
-        moved = f", {found.copied / 1e6:,.0f} MB moved" if found.copied else ""
-        return Verdict(True, f"{op} clones first: {us:,.1f} µs{moved}")
-
-    return Finding(f"{op} copies its input, then calls {in_place} on the copy", judge)
-
-
 @recordable
 def kernel_is(word: str, what: str) -> Finding:
     """One kernel a step, with this in its name."""
@@ -77,7 +59,7 @@ def kernel_is(word: str, what: str) -> Finding:
 def written_for_this_gpu() -> Finding:
     def judge(summary):
         older = attention.for_an_older_gpu().ask(summary)
-        why_not = "older code runs on newer GPUs, without their newer instructions"
+        why_not = "older code runs on a newer GPU, without its newer instructions"
         return Verdict(None if older.holds is None else not older.holds, older.evidence, why_not)
 
     return Finding("the kernel was written for this generation of GPU", judge, needs_gpu=True)
@@ -92,42 +74,22 @@ def launched_by(call: str) -> Finding:
     return Finding(f"launched with {call}", judge, needs_gpu=True)
 
 
-def _only_footprint(summary: Summary) -> GpuWork | None:
-    kernels = _kernels(summary)
-    return kernels[0] if len(kernels) == 1 and kernels[0].occupancy else None
-
-
-def _footprint(one: GpuWork) -> str:
-    return (
-        f"{one.registers} registers a thread, {one.shared_memory:,} B shared memory a block: "
-        f"at most {one.occupancy.limit:.0%}, limited by {one.occupancy.limited_by}"
-    )
-
-
 @recordable
-def occupancy_is_low() -> Finding:
+def occupancy_not_estimated() -> Finding:
     def judge(summary):
-        one = _only_footprint(summary)
-        if one is None:
+        kernels = _kernels(summary)
+        one = kernels[0] if len(kernels) == 1 else None
+        if one is None or one.occupancy is None:
             return Verdict(None, "not one kernel with its footprint")
+        seen = (
+            f"{one.registers} registers a thread and {one.shared_memory:,} B shared memory a block of "
+            f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}, limited by {one.occupancy.limited_by}"
+        )
         reported = one.occupancy.reported
-        seen = _footprint(one) + ("" if reported is None else f"; the profiler's estimate is {reported:.0%}")
-        return Verdict(one.occupancy.limit < LOW, seen)
+        why_not = "" if reported is None else f"the profiler says {reported:.0%}"
+        return Verdict(one.occupancy.not_estimated, seen, why_not)
 
-    return Finding(f"the kernel's occupancy is low, below {LOW:.0%}, by its footprint", judge, needs_gpu=True)
-
-
-@recordable
-def occupancy_not_reported() -> Finding:
-    def judge(summary):
-        one = _only_footprint(summary)
-        if one is None:
-            return Verdict(None, "not one kernel with its footprint")
-        if one.occupancy.reported is not None:
-            return Verdict(False, f"{one.occupancy.reported:.0%}; {_footprint(one)}")
-        return Verdict(one.occupancy.not_estimated, f"none or 0% in the trace; {_footprint(one)}")
-
-    text = "the profiler has no occupancy for blocks of more than 48 KB of shared memory: the footprint tells"
+    text = "the profiler reports 0% occupancy, which is no estimate: the kernel's footprint tells"
     return Finding(text, judge, needs_gpu=True)
 
 
@@ -137,25 +99,9 @@ def sdpa_runs_on(backend: str) -> Finding:
         found = attention.backends(summary)
         if not found:
             return Verdict(None, "no scaled_dot_product_attention in this trace")
-        return Verdict(list(found) == [backend], attention.sdpa_runs().ask(summary).evidence)
+        return Verdict(set(found) == {backend}, f"it took {listed(found)}")
 
     return Finding(f"left to itself, SDPA takes {backend}", judge)
-
-
-@recordable
-def builds_its_mask() -> Finding:
-    return Finding("the causal mask is built anew in every call", attention.mask_remade().judge)
-
-
-@recordable
-def gemms_on_cuda_cores() -> Finding:
-    text = "inputs go up to fp32, and the products run on CUDA cores: sgemm or ffma"
-
-    def judge(summary):
-        cast, cores = attention.cast_before_product().ask(summary), attention.on_cuda_cores().ask(summary)
-        return Verdict(cast.holds and cores.holds, f"{cast.evidence}; {cores.evidence}")
-
-    return Finding(text, judge, needs_gpu=True)
 
 
 @recordable
@@ -173,19 +119,10 @@ def safe_softmax() -> Finding:
     return Finding("_safe_softmax does more than softmax: a row with nothing to attend to gives 0, not NaN", judge)
 
 
-@recordable
-def most_cpu_time_of_its_own(op: str) -> Finding:
-    def judge(summary):
-        own = {name: times.self_us for name, times in summary.ops.items() if times.self_us}
-        if op not in own:
-            return Verdict(None, f"no {op} in this trace")
-        largest = max(own, key=own.get)
-        seen = f"{op} {own[op]:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs" + (
-            "" if largest == op else f"; {largest} {own[largest]:,.1f}"
-        )
-        return Verdict(largest == op, seen)
-
-    return Finding(f"no op takes more CPU time of its own than {op}: the work is in a library below it", judge)
+def _below(chain: tuple[Call, ...], at: int) -> tuple[Call, ...]:
+    """The calls inside the one at this place."""
+    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= chain[at].depth), len(chain))
+    return chain[at + 1 : end]
 
 
 @recordable
@@ -193,7 +130,7 @@ def scores_in_memory(at_least: int) -> Finding:
     """at_least: matrices of [batch, heads, seq, seq] at the step's peak; 0: not even one."""
 
     def judge(summary):
-        known = _scores_and_peak(summary)
+        known = _scores_and_rest(summary)
         if known is None:
             return Verdict(None, "no peak memory in this trace")
         scores, rest = known
@@ -203,15 +140,19 @@ def scores_in_memory(at_least: int) -> Finding:
             f"{rest / 1e6:,.0f} MB at the peak besides query, key, value and result, {rest / scores:.1f} times "
             f"the scores' {scores / 1e6:,.0f} MB"
         )
-        return Verdict(rest >= at_least * scores if at_least else rest < scores, seen)
+        if at_least:
+            return Verdict(rest >= at_least * scores, seen)
+        # Where more is held, it may be something else: the memory-efficient kernel keeps wide heads in fp32.
+        return Verdict(True if rest < scores else False if summary.unfused else None, seen)
 
     if at_least:
-        text = f"at its peak the step holds the scores of all pairs of tokens {at_least} times"
+        times = {1: "once", 2: "twice"}.get(at_least, f"{at_least} times")
+        text = f"at its peak the step holds the scores of all pairs of tokens {times}, or as much"
         return Finding(text, judge, needs_gpu=True)
     return Finding("the scores of all pairs of tokens are never in memory as a whole", judge, needs_gpu=True)
 
 
-def _scores_and_peak(summary: Summary) -> tuple[int, int] | None:
+def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
     """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
     lesson = summary.lesson or {}
     facts = lesson.get("facts", {})

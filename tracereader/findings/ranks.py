@@ -44,7 +44,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
         return None
     slow = max(summary.ranks, key=lambda one: one.others_waited_us)
     others = [one for one in summary.ranks if one is not slow]
-    costs = max(one.waited_exposed_us / one.window_us for one in others if one.window_us)
+    costs = max((one.waited_exposed_us / one.window_us for one in others if one.window_us), default=0.0)
     return slow if slow.others_waited_us > CAUSES_IT * total and costs > MUCH_WAITED and _told_apart(summary) else None
 
 
@@ -144,7 +144,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     cost = waiting.waited_exposed_us / waiting.window_us
     waits = (
         f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waited_for_others_us)}, "
-        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} of it with nothing computed beside ({cost:.1%})"
+        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
     )
     if slow:
         return [f"rank {slow.rank} keeps the others waiting: {last}", waits]
@@ -160,11 +160,11 @@ def _us(us: float) -> str:
 def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
     them = "" if len(others) == 1 else ", the others' median"
     place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
-    said = f"it loses{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}"
+    said = f"it loses{place}: {ms(where.own_us)} against {ms(where.others_us)}{them}"
     why = {
         "compute": "it computes {} longer",
         "copies": "its copies take {} longer",
-        "not launched": "its GPU is idle {} longer for want of a launch",
+        "not launched": "its GPU waits {} longer for a launch",
         "idle": "its GPU is idle {} longer" if summary.on_gpu else "it runs no op for {} longer",
         None: None,
     }[where.part]
@@ -177,7 +177,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
     exposed = worst.exposed_communication_us
     if not worst.communication_us:
         return []
-    rest = exposed - worst.waited_exposed_us
+    together = worst.together_exposed_us
     lines = [
         f"communication: rank {worst.rank} {ms(worst.communication_us)}, "
         f"{1 - exposed / worst.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
@@ -186,12 +186,15 @@ def _exposed(summary: RanksSummary) -> list[str]:
     why = []
     if worst.waited_exposed_us > 0.05 * exposed:
         why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
-        if rest > 0.05 * exposed:
-            why[0] += f" and {ms(rest)} once all were there"
+    if together > 0.05 * exposed:
+        why.append(f"{ms(together)} once all ranks were there")
+    if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
+        known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
+        why.append(f"{ms(rest)} in " + ("what was launched outside the steps" if known else "what is not matched"))
     if one_bucket(summary, worst):
         why.append("one all-reduce a step, and nothing is computed beside it")
-    elif worst.exposed_in_last_us > MOST * rest:
-        why.append(f"{ms(worst.exposed_in_last_us)} in the last collective of each step, all ranks there")
+    elif together > 0.05 * exposed and worst.exposed_in_last_us > MOST * together:
+        why.append(f"of that {ms(worst.exposed_in_last_us)} in the last collective of each step")
     if worst.late_us > MOST * exposed:
         why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
     if why:

@@ -16,11 +16,13 @@ from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out"),
-    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
+    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
+    "repeats": ("repeats",),
+    "training": ("training",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),
@@ -28,8 +30,9 @@ SECTION_KEYS = {
     "starts": ("starts",),
     "series": ("series",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
-}
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled",
+                 "unfused", "hidden_copies", "mask_made", "cast_products"),
+}  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "typical_step", "window_us")  # fmt: skip
 

@@ -24,12 +24,21 @@ class Glyphs:
     unit: str
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A stretch of the GPU's lane with a name; ns."""
+
+    name: str
+    start: int
+    end: int
+
+
 UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
 ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
-def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
-    """The lines of the picture, at most `width` wide.
+def draw(step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = ()) -> list[str]:
+    """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
 
     A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
     of its row.
@@ -61,6 +70,8 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
     for number, work in enumerate(streams.values()):
         title = "GPU" if number == 0 else f"GPU {number + 1}"
         lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs))
+    if marks:
+        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs))
     return [line.rstrip() for line in lines]
 
 
@@ -99,7 +110,7 @@ def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     return list(threads.values())
 
 
-def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> str:
+def _row(slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyphs) -> str:
     cells = [" "] * columns
     free, hidden = 0, 0
     for one in sorted(slices, key=lambda one: one.start):

@@ -128,8 +128,9 @@ def notes(summary: RanksSummary) -> list[str]:
         found.append(f"not matched: rank {_numbers(clocks.not_aligned)}, whose host's clock no collective ties to ours")
     if clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
+        whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
         found.append(
-            f"clocks of {counted(len(clocks.hosts), 'host')} aligned by the ends of their common collectives (up to "
+            f"clocks of {whose} aligned by the ends of their common collectives (up to "
             f"{time(abs(most))} apart); nine in ten then agree within {time(clocks.apart_us)}"
         )
     elif clocks.apart_us is not None and summary.on_gpu:
@@ -193,6 +194,9 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
             step = next(step for step in one.steps if step.name == name)
             rows.append((f"{name.removeprefix(STEP[:-1])} rank {one.rank}", *_times(step)))
     heads = ("step, ms", "time", "compute", "exposed", "hidden", "copies", "idle", "not launched")
+    if not rows:
+        out.print("[bold]steps[/bold]: none that all ranks have")
+        return
     print_columns(out, heads, rows)
     if len(names) > STEPS_SHOWN and not view.all:
         out.print(f"… and {len(names) - STEPS_SHOWN} more steps")

@@ -1,18 +1,26 @@
 """What repeats in a step, in one row; and a long step's pieces in order, with what repeats shown once."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
+import msgspec
 from rich.console import Console
 
 from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted
+from tracereader.show.lanes import Mark
 from tracereader.show.text import percent, plain, print_columns, us
+from tracereader.trace import Step
 
 # What repeats and takes less of a step's GPU time is not told.
 WORTH_A_ROW = 0.05
 ROWS_SHOWN = 4
 LONG = 40  # pieces
+BETWEEN = 3  # pieces shown of those before, between and after
 # A stretch that takes this many times the median one is pointed at: of the H200's traces equal layers
 # differ by up to 1.11.
 STANDS_OUT = 1.2
@@ -47,6 +55,51 @@ def table(out: Console, summary: Summary) -> None:
             out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
     if largest:
         out.print(f"  one of the {largest[0].times}: {plain(_families(summary, largest[0]))}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A piece of GPU work, or the piece at one place in each of `times` stretches; a gap of `left_out` pieces."""
+
+    work: GpuWork | None
+    times: int = 1
+    left_out: int = 0
+
+
+def in_order(summary: Summary) -> list[Row]:
+    """A step's GPU work in order: one stretch stands for all of its kind, and of what lies between a few pieces."""
+    rows: list[Row] = []
+    reached = 0
+    for repeat in told(summary):
+        rows += _between(summary.gpu_work[reached : repeat.start])
+        for place in range(repeat.start, repeat.start + repeat.pieces):
+            same = summary.gpu_work[place : repeat.end : repeat.pieces]
+            folded = msgspec.structs.replace(
+                same[0],
+                us=median(one.us for one in same),
+                low_us=min(one.low_us for one in same),
+                high_us=max(one.high_us for one in same),
+                grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
+            )
+            rows.append(Row(folded, repeat.times))
+        reached = repeat.end
+    return rows + _between(summary.gpu_work[reached:])
+
+
+def _between(work: Sequence[GpuWork]) -> list[Row]:
+    if len(work) <= BETWEEN + 1:
+        return [Row(one) for one in work]
+    return [*(Row(one) for one in work[:BETWEEN]), Row(None, left_out=len(work) - BETWEEN)]
+
+
+def marks(step: Step, summary: Summary) -> list[Mark]:
+    """Each stretch as a slice of the GPU's lane, from its first piece's start to its last one's end."""
+    found = []
+    for repeat in told(summary):
+        for number in range(repeat.times):
+            work = step.work[repeat.start + number * repeat.pieces :][: repeat.pieces]
+            found.append(Mark(str(number + 1), work[0].start, max(one.end for one in work)))
+    return found
 
 
 def _row(name: str, one: Repeat, total: float | None) -> tuple[str, ...]:

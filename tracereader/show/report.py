@@ -11,13 +11,14 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.repeats import repeated_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
-from tracereader.show import lanes, references, repeats
+from tracereader.show import lanes, references, repeats, training
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -49,13 +50,16 @@ ROWS_SHOWN = 5
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
 # Left out, the first one first, where even the least of every table is too long.
-LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "work", "kernels")
+LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
 NAMES_SHOWN = 5
 PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "table")
+BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+
+
+Shown = tuple[cheatsheet.Pattern, Verdict]
 
 
 @dataclass(frozen=True)
@@ -142,20 +146,24 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("gpu")
     if not repeats.told(summary):
         wanted.discard("repeats")
+    if not training.tells(summary):
+        wanted.discard("training")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    found = cheatsheet.found(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     sections: dict[str, Callable[[View], None]] = {
-        "short": lambda view: _in_short(out, summary, view),
+        "short": lambda view: _in_short(out, summary, found, view),
         "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda view: _verdicts(out, guesses, summary, view),
         "steps": lambda view: _steps(out, summary, view),
         "lanes": lambda view: _lanes(out, trace, summary),
         "gpu": lambda view: _gpu_time(out, summary, view),
+        "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
         "repeats": lambda view: repeats.table(out, summary),
         "kernels": lambda view: _kernels(out, summary, view),
         "cpu": lambda view: _cpu(out, summary, view),
@@ -166,7 +174,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
             out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
         ),
         "chain": lambda view: _chain(out, summary, view),
-        "patterns": lambda view: _patterns(out, summary, view),
+        "patterns": lambda view: _patterns(out, summary, found, view),
     }
 
     def written(view: View) -> dict[str, str]:
@@ -235,7 +243,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary, view: View) -> None:
+def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -264,7 +272,7 @@ def _in_short(out: Console, summary: Summary, view: View) -> None:
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
     lines += [plain(line) for line in decoding.in_words(summary)]
-    lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
@@ -396,7 +404,7 @@ def lanes_wanted(view: View) -> bool:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out))
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary))
     if drawn:
         out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
         for line in drawn:
@@ -404,19 +412,26 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
 
 
 def _gpu_work(out: Console, summary: Summary, view: View) -> None:
-    shown = summary.gpu_work[: view.most(LINES_SHOWN)]
-    named = labels([one.name for one in shown], 60)
-    rows = [
-        (
-            Name(named[one.name]),
-            Name(short(one.asked_by, 28)),
-            us(one.us),
-            f"{us(one.low_us)}–{us(one.high_us)}",
-            one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-            _footprint(one),
-        )
-        for one in shown
-    ]
+    """Piece by piece; what repeats is shown once unless all is asked for."""
+    folded = not view.all and bool(repeats.told(summary))
+    listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
+    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
+    named = labels([one.work.name for one in shown if one.work], 60)
+    rows = []
+    for row in shown:
+        if one := row.work:
+            rows.append(
+                (
+                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
+                    Name(short(one.asked_by, 28)),
+                    us(one.us),
+                    f"{us(one.low_us)}–{us(one.high_us)}",
+                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
+                    _footprint(one),
+                )
+            )
+        else:
+            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
         "from",
@@ -426,7 +441,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
         "regs, shared, grid x block",
     )
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
-    _and_more(out, len(summary.gpu_work), len(rows))
+    _and_more(out, len(listed), len(rows))
 
 
 def _footprint(one: GpuWork) -> str:
@@ -485,7 +500,7 @@ def _occupancy(one: GpuWork) -> list[str]:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
     if found.not_estimated:
-        told = " (the profiler's 0% is no estimate: it knows no block of more than 48 KB of shared memory)"
+        told = " (the profiler's 0% is no estimate)"
     # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
     limit = f"{found.limit:.1%}".replace(".0%", "%")
     return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
@@ -522,6 +537,8 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
+        if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
+            calls, end = _median_stretch(out, chain, calls, end, found)
         by_name: dict[str, list[int]] = {}
         for index in calls:
             by_name.setdefault(chain[index].name, []).append(index)
@@ -534,14 +551,27 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
+def _median_stretch(
+    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int]
+) -> tuple[list[int], int]:
+    """Say that calls repeat; those of the stretch with the median time, and where it ends."""
+    first, length, times = found
+    stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
+    each = [sum(chain[index].us for index in stretch) for stretch in stretches]
+    middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
+    kept = stretches[middle]
+    indent = "  " * (chain[calls[0]].depth + 1)
+    out.print(f"{indent}{times} x the same {length:,} calls  [dim]{us(sum(each))} µs[/dim], in one of them")
+    return kept, next((index for index in calls if index > kept[-1]), end)
+
+
 CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
 
 
-def _patterns(out: Console, summary: Summary, view: View) -> None:
+def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
     explained = view.all or view.only or roomy
-    found = cheatsheet.found(summary)
     out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]
     for pattern, verdict in shown:

@@ -468,11 +468,15 @@ def _softmax(match, text):
     log = "log softmax" if (flags and flags[2] in ("true", "1")) or "LogSoftMax" in text else "softmax"
     way = "backward" if re.search("[Bb]ackward", match["name"]) else "forward"
     longest = 2 ** min(int(flags[1]), 40) if flags else 0
-    return "reduction", "ATen", {
-        "does": f"{log}, {way}",
-        "types": _types(text, match.end("name")),
-        "rows of": f"{longest // 2 + 1} to {longest}" if longest > 1 else "",
-    }
+    return (
+        "reduction",
+        "ATen",
+        {
+            "does": f"{log}, {way}",
+            "types": _types(text, match.end("name")),
+            "rows of": f"{longest // 2 + 1} to {longest}" if longest > 1 else "",
+        },
+    )
 
 
 def _triangle(match, text):

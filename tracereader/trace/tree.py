@@ -94,6 +94,16 @@ class Work(_Slice, eq=False):
     launch: Op | None = None
 
 
+class Memory(msgspec.Struct, eq=False):
+    """An allocation or a free (bytes below zero) that a thread asked for, and what is allocated after it."""
+
+    time: int
+    track: tuple
+    bytes: int
+    total: int
+    device: int  # -1: the CPU
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One recorded step, or the whole of a trace that has none."""
@@ -168,6 +178,7 @@ class Trace:
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
     spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
+    memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
@@ -205,7 +216,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _built(path: Path, document: Document) -> Trace:
-    ops, work, spans, overheads, modules, flows, zeroed = [], [], [], [], [], [], 0
+    ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
     not_known = Counter()
@@ -215,6 +226,8 @@ def _built(path: Path, document: Document) -> Trace:
         if event.ph != "X":
             if event.cat == "fwdbwd":
                 flows.append(event)
+            elif event.name == "[memory]":
+                memory.append(event)
             continue
         kind = KINDS.get(event.cat)
         if kind is None:
@@ -274,10 +287,11 @@ def _built(path: Path, document: Document) -> Trace:
         overheads=tuple(overheads),
         outside=outside,
         spans=tuple(spans),
+        memory=_memory(memory, zero),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
-        forward_of=_forward_of(flows, zero) if modules else {},
+        forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work),
         device_properties=properties,
         lesson=_lesson(document.lesson),
@@ -373,6 +387,19 @@ def _link(ops: list[Op], work: list[Work]) -> int:
             else:
                 launch.work = [one]
     return unlaunched
+
+
+def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
+    found = []
+    for event in events:
+        args = decoded(event.args)
+        if not isinstance(args, dict) or not _is_time(event.ts):
+            continue
+        size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
+        if type(size) is type(total) is type(device) is int and abs(total) < 2**60:
+            time = round((event.ts - zero) * 1000)
+            found.append(Memory(time, (event.pid, event.tid), size, total, device))
+    return tuple(sorted(found, key=lambda one: one.time))
 
 
 def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
