@@ -139,7 +139,7 @@ def by_torchrun(folder, *flags):
     return [json.loads(file.read_text()) for file in files], done
 
 
-def check_two_ranks(documents, done, device, expected):
+def check_two_ranks(documents, done, expected):
     for rank, document in enumerate(documents):
         where = document["distributedInfo"]
         assert (where["rank"], where["world_size"]) == (rank, 2)
@@ -153,7 +153,7 @@ def check_two_ranks(documents, done, device, expected):
 
 def test_two_ranks_of_ddp(scripts, tmp_path):
     documents, done = by_torchrun(tmp_path, *CPU, "--parallel", "ddp", "--slow", "1", "--bucket-mb", "1000")
-    check_two_ranks(documents, done, "cpu", plain(scripts, 2))
+    check_two_ranks(documents, done, plain(scripts, 2))
     assert [names(one, "user_annotation").count("gloo:all_reduce") for one in documents] == [3, 3], "one bucket"
     products = [names(one, "cpu_op").count("aten::mm") for one in documents]
     assert products[1] == products[0] + 3 * 60
@@ -264,7 +264,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_on_two_gpus(scripts, tmp_path, parallel):
     documents, done = by_torchrun(tmp_path, "--device", "cuda", "--parallel", parallel)
-    check_two_ranks(documents, done, "cuda", plain(scripts, 2))
+    check_two_ranks(documents, done, plain(scripts, 2, "--device", "cuda"))
     assert all(any("nccl" in name for name in names(one, "kernel")) for one in documents)
 
 
