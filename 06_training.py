@@ -283,12 +283,18 @@ def plain_losses(args, count):
 
 def what_we_guess(args):
     here = place()
-    # The launches of FSDP take longer than the work of a model that one GPU could hold; so does a slow sample.
-    starved = args.parallel == "fsdp" or (args.loader is not None and not args.workers)
+    loads = args.loader is not None and not args.workers
     waits = here and args.slow not in (None, here.rank)
-    if not waits:
-        yield expect.regime_is("overhead-bound" if starved else "GPU-bound")
+    if loads:
+        yield expect.starving()
+    elif not waits:
+        # FSDP launches for each block what DDP launches once, of a model that one GPU could hold.
+        yield expect.regime_is("overhead-bound" if args.parallel == "fsdp" else "GPU-bound")
     yield expect.records_steps(args.wait + args.schedule_warmup, args.active)
+    if args.checkpoint:
+        yield expect.recomputation()
+    if args.for_loop:
+        yield expect.optimizer_for_loop()
     if not args.parallel and not args.checkpoint:
         yield expect.backward_is_twice_the_forward()
     if waits:
