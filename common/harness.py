@@ -54,6 +54,8 @@ class Run:
     error: float | None  # see relative_error(); None where eager is itself the reference
     against: str  # what the error is measured against
     peak_bytes: int | None
+    rank: int = 0
+    ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
 
 
 def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
@@ -70,6 +72,8 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
     inductor = importlib.import_module("torch._inductor.config")
     inductor.cpp.enable_kernel_profile = True  # so that its C++ kernels stand in a CPU's trace by their names
     torch.manual_seed(args.seed)
+    if device.type == "cpu":
+        args = replace(args, **args.on_cpu)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, guesses=tuple(what_we_guess(settled)))
@@ -268,6 +272,8 @@ def save(
             _export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
+            if args.ranks:
+                args.ranks.all_agree()
     return Run(
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
@@ -278,6 +284,8 @@ def save(
         error=error,
         against=against,
         peak_bytes=peak_bytes,
+        rank=args.ranks.rank if args.ranks else 0,
+        ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )
 
 

@@ -181,11 +181,11 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     chain = _chain(step, layers)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
+    lesson = _lesson(trace)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
-    lesson = _lesson(trace)
     return Summary(
         trace=str(trace.path),
         lesson=lesson,

@@ -48,7 +48,7 @@ def draw(
 ) -> list[str]:
     """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
 
-    layers: by a slice's id the names of layers, which stand before its own.
+    layers: names of layers by a slice's id, which come first.
 
     A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
     of its row.
@@ -105,7 +105,7 @@ def draw_rows(
         slices = [
             Op(name, "wait" if waits else "row", left, right - left, (), None) for left, right, name, waits in row
         ]
-        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs, MappingProxyType({})))
+        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
     return [line.rstrip() for line in lines]
 
 
@@ -121,7 +121,11 @@ def _cpu_rows(step: Step) -> list[list[list[Op]]]:
 
 
 def _row(
-    slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyphs, layers: Mapping[int, str]
+    slices: Sequence[Op | Work | Mark],
+    column,
+    columns: int,
+    glyphs: Glyphs,
+    layers: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
     cells = [" "] * columns
     free, hidden = 0, 0

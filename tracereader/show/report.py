@@ -436,8 +436,8 @@ def lanes_wanted(view: View) -> bool:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    marks, named = repeats.marks(step, summary), layer_names(trace, step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out), marks, named)
+    named = layer_names(trace, step)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary), named)
     if drawn:
         out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
