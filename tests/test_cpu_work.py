@@ -66,3 +66,16 @@ def test_the_time_in_no_op(capsys):
 
 def test_a_trace_with_a_gpu_has_none_of_it():
     assert summarize(read(H200 / "01_matmul_add/64_bf16_warm_eager.json.gz")).cpu_work == ()
+
+
+def test_a_guard_failure_is_a_compilation_in_the_middle(capsys):
+    """Four calls: compiled, called, compiled again for other strides, called."""
+    trace = ROOT / "traces/reference/guard-failure.json.gz"
+    summary = summarize(read(trace))
+    compiling = [one.name for one in summary.steps if one.cpu_us > 5 * summary.cpu_us]
+    assert len(summary.steps) == 4 and summary.steps[0].name in compiling and summary.steps[2].name in compiling
+    assert summary.typical_step not in compiling, "the calls that compile are the odd ones"
+    assert cli.main([str(trace), "--only", "patterns"]) == 0
+    patterns = capsys.readouterr().out
+    assert "Torch-Compiled Region n/1 or higher" in patterns
+    assert "the same graph hash in all steps" not in patterns, "there are two graphs"
