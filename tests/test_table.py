@@ -55,7 +55,7 @@ def test_it_holds_what_torchs_own_table_holds(trace):
             one for one in left
             if one.name.startswith(name) and one.calls == int(row["# of Calls"])
             and same(one.total_cpu_us, row["CPU total"])
-            and (same(one.self_cpu_us, row["Self CPU"]) or of_ranks and near(one.self_cpu_us, row["Self CPU"], 0.1))
+            and (same(one.self_cpu_us, row["Self CPU"]) or (of_ranks and near(one.self_cpu_us, row["Self CPU"], 0.1)))
         )  # fmt: skip
         left.remove(found)
         if gpu and (found.on_gpu or not twice):
