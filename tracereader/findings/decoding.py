@@ -13,8 +13,8 @@ from tracereader.findings.steps import waits_for
 WORTH_A_WORD = 0.025
 # A step of fewer launches gains little: on the H200 reduce-overhead made a step of 2 launches slower (claim 19).
 MANY_LAUNCHES = 50
-# Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to 42%,
-# and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
+# Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
+# 42%, and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
 MUCH_OF_THE_WAIT = 0.5
 # Reading weights is what a step does, where it takes this much of its GPU time.
 MUCH_READING = 0.2
