@@ -244,6 +244,11 @@ def test_tokens_a_second_and_the_roof(tmp_path):
     assert told[0].startswith("decode of one sequence: 413 tokens a second")
     assert told[1].startswith(f"its roof is {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)")
     assert "as measured by the run" in told[1]
+    events = raw("qwen3_decode_graph")
+    product = re.compile(r"nvjet|gemm|triton_(per|red)_.*_b?mm_")
+    us = sum(us for e, us in medians(events, "ProfilerStep#3") if product.search(e["name"]))
+    rate = 1192099840 / us / 1e6
+    assert told[2].endswith(f"they read the weights at {rate:.2f} TB/s, {rate / 4.2:.0%} of that bandwidth")
     unmeasured = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, gb_s=None))))
     assert "at 4.8 TB/s by the data sheet" in unmeasured[1]
     # A roof that the step is faster than is none.

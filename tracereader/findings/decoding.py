@@ -16,7 +16,7 @@ MANY_LAUNCHES = 50
 # Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
 # 42%, and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
 MUCH_OF_THE_WAIT = 0.5
-# Reading weights is what a step does, where it takes this much of its GPU time.
+# Reading weights is what a step does, where it takes this much of it.
 MUCH_READING = 0.2
 
 
@@ -48,6 +48,13 @@ def in_words(summary: Summary) -> list[str]:
             f"its roof is {facts.tokens / found.read_us * 1e6:,.0f}: {read} read once at {found.gb_s / 1e3:.1f} TB/s "
             f"{source} take {_time(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
         )
+        products = sum(one.us for one in summary.gpu_work if one.family == "GEMM")
+        if MUCH_READING * found.step_us < products and facts.weight_bytes <= products * found.gb_s * 1e3:
+            rate = facts.weight_bytes / products / 1e3
+            lines.append(
+                f"matrix products take {_time(products)} of a step: they read the weights at {rate / 1e3:.2f} TB/s, "
+                f"{rate / found.gb_s:.0%} of that bandwidth"
+            )
     return lines
 
 
