@@ -118,13 +118,13 @@ def reference_of(path: Path, machine: str) -> Path:
     machines = references.machines()
     if not machines:
         raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
-    found = [name for name in machines if machine.lower() in name.lower()]
-    if len(found) != 1:
+    named = [name for name in machines if machine.lower() in name.lower()]
+    if not named:
         raise BadInput(f"--against {machine}: the machines are {', '.join(machines)}")
-    reference = references.of(path, found[0])
-    if reference is None:
-        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {found[0]}")
-    return reference
+    found = [reference for name in named if (reference := references.of(path, name))]
+    if not found:
+        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(named)}")
+    return found[0]
 
 
 def entry() -> int:
