@@ -81,7 +81,7 @@ def draw(
         title = "GPU" if number == 0 else f"GPU {number + 1}"
         lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
     if marks:
-        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs))
+        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs, layers))
     return [line.rstrip() for line in lines]
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
+from tracereader.figures.cpu_work import CpuWork
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.layers import layer_names
 from tracereader.figures.repeats import repeated_names
@@ -279,18 +280,27 @@ def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View
         if not view.brief:
             lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
-        ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
-        if ops:
-            lines.append(
-                "ops by their own time, of a step: "
-                + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
-            )
+        lines += _cpu_in_short(summary)
     lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
         paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
+
+
+def _cpu_in_short(summary: Summary) -> list[str]:
+    """Where a step's time is on the CPU: in which ops, and how much of it in none."""
+    step_us = summary.chosen.cpu_us
+    ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)
+    if not ops or not step_us:
+        return []
+    told = ", ".join(f"{plain(short(name, 40))} {one.self_us / step_us:.0%}" for name, one in ops[:3])
+    lines = [f"ops by their own time, of a step: {told}"]
+    outside = 1 - sum(one.self_us for _, one in ops) / step_us
+    if outside > 0.05:  # of several threads the ops may sum up to more than the step
+        lines.append(f"{outside:.0%} of the step is in no op at all: Python, labels, the profiler's marks")
+    return lines
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -365,6 +375,22 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         if rows:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             _and_more(out, len(ordered), len(rows))
+    for line in dict.fromkeys(_rates(one) for one in sorted(summary.cpu_work, key=lambda one: -one.us)):
+        if line:
+            paragraph(out, plain(line), rest="  ")
+
+
+def _rates(one: CpuWork) -> str:
+    """What an op of the CPU computed, and how fast, where shapes tell it."""
+    name = f"{one.layer}, {one.name}" if one.layer else one.name
+    if one.product and one.tflops:
+        shape = one.product
+        batch = f"{shape.batch} x " if shape.batch > 1 else ""
+        return (
+            f"{name}: {batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP at "
+            f"{one.tflops * 1e3:,.1f} GFLOP/s"
+        )
+    return f"{name}: {size(one.bytes_moved)} moved at {one.gb_s:,.1f} GB/s" if one.gb_s else ""
 
 
 def _and_more(out: Console, count: int, shown: int) -> None:
