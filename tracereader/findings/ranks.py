@@ -140,10 +140,10 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
             f"who arrives last cannot be told: by {_us(median(one.lead_us for one in summary.matched))} in the median, "
             f"and the clocks may be {_us(summary.clocks.apart_us)} off"
         ]
-    waiting = max((one for one in summary.ranks if one is not often), key=lambda one: one.waited_exposed_us)
+    waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
     cost = waiting.waited_exposed_us / waiting.window_us
     waits = (
-        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waited_for_others_us)}, "
+        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}, "
         f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
     )
     if slow:
@@ -187,14 +187,15 @@ def _exposed(summary: RanksSummary) -> list[str]:
     if worst.waited_exposed_us > 0.05 * exposed:
         why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
     if together > 0.05 * exposed:
-        why.append(f"{ms(together)} once all ranks were there")
+        last = ""
+        if one_bucket(summary, worst):
+            last = " (one all-reduce a step, nothing computed beside it)"
+        elif worst.exposed_in_last_us > MOST * together:
+            last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
+        why.append(f"{ms(together)} once all ranks were there{last}")
     if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
         known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
         why.append(f"{ms(rest)} in " + ("what was launched outside the steps" if known else "what is not matched"))
-    if one_bucket(summary, worst):
-        why.append("one all-reduce a step, and nothing is computed beside it")
-    elif together > 0.05 * exposed and worst.exposed_in_last_us > MOST * together:
-        why.append(f"of that {ms(worst.exposed_in_last_us)} in the last collective of each step")
     if worst.late_us > MOST * exposed:
         why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
     if why:

@@ -161,13 +161,13 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
             _ms(one.communication_us - one.exposed_communication_us),
             _ms(one.exposed_copy_us),
             _ms(one.idle_us),
-            _ms(one.waited_for_others_us),
+            _ms(one.waiting_us),
             f"{one.arrived_last:,}",
         )
         for one in shown
     ]
     heads = ("all steps, ms", "window", "compute", "exposed", "hidden", "copies", "idle", "waited", "last")
-    print_columns(out, heads, rows)
+    _print(out, heads, rows)
     if len(shown) < len(summary.ranks):
         out.print(f"… and {len(summary.ranks) - len(shown):,} more; these are waited for most, or wait most")
 
@@ -190,17 +190,34 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     if not rows:
         out.print("[bold]steps[/bold]: none that all ranks have")
         return
-    print_columns(out, heads, rows)
+    _print(out, heads, rows)
     if len(names) > STEPS_SHOWN and not view.all:
         out.print(f"… and {len(names) - STEPS_SHOWN} more steps")
     rows = []
     for phase in findings.phases(summary):
-        for one in shown:
+        for one in shown if _counts(summary, phase) else ():
             figures = [findings.usual(summary, one, phase, figure) for figure in FIGURES]
             rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
     if rows:
         out.print()
-        print_columns(out, ("phase of a step, ms", *heads[1:]), rows)
+        _print(out, ("phase of a step, ms", *heads[1:]), rows)
+
+
+def _counts(summary: RanksSummary, phase: str) -> bool:
+    """Whether a phase takes a hundredth of any rank's step."""
+    return any(
+        findings.usual(summary, one, phase, FIGURES[0]) > 0.01 * findings.usual(summary, one, None, FIGURES[0])
+        for one in summary.ranks
+    )
+
+
+def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table without the columns of what no rank did."""
+    kept = [
+        number for number, head in enumerate(heads)
+        if head not in ("hidden", "copies", "not launched") or any(row[number] != "0.0" for row in rows)
+    ]  # fmt: skip
+    print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
 
 
 FIGURES = (
