@@ -287,6 +287,37 @@ def test_sequence_numbers_match_where_the_order_does_not(tmp_path, capsys):
     assert (ours["collectives"], ours["unmatched"], ours["ranks"][1]["arrived_last"]) == (41, 1, 41)
 
 
+def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
+    """Two groups of two, as in a mesh: whoever is late in one is waited for by its own group only."""
+
+    def moved(rank, group, ahead):
+        def change(found):
+            renumbered(rank, 4)(found)
+            for event in found["traceEvents"]:
+                if "Process Group Ranks" in event.get("args", {}):
+                    event["args"] |= {"Process Group Name": str(group[0]), "Process Group Ranks": str(group)}
+                if "ts" in event:
+                    event["ts"] = round(event["ts"] + ahead, 3)
+
+        return change
+
+    paths = []
+    for number, name in enumerate(("fsdp", "ddp_straggler")):
+        group = [2 * number, 2 * number + 1]
+        # The second run was recorded 3.3 s before the first.
+        paths += [
+            changed(tmp_path, path, moved(rank, group, 3_350_000 * number))
+            for rank, path in zip(group, RUNS[name], strict=True)
+        ]
+    ours = as_json(capsys, *paths)
+    assert ours["collectives"] == 114 + 42 and not ours["not_read"]
+    waited = [one["waited_for_others_us"] for one in ours["ranks"]]
+    expected = [one["waited_for_others_us"] for name in ("fsdp", "ddp_straggler") for one in worked_out(RUNS[name])[0]]
+    assert waited == pytest.approx(expected, rel=1e-4, abs=0.1)
+    assert [one["arrived_last"] for one in ours["ranks"]] == [113, 1, 0, 42]
+    assert [one["others_waited_us"] > 0 for one in ours["ranks"]] == [True, True, False, True]
+
+
 def test_other_traces_are_still_compared(capsys):
     assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][0])]) == 0  # rank 0 twice
     assert "what changed" in capsys.readouterr().out
