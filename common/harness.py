@@ -54,6 +54,8 @@ class Run:
     error: float | None  # see relative_error(); None where eager is itself the reference
     against: str  # what the error is measured against
     peak_bytes: int | None
+    rank: int = 0
+    ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
 
 
 def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
@@ -67,8 +69,11 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput("--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, or set CXX")
     # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
-    importlib.import_module("torch._inductor.config")
+    inductor = importlib.import_module("torch._inductor.config")
+    inductor.cpp.enable_kernel_profile = True  # so that its C++ kernels stand in a CPU's trace by their names
     torch.manual_seed(args.seed)
+    if device.type == "cpu":
+        args = replace(args, **args.on_cpu)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, guesses=tuple(what_we_guess(settled)))
@@ -247,7 +252,12 @@ def save(
         "torch": torch.__version__,
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
-        "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
+        "facts": {
+            "first_call_s": steps.first_call_s,
+            "peak_bytes": peak_bytes,
+            "relative_error": error,
+            **(facts or {}),
+        },
     }
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
@@ -262,6 +272,8 @@ def save(
             _export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
+            if args.ranks:
+                args.ranks.all_agree()
     return Run(
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
@@ -272,6 +284,8 @@ def save(
         error=error,
         against=against,
         peak_bytes=peak_bytes,
+        rank=args.ranks.rank if args.ranks else 0,
+        ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )
 
 
