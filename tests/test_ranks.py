@@ -30,19 +30,22 @@ def end(event):
     return event["ts"] + event["dur"]
 
 
-def length(spans, but=()):
-    """Of what some spans cover and others do not, counted between neighbouring edges."""
-    edges = sorted({edge for span in [*spans, *but] for edge in span})
-    total, inside, outside = 0.0, 0, 0
+def pieces(spans, but=()):
+    """What some spans cover and others do not, cut at every edge."""
     change = {}
     for which, some in ((0, spans), (1, but)):
         for start, stop in some:
             change.setdefault(start, [0, 0])[which] += 1
             change.setdefault(stop, [0, 0])[which] -= 1
-    for left, right in itertools.pairwise(edges):
+    inside = outside = 0
+    for left, right in itertools.pairwise(sorted(change)):
         inside, outside = inside + change[left][0], outside + change[left][1]
-        total += (right - left) * (inside > 0 and outside == 0)
-    return total
+        if inside and not outside:
+            yield left, right
+
+
+def length(spans, but=()):
+    return sum(right - left for left, right in pieces(spans, but))
 
 
 def spans(events, start, stop):
@@ -80,11 +83,7 @@ def worked_out(paths):
             assert len({e["tid"] for e in ops}) == 1
             handed = spans([e for e in ops if e["name"].startswith("c10d::")], start, stop)
             ops = spans([e for e in ops if not e["name"].startswith("c10d::")], start, stop)
-            edges = sorted({edge for span in [*ops, *handed] for edge in span})
-            computing = [
-                (a, b) for a, b in itertools.pairwise(edges)
-                if any(s <= a < e for s, e in ops) and not any(s <= a < e for s, e in handed)
-            ]  # fmt: skip
+            computing = list(pieces(ops, but=handed))
         figures.append(
             {
                 "window_us": stop - start,
@@ -328,12 +327,18 @@ def test_other_traces_are_still_compared(capsys):
 def test_in_processes_as_in_one(monkeypatch):
     paths = [path for name in ("fsdp", "gloo_ddp_slow") for path in RUNS[name]]
     at_once = reading.read_ranks(paths, 10**9, None)
-    monkeypatch.setattr(reading, "WORTH_A_PROCESS", 1)
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     assert reading.read_ranks([*paths, paths[0].with_name("none.json")], 10**9, None) == (
         at_once[0],
         {str(paths[0].with_name("none.json")): "no such file"},
     )
+
+
+def test_a_reader_that_is_ended_is_said(monkeypatch):
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    monkeypatch.setattr(reading.sys, "executable", "/bin/false")  # as one that the system ends for want of memory
+    kept, why = reading.read_ranks(RUNS["fsdp"], 10**9, None)
+    assert kept == [] and set(why.values()) == {"the process that read it was ended"}
 
 
 def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):

@@ -23,6 +23,7 @@ RANKS_SHOWN = 8
 STEPS_SHOWN = 3
 WAITS = lanes.WAITS
 KINDS_SHOWN = 5
+PHASES_SHOWN = 5
 
 
 def explain_files(paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT) -> None:
@@ -194,8 +195,8 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     if len(names) > STEPS_SHOWN and not view.all:
         out.print(f"… and {len(names) - STEPS_SHOWN} more steps")
     rows = []
-    for phase in findings.phases(summary):
-        for one in shown if _counts(summary, phase) else ():
+    for phase in _shown_phases(summary, view):
+        for one in shown:
             figures = [findings.usual(summary, one, phase, figure) for figure in FIGURES]
             rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
     if rows:
@@ -203,12 +204,15 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
         _print(out, ("phase of a step, ms", *heads[1:]), rows)
 
 
-def _counts(summary: RanksSummary, phase: str) -> bool:
-    """Whether a phase takes a hundredth of any rank's step."""
-    return any(
-        findings.usual(summary, one, phase, FIGURES[0]) > 0.01 * findings.usual(summary, one, None, FIGURES[0])
-        for one in summary.ranks
-    )
+def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
+    """The phases that take a hundredth of any rank's step; of many the longest, in order."""
+    longest = {
+        phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
+        for phase in findings.phases(summary)
+    }
+    step = max(findings.usual(summary, one, None, FIGURES[0]) for one in summary.ranks)
+    chosen = sorted(longest, key=longest.get, reverse=True)[: view.most(PHASES_SHOWN)]
+    return [phase for phase in longest if phase in chosen and longest[phase] > 0.01 * step]
 
 
 def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
