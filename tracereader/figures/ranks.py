@@ -414,9 +414,11 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
             args = one.args
             if "Collective name" not in args and one.launch is not None:
                 args = next((op.args for op in one.launch.above() if op.name == "record_param_comms"), {})
-            kind, size = kind_of(str(args.get("Collective name", ""))), args.get("Group size")
+            name, size = str(args.get("Collective name", "")), args.get("Group size")
+            kind = kind_of(name)
+            if kind is None and ("SendRecv" in one.name or re.match("send|recv", name)):
+                continue  # between two ranks only: no collective
             if kind is None or type(size) is not int:
-                # Between two ranks only, which is no collective; or not described.
                 yield None
                 continue
             told = args.get("Process Group Ranks")

@@ -116,7 +116,8 @@ def notes(summary: RanksSummary) -> list[str]:
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unnamed:
-        found.append(f"not matched: {counted(summary.unnamed, 'piece')} of communication, not told which collective")
+        pieces = counted(summary.unnamed, "piece")
+        found.append(f"not matched: {pieces} of communication; the traces do not tell the collective or its group")
     clocks = summary.clocks
     if clocks.not_aligned:
         found.append(f"not matched: rank {_numbers(clocks.not_aligned)}, whose host's clock no collective ties to ours")
