@@ -15,6 +15,15 @@ from tracereader.show.ranks import opened
 from tracereader.show.report import View
 
 FOLDER = ROOT / "tests/traces/ranks"
+
+
+def _ranks_of(first):
+    return sorted(first.parent.glob(first.name.replace("_rank0", "_rank*")))
+
+
+# Rung 6's on two H200s, recorded by torch 2.11.
+RECORDED = sorted((ROOT / "traces/reference").glob("*/*/*_rank0.json.gz"))
+REFERENCES = {path.name.removesuffix("_rank0.json.gz"): _ranks_of(path) for path in RECORDED}
 RUNS = {name: sorted(FOLDER.glob(f"{name}_rank*.json.gz")) for name in ("ddp_straggler", "fsdp", "gloo_ddp_slow")}
 
 
@@ -107,10 +116,11 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *REFERENCES])
 def test_every_figure_of_a_rank(name, capsys):
-    expected, count = worked_out(RUNS[name])
-    ours = as_json(capsys, *RUNS[name])
+    paths = RUNS.get(name) or REFERENCES[name]
+    expected, count = worked_out(paths)
+    ours = as_json(capsys, *paths)
     assert (ours["world_size"], ours["collectives"]) == (2, count)
     assert [one["rank"] for one in ours["ranks"]] == [0, 1]
     for one, raw in zip(ours["ranks"], expected, strict=True):
