@@ -3,13 +3,13 @@ synchronizations, the wait for the loader, memory."""
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, gaps, union
-from tracereader.figures.places import Place, innermost
+from tracereader.figures.places import TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
@@ -290,10 +290,10 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         at = inside[-1].total if inside else at
     around = list(_around(step, peak.track, peak.time))
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
-    labels = [op.name for op in around if op.kind == "label" and not op.name.startswith(STEP)]
+    labels = _labels(around)
     if not labels:  # backward's own thread: the label that is open then on the step's
         main = next((root.track for root in step.roots if root.name == step.name), None)
-        labels = [op.name for op in _around(step, main, peak.time) if op.kind == "label" and op.name != step.name]
+        labels = _labels(_around(step, main, peak.time))
     ops = [op.name for op in around if op.kind == "op"]
     return MemoryCurve(
         on_gpu=on_gpu,
@@ -306,6 +306,11 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         op=ops[-1] if ops else None,
         points=tuple(points),
     )
+
+
+def _labels(ops: Iterable[Op]) -> list[str]:
+    names = (op.name for op in ops if op.kind == "label")
+    return [name for name in names if not name.startswith(STEP) and not TORCHS_OWN.match(name)]
 
 
 def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:
