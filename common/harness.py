@@ -69,7 +69,8 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput("--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, or set CXX")
     # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
-    importlib.import_module("torch._inductor.config")
+    inductor = importlib.import_module("torch._inductor.config")
+    inductor.cpp.enable_kernel_profile = True  # so that its C++ kernels stand in a CPU's trace by their names
     torch.manual_seed(args.seed)
     if device.type == "cpu":
         args = replace(args, **args.on_cpu)
@@ -251,7 +252,12 @@ def save(
         "torch": torch.__version__,
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
-        "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
+        "facts": {
+            "first_call_s": steps.first_call_s,
+            "peak_bytes": peak_bytes,
+            "relative_error": error,
+            **(facts or {}),
+        },
     }
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:

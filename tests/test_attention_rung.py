@@ -1,5 +1,6 @@
 """Rung 4: what each way to compute attention runs, checks, refuses and says."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,9 @@ from conftest import ROOT, names, only_trace
 import sweep
 from common import sdpa
 from common.flags import tag_of
+from tracereader.expect import from_record
+from tracereader.figures import summarize
+from tracereader.trace import read
 
 FLASH = "kernels-community/flash-attn2"
 SMALL = ("--batch", "2", "--heads", "2", "--seq", "32", "--head_dim", "16")
@@ -60,6 +64,15 @@ def test_compiled(run, tmp_path, capfd, script, flags):
     assert "Torch-Compiled Region: 0/0" in calls(trace)
     assert trace["lesson"]["flags"]["compile"] == "default"
     assert "_warm_compile" in next(tmp_path.rglob("*.json")).stem
+
+
+def test_a_compiled_backend_is_the_one_that_was_asked_for(run, tmp_path):
+    """torch's cache of compiled graphs does not know the backend that is set around a graph."""
+    assert run(SDPA, *ON_CPU, "--compile") == 0
+    assert run(SDPA, *ON_CPU, "--compile", "--backend", "math") == 0
+    ran = {file.stem: calls(json.loads(file.read_text())) for file in tmp_path.rglob("*.json")}
+    fused = {name: "aten::_scaled_dot_product_flash_attention_for_cpu" in found for name, found in ran.items()}
+    assert sorted(fused.items(), key=lambda one: len(one[0])) == [(min(ran, key=len), True), (max(ran, key=len), False)]
 
 
 def test_they_warm_up_three_times_unless_told(scripts):
@@ -208,3 +221,67 @@ def test_a_wrong_way_in_a_sweep_is_refused(typed, capsys):
 def test_growth_is_the_power_between_the_two_largest():
     assert sweep._growth("seq", {10: 100.0, 100: 1e6, 1000: 1e8}) == "seq^2.0"
     assert sweep._growth("seq", {10: 1.0}) == "–"
+
+
+VARIANTS = [
+    (NAIVE, (), 5, "softmax_warp_forward"),
+    (INPLACE, (), 5, "softmax_warp_forward"),
+    (NAIVE, ("--compile",), 3, "softmax"),
+    (SDPA, ("--backend", "math"), 20, "triu_tril_kernel"),
+    (SDPA, ("--backend", "efficient"), 1, "fmha_cutlassF"),
+    (SDPA, ("--backend", "flash"), 1, "pytorch_flash::flash_fwd_kernel"),
+    (SDPA, ("--backend", "flash", "--compile"), 1, "pytorch_flash::flash_fwd_kernel"),
+    (SDPA, ("--backend", "cudnn"), 1, "cudnn_generated"),
+    (SDPA, ("--backend", "flex"), 1, "flex_attention"),
+    (KERNELS, (), 1, "pytorch_flash::flash_fwd_kernel"),
+    (KERNELS, ("--compile",), 1, "pytorch_flash::flash_fwd_kernel"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("script", "flags", "kernels", "word"), VARIANTS)
+def test_a_variant_on_a_gpu(run, tmp_path, capfd, local_flash, script, flags, kernels, word):
+    assert run(script, *flags) == 0
+    screen = capfd.readouterr()
+    assert screen.err == ""
+    assert float(re.search(r"matches fp32 math: relative error (\S+)", screen.out)[1]) < 2e-2
+    trace = only_trace(tmp_path)
+    found = names(trace, "kernel")
+    assert len(found) == 3 * kernels
+    assert any(word in name for name in found)
+    (file,) = tmp_path.rglob("*.json")
+    summary = summarize(read(file))
+    for record in trace["lesson"]["guesses"]:
+        assert from_record(record).ask(summary).holds is not None, f"{record}: a GPU can tell"
+    scores, peak = 8 * 16 * 1024**2 * 2, trace["lesson"]["facts"]["peak_bytes"]
+    assert peak > scores if kernels > 1 else peak < scores
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("script", "flags", "says"),
+    [
+        (SDPA, "--backend flash --dtype fp32", "Got Query dtype: float"),
+        (SDPA, "--backend flash --head_dim 512", "less than or equal to 256"),
+        (SDPA, "--backend cudnn --head_dim 60", "head_dim should be a multiple of 8"),
+        (SDPA, "--backend efficient --head_dim 60", "divisible by 8"),
+        (SDPA, "--backend flex --head_dim 8", "heads of 16 and wider"),
+        (NAIVE, "--seq 100000", "a fused backend, which does not need them"),
+        (SDPA, "--backend math --seq 100000", "a fused backend, which does not need them"),
+    ],
+)
+def test_a_backends_limit_is_said(run, tmp_path, capsys, script, flags, says):
+    assert run(script, *flags.split()) == 2
+    screen = capsys.readouterr()
+    assert says in screen.err
+    assert screen.err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.gpu
+def test_memory_grows_with_the_square_or_with_the_length(compile_afresh, tmp_path, capsys):
+    ways = [f"{NAIVE}.py", f"{SDPA}.py --backend flash"]
+    assert sweep.main([*ways, "--seq", "2048", "8192", "--batch", "2", "--out", str(tmp_path)]) == 0
+    _, _, memory = capsys.readouterr().out.partition("peak device memory")
+    naive, flash = (float(power) for power in re.findall(r"seq\^(\d\.\d)", memory))
+    assert naive > 1.8 and flash == 1.0

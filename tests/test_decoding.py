@@ -33,7 +33,10 @@ LAYERS = {
     "qwen3_generate_static": [(28, 66)],
     "qwen3_prefill_logits": [(28, 55)],
     "qwen3moe_generate": [(8, 67)],
+    "qwen3moe_generate_warm": [(8, 67)],
     "bert_modules": [(12, 13)],
+    "bert_cold": [(12, 13)],
+    "bert_warm": [(12, 13)],
     "gpt2_train": [(6, 35), (6, 54)],  # forward, backward
 }
 
@@ -195,7 +198,7 @@ def test_what_reading_weights_takes(name, rows):
 
 
 def see(summary):
-    return {pattern.see: evidence for pattern, evidence in cheatsheet.found(summary)}
+    return {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(summary)}
 
 
 GRAPH = "the same launches in every step, and the GPU waiting for them"
@@ -260,7 +263,7 @@ def test_attention_over_an_empty_cache(tmp_path, capsys):
     sentence = "attention over the empty rest of a static cache"
     half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
     assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
-    assert cli.main([str(half)]) == 0
+    assert cli.main([str(half), "--only", "patterns"]) == 0
     assert sentence in capsys.readouterr().out
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path))))  # 521 of 524
     longer = {"cache_bytes": 262 * KEY_BYTES, "cache_bytes_allocated": 1048 * KEY_BYTES}
@@ -272,6 +275,9 @@ def test_logits_of_every_token(tmp_path):
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
     seen = see(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))[sentence]
     assert seen.startswith("M 512 · K 1,024 · N 151,936")
+    told = decoding.in_words(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))
+    assert told[0].startswith("prefill of one sequence: ") and "a step of 512 tokens" in told[0]
+    assert told[1] == "its products have 512 rows; by the data sheet arithmetic is the limit from 207 on"
     assert sentence not in see(measured("qwen3_prefill_logits"))  # nobody says that it is a prefill
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, phase="prefill"))))
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, asking_ops
-from tracereader.figures.hardware import peaks_of
+from tracereader.figures.hardware import Peaks, peaks_of
 from tracereader.trace import Op, Step, Trace, Work
 
 # Ops that write an expanded tensor out, and those that are attention, or its first product.
@@ -158,10 +158,15 @@ def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple
             by_rows.setdefault(shape.m, []).append((moved, us, moved // shape.elements))
     found = []
     for rows, some in by_rows.items():
-        # Each row multiplies and adds once a weight: 2 FLOPs for its two bytes.
-        ridge = math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks and {item for *_, item in some} == {2} else None
+        ridge = ridge_rows(peaks) if {item for *_, item in some} == {2} else None
         found.append(WeightReads(rows, len(some), sum(one[0] for one in some), sum(one[1] for one in some), ridge))
     return tuple(sorted(found, key=lambda one: -one.us))
+
+
+def ridge_rows(peaks: Peaks | None) -> int | None:
+    """Rows of a product from which on arithmetic takes longer than reading a weight of two bytes."""
+    # Each row multiplies and adds once a weight: 2 FLOPs for its two bytes.
+    return math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks else None
 
 
 def same_in_all_steps(trace: Trace) -> bool | None:

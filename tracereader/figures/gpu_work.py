@@ -98,6 +98,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     grid: list[int] | None
     block: list[int] | None
     occupancy: Occupancy | None
+    layer: str | None = None  # of the model, where the run stored their names: see layers.py
 
 
 class KernelTimes(msgspec.Struct, frozen=True):

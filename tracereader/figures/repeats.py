@@ -59,9 +59,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, ...]:
     """What repeats in a step's GPU work, in order. measured: the same work, measured over all steps."""
-    nodes = [
-        _Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)
-    ]
+    nodes = [_Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)]
     return tuple(node.repeat for node in _folded(nodes, work, measured) if node.repeat)
 
 
@@ -98,9 +96,7 @@ def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork
     return nodes
 
 
-def _measured(
-    stretch: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]
-) -> Repeat:
+def _measured(stretch: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
     start, pieces = stretch[0].start, stretch[-1].end - stretch[0].start
     starts = range(start, start + pieces * times, pieces)
     costs = [sum(one.us for one in measured[at : at + pieces]) for at in starts]

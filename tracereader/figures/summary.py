@@ -18,6 +18,7 @@ from tracereader.figures.decoding import (
 )
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
@@ -41,6 +42,7 @@ class Call(msgspec.Struct, frozen=True):
     depth: int
     us: float
     self_us: float
+    layer: str | None  # of the model: see layers.py
     launched: list[str]
     reaches_gpu: bool
 
@@ -173,10 +175,15 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
-    chain = _chain(step)
+    layers = layer_names(trace, step)
+    chain = _chain(step, layers)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
-    measured, lesson = gpu_work(trace, step), _lesson(trace)
+    lesson = _lesson(trace)
+    measured = tuple(
+        msgspec.structs.replace(row, layer=layers.get(id(one)))
+        for row, one in zip(gpu_work(trace, step), step.work, strict=True)
+    )
     return Summary(
         trace=str(trace.path),
         lesson=lesson,
@@ -231,7 +238,7 @@ def _compute_capability(trace: Trace) -> str | None:
     return "{}{}".format(*found.pop())
 
 
-def _chain(step: Step) -> tuple[Call, ...]:
+def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
     below = set()  # the ids of what launched work, and of all that encloses it
     for one in step.work:
         op = one.launch
@@ -239,7 +246,16 @@ def _chain(step: Step) -> tuple[Call, ...]:
             below.add(id(op))
             op = op.parent
     return tuple(
-        Call(op.name, op.kind, depth, op.us, self_us(op), [one.name for one in op.work], id(op) in below)
+        Call(
+            name=op.name,
+            kind=op.kind,
+            depth=depth,
+            us=op.us,
+            self_us=self_us(op),
+            layer=layers.get(id(op)),
+            launched=[one.name for one in op.work],
+            reaches_gpu=id(op) in below,
+        )
         for op, depth in step.dispatch()
     )
 

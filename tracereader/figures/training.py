@@ -40,7 +40,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Calls in which the CPU waited for the GPU, by what asked: an op; Python where there is none.
+    """Calls in which the CPU waited for the GPU, by the op that asked; Python where there is none.
 
     cpu_us: in the calls. idle_us: of the GPU, from each call's start to the next work launched after it.
     """
@@ -223,8 +223,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync,
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     reached = step.start
     for call in sorted((op for op in ops if _waits_in(op)), key=_start):
-        around = [op for op in call.above() if op.kind == "op"]
-        asked_by = around[-1].name if around else "Python"
+        asked_by = _asking(call)
         following = bisect.bisect_left(launches, (call.end, 0))
         stop = launches[following][1] if following < len(launches) else step.end
         sums = found[asked_by, call.name]
@@ -234,6 +233,17 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync,
         reached = max(reached, stop)
     every = (Sync(asked, call, calls, cpu, idle) for (asked, call), (calls, cpu, idle) in found.items())
     return tuple(sorted(every, key=lambda one: -one.idle_us))
+
+
+def _asking(call: Op) -> str:
+    """The outermost of the aten ops right around a call, as aten::item; another op where it is no aten op's."""
+    name = None
+    for op in call.above():
+        if op.kind == "op" and (name is None or (op.name.startswith("aten::") and name.startswith("aten::"))):
+            name = op.name
+        elif op.kind == "op":
+            break
+    return name or "Python"
 
 
 def _loading(step: Step, ops: Sequence[Op], idle: Intervals | None) -> Loading | None:

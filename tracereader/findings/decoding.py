@@ -1,7 +1,9 @@
 """Findings about a language model's steps: tokens a second and their roof, and work that it may do without."""
 
+from collections import Counter
+
 from tracereader.figures import Summary
-from tracereader.figures.decoding import Asked
+from tracereader.figures.decoding import Asked, ridge_rows
 from tracereader.figures.hardware import peaks_of
 from tracereader.findings.finding import Finding, Verdict, counted
 from tracereader.findings.steps import waits_for
@@ -29,6 +31,10 @@ def in_words(summary: Summary) -> list[str]:
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
         lines[0] += f"; the GPU's work alone would allow {facts.tokens / busy * 1e6:,.0f}"
+    if facts.phase == "prefill" and (rows := _rows(summary)):
+        ridge = ridge_rows(peaks_of(summary.devices[0]))
+        if ridge and rows >= ridge:
+            lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
     if facts.phase == "decode" and found.read_us and found.read_us <= found.step_us:
         read = f"weights ({_bytes(facts.weight_bytes)})"
@@ -42,18 +48,25 @@ def in_words(summary: Summary) -> list[str]:
     return lines
 
 
+def _rows(summary: Summary) -> int | None:
+    """The rows of most of the time in products of two-byte elements, where shapes are recorded."""
+    time: Counter = Counter()
+    for one in summary.gpu_work:
+        if one.product and one.product.batch == 1 and one.bytes_moved == 2 * one.product.elements:
+            time[one.product.m] += one.us
+    return time.most_common(1)[0][0] if time else None
+
+
 def graph_would_do() -> Finding:
     def judge(summary):
         step = summary.chosen
-        syncs = [name for name in summary.runtime if "Synchronize" in name]
-        waits = any("Pageable" in one.name or "DtoH" in one.name for one in summary.gpu_work)
         graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
         peers = any(one.family == "communication" for one in summary.gpu_work)
         if (
             waits_for(summary) != "overhead"
             or not summary.same_in_all_steps
             or step.launches < MANY_LAUNCHES
-            or syncs or waits or graphs or peers
+            or graphs or peers or _launches_after_a_wait(summary)
         ):  # fmt: skip
             return Verdict(False, "")
         left = step.cpu_us - step.gpu_busy_us
@@ -65,6 +78,16 @@ def graph_would_do() -> Finding:
         )
 
     return Finding("the same launches in every step, with the GPU waiting for them", judge, needs_gpu=True)
+
+
+def _launches_after_a_wait(summary: Summary) -> bool:
+    """Whether the step launches anything once it has waited for a result: no graph can hold that."""
+    waited = False
+    for call in summary.chain:
+        if waited and call.launched:
+            return True
+        waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
+    return False
 
 
 def expanded_keys() -> Finding:

@@ -1,7 +1,8 @@
 """One step as the lanes that Perfetto shows, in characters: CPU slices nested, GPU work below."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tracereader.trace import Op, Step, Work, kernel_names
 
@@ -37,8 +38,16 @@ UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
 ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
-def draw(step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = ()) -> list[str]:
+def draw(
+    step: Step,
+    width: int,
+    glyphs: Glyphs,
+    marks: Sequence[Mark] = (),
+    layers: Mapping[int, str] = MappingProxyType({}),
+) -> list[str]:
     """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
+
+    layers: names of layers by a slice's id, which come first.
 
     A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
     of its row.
@@ -61,7 +70,7 @@ def draw(step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = ()) -> 
         drawn = min(MAX_ROWS, next((depth + 1 for depth, width in enumerate(widest) if width < 4), MAX_ROWS))
         for depth, row in enumerate(rows[:drawn]):
             title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
-            lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs))
+            lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs, layers))
         if len(rows) > drawn:
             lines.append(" " * margin + f"({len(rows) - drawn} deeper rows not drawn)")
     streams: dict[tuple, list[Work]] = {}
@@ -69,7 +78,7 @@ def draw(step: Step, width: int, glyphs: Glyphs, marks: Sequence[Mark] = ()) -> 
         streams.setdefault(one.track, []).append(one)
     for number, work in enumerate(streams.values()):
         title = "GPU" if number == 0 else f"GPU {number + 1}"
-        lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs))
+        lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
     if marks:
         lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs))
     return [line.rstrip() for line in lines]
@@ -110,7 +119,13 @@ def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     return list(threads.values())
 
 
-def _row(slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyphs) -> str:
+def _row(
+    slices: Sequence[Op | Work | Mark],
+    column,
+    columns: int,
+    glyphs: Glyphs,
+    layers: Mapping[int, str] = MappingProxyType({}),
+) -> str:
     cells = [" "] * columns
     free, hidden = 0, 0
     for one in sorted(slices, key=lambda one: one.start):
@@ -126,7 +141,8 @@ def _row(slices: Sequence[Op | Work | Mark], column, columns: int, glyphs: Glyph
         elif room == 1:
             cells[left] = glyphs.tiny
         else:
-            name = kernel_names.short(one.name.removeprefix("aten::"), max(1, room - 1)) if room > 3 else ""
+            name = " ".join(word for word in (layers.get(id(one)), one.name.removeprefix("aten::")) if word)
+            name = kernel_names.short(name, max(1, room - 1)) if room > 3 else ""
             cells[left : left + room] = (glyphs.start + name).ljust(room, glyphs.fill)
         free = left + room
     return "".join(cells) + (f" +{hidden} too short" if hidden else "")

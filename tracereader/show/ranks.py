@@ -1,7 +1,6 @@
 """Several ranks of one run: who waits for whom first, the evidence below it."""
 
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.show import lanes
 from tracereader.show.report import View, lane_glyphs, lanes_wanted
-from tracereader.show.text import Name, console, percent, plain, print_columns, shown_path, size, time
+from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, size, time
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
 
@@ -97,15 +96,9 @@ def _header(summary: RanksSummary) -> str:
 
 def _in_short(out: Console, summary: RanksSummary) -> None:
     for number, line in enumerate(findings.sentences(summary)):
-        _wrapped(out, "[bold]in short[/bold]   " if not number else " " * 11, line)
+        paragraph(out, plain(line), "[bold]in short[/bold]   " if not number else " " * 11, " " * 11)
     for line in notes(summary):
-        out.print(f"[yellow]note[/yellow] {plain(line)}")
-
-
-def _wrapped(out: Console, head: str, line: str) -> None:
-    lines = textwrap.wrap(line, max(30, out.width - 11), break_long_words=False, break_on_hyphens=False)
-    for number, part in enumerate(lines):
-        out.print(f"{' ' * 11 if number else head}{plain(part)}")
+        paragraph(out, plain(line), "[yellow]note[/yellow] ", " " * 5)
 
 
 def notes(summary: RanksSummary) -> list[str]:

@@ -39,8 +39,11 @@ def table(out: Console, summary: Summary) -> None:
     total, shown = sum(one.us for one in summary.gpu_work), told(summary)
     largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
     rows = []
+    facts = summary.decoding.facts if summary.decoding else None
     for one in sorted(largest, key=lambda one: one.start):
-        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}", one, total))
+        each = facts.layers / one.times if facts and facts.layers else 1
+        layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
+        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}{layers}", one, total))
         if one.inside:
             rows.append(_row(f"  each: {one.inside.times} x {one.inside.pieces:,} pieces", one.inside, None))
     outside = total - sum(one.total_us for one in largest)

@@ -11,6 +11,7 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.layers import layer_names
 from tracereader.figures.repeats import repeated_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
@@ -26,12 +27,14 @@ from tracereader.show.text import (
     Name,
     ascii_only,
     console,
+    head,
     lines_of,
     paragraph,
     percent,
     plain,
     print_columns,
     rate,
+    seconds,
     shown_path,
     size,
     time,
@@ -179,10 +182,10 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
 
     def written(view: View) -> dict[str, str]:
         found = {}
-        with out.capture() as head:
+        with out.capture() as top:
             if not view.brief:
                 out.print()
-            _header(out, summary)
+            _header(out, summary, view)
         for name in SECTIONS:
             if name in wanted:
                 with out.capture() as section:
@@ -190,7 +193,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
                         out.print()
                     sections[name](view)
                 found[name] = section.get()
-        return {"head": head.get(), **found}
+        return {"head": top.get(), **found}
 
     fitted = view.brief or view.all or view.only
     parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
@@ -217,7 +220,7 @@ def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) 
     return parts, left_out
 
 
-def _header(out: Console, summary: Summary) -> None:
+def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
     words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
@@ -236,6 +239,9 @@ def _header(out: Console, summary: Summary) -> None:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
+    took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
+    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
+        words.append(f"first call {seconds(took)}")
     out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
     if summary.left_out:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
@@ -276,7 +282,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        paragraph(out, line, f"{' ' * 8 if number else '[bold]in short[/bold]'}   ", " " * 11)
+        paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -294,19 +300,19 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     shown.append(("the whole window", us(window), "100%"))
-    head = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (head, "µs", "share"), shown)
+    title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
+    print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (
+    for title, places in (
         ("GPU work of a step, summed by label", summary.by_label),
         ("by module", summary.by_module_class),
     ):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
-            print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
+            print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
             _and_more(out, len(places), len(rows))
     if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
         return  # the answer has the families already
@@ -336,20 +342,20 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
         for one in shown
     ]
     heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
-    print_columns(out, heads, rows, left=(0, 1))
+    print_columns(out, heads, rows, left=(0, 1), section="kernels")
     _and_more(out, len(summary.kernels), len(rows))
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
     """The ops' own time; calls of the driver apart, since many of them wait."""
-    for head, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
+    for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
             for name, one in ordered[: view.most(ROWS_SHOWN)]
         ]
         if rows:
-            print_columns(out, (head, "self µs", "total µs", "calls"), rows)
+            print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             _and_more(out, len(ordered), len(rows))
 
 
@@ -377,7 +383,7 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
             row += [str(one.launches), us(one.gpu_busy_us), us(one.gpu_span_us), percent(one.gpu_idle_share)]
             row += [us(one.launch_to_start_us)]
         rows.append(row)
-    print_columns(out, heads, rows)
+    print_columns(out, heads, rows, section="steps")
     if len(shown) < len(found):
         out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
@@ -404,9 +410,10 @@ def lanes_wanted(view: View) -> bool:
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary))
+    named = layer_names(trace, step)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary), named)
     if drawn:
-        out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
+        out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
@@ -423,7 +430,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
             rows.append(
                 (
                     Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
-                    Name(short(one.asked_by, 28)),
+                    Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
                     us(one.us),
                     f"{us(one.low_us)}–{us(one.high_us)}",
                     one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
@@ -440,7 +447,7 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
         "launched by",
         "regs, shared, grid x block",
     )
-    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
+    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
     _and_more(out, len(listed), len(rows))
 
 
@@ -455,11 +462,13 @@ def _names(out: Console, summary: Summary, view: View) -> None:
     said: dict[str, list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault(one.name, []).append(one)
-    out.print("[bold]what the names say[/bold]")
+    out.print(head("what the names say", "names"))
     for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
+        layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(short(name, out.width - 4))}")
-        out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
+        paragraph(out, plain(told), " " * 6, " " * 6)
     _and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 
 
@@ -515,12 +524,14 @@ def _chain(out: Console, summary: Summary, view: View) -> None:
     """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
     folded = not view.all and len(summary.chain) > LINES_SHOWN
     step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(f"[bold]dispatch chain of {step}{', into what takes longest' * folded}[/bold]")
+    out.print(head(f"dispatch chain of {step}{', into what takes longest' * folded}", "chain"))
     if folded:
         _folded_chain(out, summary.chain, 0, len(summary.chain))
         return
     for call in summary.chain:
         line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
+        if call.layer:
+            line += f"  {plain(call.layer)}"
         if call.launched:
             names = " + ".join(short(name, 48) for name in call.launched[:4])
             more = f" + {len(call.launched) - 4} more" if len(call.launched) > 4 else ""
@@ -546,7 +557,9 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
             times = f"{len(same):,} x " if len(same) > 1 else ""
-            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]")
+            layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
+            named = f"  {plain(', '.join(layers))}" if layers else ""
+            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
@@ -565,14 +578,14 @@ def _median_stretch(
     return kept, next((index for index in calls if index > kept[-1]), end)
 
 
-CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
+CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
 
 
 def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
     explained = view.all or view.only or roomy
-    out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
+    out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]
     for pattern, verdict in shown:
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
@@ -586,7 +599,7 @@ def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: 
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
     brief = (view.brief or view.share < 1) and not (view.all or view.only)
-    out.print(f"[bold]guess first, then look[/bold]{_kept(told) if brief else ''}")
+    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue

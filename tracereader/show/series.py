@@ -34,7 +34,8 @@ def show(out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_
         for one in shown
     ]  # fmt: skip
     kind = "" if shown[0].on_gpu else "ops' own, "
-    print_columns(out, (f"{kind}{steps} steps, µs", "", "median", "mean", "range", "ramp"), rows, left=(0, 1))
+    heads = (f"{kind}{steps} steps, µs", "", "median", "mean", "range", "ramp")
+    print_columns(out, heads, rows, left=(0, 1), section="series")
     if steps < ENOUGH:
         paragraph(out, f"{steps} steps are too few to tell an odd one from a trend: record with --active 20")
         return

@@ -26,7 +26,7 @@ def show(out: Console, found: Sequence[Start], number: str, every: bool) -> None
         ]
         for one in shown
     ]  # fmt: skip
-    print_columns(out, heads, rows)
+    print_columns(out, heads, rows, section="starts")
     if len(shown) < len(found):
         out.print(f"… and {len(found) - len(shown):,} more")
     paragraph(

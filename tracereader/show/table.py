@@ -8,7 +8,7 @@ from tracereader.figures.table import Row, Table
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
 from tracereader.trace.kernel_names import labels, short
 
-ROWS_SHOWN, ROWS_IN_BRIEF = 15, 7  # torch's own has 15 in the .txt
+ROWS_SHOWN, ROWS_IN_BRIEF = 40, 7  # the .txt has 15
 CALLS_NAMED = 3
 LABEL_SPAN_MISLEADS = 1.2  # times the GPU's time from which a label's second row says something else
 
@@ -27,7 +27,7 @@ def show(out: Console, table: Table, steps: int, brief: bool, every: bool) -> No
         *([us(table.self_gpu_us), ""] * gpu),
         "",
     ]
-    print_columns(out, heads, [*_rows(shown, gpu), totals])
+    print_columns(out, heads, [*_rows(shown, gpu), totals], section="table")
     for line in _how_to_read(table)[: 1 if brief else None]:
         paragraph(out, line)
 

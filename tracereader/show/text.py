@@ -44,6 +44,19 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
+GLOSSARY = Path(__file__).resolve().parents[2] / "docs/glossary.md"
+
+
+def head(title: str, section: str) -> str:
+    """Markup of a section's head: where the terminal can, a link to what its words mean."""
+    # The reader alone comes without the pages.
+    return f"[bold][link={GLOSSARY.as_uri()}#{section}]{title}[/link][/bold]" if GLOSSARY.is_file() else bold(title)
+
+
+def bold(text: str) -> str:
+    return f"[bold]{text}[/bold]"
+
+
 def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> None:
     """A sentence, at a terminal broken between words and indented; in a pipe one line, for grep.
 
@@ -63,9 +76,16 @@ class Name(str):
 
 
 def print_columns(
-    out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+    out: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: Sequence[int] = (0,),
+    section: str = "",
 ) -> None:
-    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first."""
+    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first.
+
+    section: of a report, to whose words its first line leads.
+    """
     rows = [[Name(printable(cell)) if isinstance(cell, Name) else printable(cell) for cell in row] for row in rows]
     heads = [printable(head) for head in heads]
     widths = _widths(heads, rows)
@@ -78,7 +98,8 @@ def print_columns(
         widths[widest] -= 1
     cells = [[cut(cell, widths[i]) if isinstance(cell, Name) else cell for i, cell in enumerate(row)] for row in rows]
     widths = _widths(heads, cells)
-    out.print(f"[bold]{_line(heads, widths, left)}[/bold]" if heads[0] else _line(heads, widths, left))
+    line = _line(heads, widths, left)
+    out.print((head(line, section) if section else bold(line)) if heads[0] else line)
     for row in cells:
         out.print(_line(row, widths, left))
 
