@@ -32,6 +32,7 @@ class Mark:
     name: str
     start: int
     end: int
+    kind: str = "mark"
 
 
 UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
