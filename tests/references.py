@@ -3,7 +3,9 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCES = sorted(ROOT.glob("traces/reference/*/*/*.json.gz"))
+# What can be told of any of these holds of one device and a step that is seen whole; TRAINING has tests of its own.
+TRAINING = sorted(ROOT.glob("traces/reference/*/06_training/*.json.gz"))
+REFERENCES = sorted(set(ROOT.glob("traces/reference/*/*/*.json.gz")) - set(TRAINING))
 H200 = ROOT / "traces/reference/nvidia-h200"
 OTHERS = sorted(ROOT.glob("tests/traces/*.json.gz"))
 MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # larger: what takes long on them leaves them out
