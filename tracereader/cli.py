@@ -121,13 +121,13 @@ def reference_of(path: Path, machine: str) -> Path:
     machines = references.machines()
     if not machines:
         raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
-    named = [name for name in machines if machine.lower() in name.lower()]
-    if not named:
-        raise BadInput(f"--against {machine}: the machines are {', '.join(machines)}")
-    found = [reference for name in named if (reference := references.of(path, name))]
-    if not found:
-        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(named)}")
-    return found[0]
+    found = [name for name in machines if machine.lower() in name.lower()]
+    recorded = {name: one for name in found if (one := references.of(path, name))}
+    if found and not recorded:
+        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(found)}")
+    if len(recorded) != 1:
+        raise BadInput(f"--against {machine}: the machines are {', '.join(recorded or machines)}")
+    return next(iter(recorded.values()))
 
 
 def entry() -> int:
