@@ -19,6 +19,7 @@ from common import sdpa
 from common.flags import tag_of
 from tracereader import expect
 from tracereader.figures import summarize
+from tracereader.findings.attention import sdpa_runs
 from tracereader.trace import read
 
 FLASH = "kernels-community/flash-attn2"
@@ -104,6 +105,17 @@ def test_the_reference_is_causal_attention(monkeypatch, at_a_time):
     assert (sdpa.in_fp32(q, k, v) - exact).abs().max() < 1e-6
 
 
+def test_a_trace_names_the_backends_that_torch_refused():
+    """Of an H200: in fp32 SDPA takes the memory-efficient kernel, since flash and cuDNN have none."""
+    file = ROOT / "tests/traces/attention_refused.json.gz"
+    refused = json.loads(gzip.decompress(file.read_bytes()))["lesson"]["facts"]["attention"]["refused"]
+    assert set(refused) == {"flash", "cudnn"}
+    evidence = sdpa_runs().ask(summarize(read(file))).evidence
+    assert "efficient in 1 call" in evidence
+    for name, (reason,) in refused.items():
+        assert f"{name} refused: {reason}" in evidence
+
+
 def test_torchs_own_reasons_against_a_backend():
     numbers = torch.ones(1, 1, 4, 8, dtype=torch.int8)
     (reason,) = sdpa.refused("flash", numbers, numbers, numbers)
@@ -117,6 +129,7 @@ def test_torchs_own_reasons_against_a_backend():
     ("script", "flags", "says"),
     [
         (NAIVE, "--seq 1000000 --device cpu", "scores are 256.0 TB, twice over"),
+        (NAIVE, "--seq 1000000 --device cpu --compile", "scores are 256.0 TB, and"),
         (INPLACE, "--seq 1000000 --device cpu", "a fused backend, which does not need them"),
         (SDPA, "--backend math --seq 1000000 --device cpu", "scores are 512.0 TB"),
         (SDPA, "--backend efficient --device cpu", "is for GPUs, and this run is on the CPU"),
