@@ -370,16 +370,22 @@ def test_memory_of_a_run(tmp_path, capsys):
         document["lesson"] = {"script": "x", "facts": {"peak_bytes": 554_000_000}}
 
     def events(document):
-        for device, total in ((0, 9_000_000), (1, 17_000_000), (1, 3_000_000), (1, "many"), (None, 5)):
+        for device, total in ((-1, 9_000_000_000), (0, 17_000_000), (0, 3_000_000), (0, "many"), (None, 5)):
+            args = {"Bytes": 512, "Total Allocated": total, "Device Id": device, "Device Type": int(device != -1)}
             document["traceEvents"].append(
-                {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 1, "pid": 1, "tid": 1,
-                 "args": {"Device Type": device, "Total Allocated": total}}
-            )  # fmt: skip
+                {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 1, "pid": 1, "tid": 1, "args": args}
+            )
 
     naive, flash = altered(tmp_path, "naive", stored), altered(tmp_path, "flash", events)
     assert cli.main([str(naive), str(flash), str(path("cudnn")), "--only", "steps"]) == 0
     rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[2:5]]
     assert rows[:2] == [["554.0", "MB"], ["17.0", "MB"]] and rows[2][1] == "–"
+
+
+@pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])
+def test_memory_by_the_profilers_own_events(name):
+    totals = [e["args"]["Total Allocated"] for e in raw(name)["traceEvents"] if e.get("name") == "[memory]"]
+    assert totals and summarize(read(path(name))).peak_bytes == max(totals) > 0
 
 
 def test_patterns_name_what_costs_most():

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
@@ -232,9 +233,9 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.has_steps:
         count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
         words.append(
-            f"{count} steps of {time(summary.cpu_us)}, {first} to {last}"
+            f"{count} steps of {_step_time(summary)}, {first} to {last}"
             if count > 1
-            else f"one step of {time(summary.cpu_us)}, {first}"
+            else f"one step of {_step_time(summary)}, {first}"
         )
     else:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
@@ -248,6 +249,13 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
     for text in summary.warnings:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
+
+
+def _step_time(summary: Summary) -> str:
+    """The median step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
+    on_gpu = median(one.gpu_busy_us for one in summary.steps)
+    on_cpu = time(summary.cpu_us)
+    return f"{time(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
 
 
 def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
