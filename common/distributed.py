@@ -81,8 +81,10 @@ class Ranks:
         if self.rank == 0:
             self._listener.join()
 
-    def tell(self, why: str) -> None:
-        """End the other ranks, with this line."""
+    def fail(self, why: str) -> None:
+        """End the other ranks, with this line; what becomes of them no longer ends this one."""
+        with self._ending:
+            self._over = True
         self._say(f"{why}\n".encode())
 
     def _say(self, line: bytes) -> None:
@@ -105,7 +107,7 @@ class Ranks:
                         if self._over:
                             continue
                         if self.rank == 0:
-                            self.tell(why)
+                            self._say(f"{why}\n".encode())
                         interrupts.end(f"{printable(why)}; no file was written", 1)
 
 
@@ -150,20 +152,20 @@ def processes(args) -> Iterator:
         _end_all(ranks, str(problem), 2 if isinstance(problem, BadInput) else 1)
     except RuntimeError as problem:
         if not isinstance(problem, dist.DistError) and "gloo" not in str(problem).lower():
-            ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+            ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
             raise
         time.sleep(HEARD_WITHIN_S)  # if another's death broke it, the lifeline ends this process first
         waits = f"it waits {args.timeout} s at most"
         _end_all(ranks, f"a collective failed; {waits} ({_first_line(problem)})", 1)
     except BaseException as problem:
-        ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+        ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
         raise
 
 
 def _end_all(ranks: Ranks, why: str, status: int) -> None:
     """At once: taking a process group down would wait for the others, who wait for this one."""
     why = " ".join(why.split())
-    ranks.tell(f"rank {ranks.rank} has failed: {why}")
+    ranks.fail(f"rank {ranks.rank} has failed: {why}")
     interrupts.end(printable(f"rank {ranks.rank}: {why}"), status)
 
 

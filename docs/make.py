@@ -10,6 +10,7 @@ figures (figures.py). A block without a command is typed, and says so.
 """
 
 import contextlib
+import glob
 import io
 import re
 import shlex
@@ -34,7 +35,7 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
+MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -107,7 +108,8 @@ def output_of(command: str, arguments: str) -> str:
         return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
-        status = cli.main(shlex.split(arguments))
+        words = shlex.split(arguments)  # and each * as the shell has it
+        status = cli.main([name for word in words for name in sorted(glob.glob(word)) or [word]])
     if status:
         raise SystemExit(f"docs/make.py: read-trace {arguments}: exit status {status}")
     return printed.getvalue().strip("\n") + "\n"
@@ -119,6 +121,8 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
+            if trace.lesson.script == "06_training":  # whose claims are our own: training()
+                continue
             summary = summarize(trace)
             for guess in guesses_of(trace):
                 verdict = guess.ask(summary)
@@ -128,6 +132,22 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
                     why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
                     cells[machine] = f"{MARK[verdict.holds]}: {verdict.evidence}{why}"
     return table
+
+
+def training() -> str:
+    """What rung 6 guesses of its runs, and what one rank's trace says to it: rank 0's, where there are several."""
+    rows = []
+    for machine in ("nvidia-h200-x2", "cpu"):
+        for file in sorted((REFERENCE / machine / "06_training").glob("*.json.gz"), key=lambda file: file.name):
+            run = file.name.removesuffix(".json.gz").split("_warm_")[1]
+            if not run.endswith("rank1"):
+                trace = read(file)
+                summary = summarize(trace)
+                asked = [guess for guess in guesses_of(trace) if guess.record["guess"] != "records_steps"]
+                rows += [(machine, run.removesuffix("_rank0"), guess.text, guess.ask(summary)) for guess in asked]
+    lines = ["| machine | run | our guess | its trace |", "|---|---|---|---|"]
+    lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
+    return "\n".join(lines) + "\n"
 
 
 def order(file: Path) -> tuple:
@@ -312,6 +332,7 @@ def refreshed(text: str) -> str:
         "part1": lambda: figures(PART_1),
         "part2": lambda: figures(PART_2),
         "tables": tables,
+        "training": training,
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 

@@ -122,12 +122,12 @@ def reference_of(path: Path, machine: str) -> Path:
     if not machines:
         raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
     found = [name for name in machines if machine.lower() in name.lower()]
-    if len(found) != 1:
-        raise BadInput(f"--against {machine}: the machines are {', '.join(machines)}")
-    reference = references.of(path, found[0])
-    if reference is None:
-        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {found[0]}")
-    return reference
+    recorded = {name: one for name in found if (one := references.of(path, name))}
+    if found and not recorded:
+        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(found)}")
+    if len(recorded) != 1:
+        raise BadInput(f"--against {machine}: the machines are {', '.join(recorded or machines)}")
+    return next(iter(recorded.values()))
 
 
 def entry() -> int:
