@@ -68,11 +68,12 @@ def build(args):
     require(args.backend, q, k, v)
     if args.backend == "flex" and args.device.type != "cpu" and args.head_dim < 16:
         raise BadInput(f"--backend flex: its kernel for GPUs takes heads of 16 and wider, not of {args.head_dim}")
-    return flex(args) if args.backend == "flex" else sdpa, q, k, v
+    attend = flex(args) if args.backend == "flex" else sdpa
+    return inside(attend, args.backend) if args.compile else attend, q, k, v
 
 
 def profiled(args, attend, q, k, v):
-    fn = torch.compile(inside(attend, args.backend), mode=args.compile) if args.compile else attend
+    fn = torch.compile(attend, mode=args.compile) if args.compile else attend
 
     def one_step():
         with torch.no_grad(), record_function("sdpa_fwd"):

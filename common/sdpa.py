@@ -42,17 +42,17 @@ def in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_scores(args, itemsize: int | None = None) -> None:
-    """Raise BadInput where two [batch, heads, seq, seq] matrices do not fit: an op on the scores reads one, writes one.
+    """Raise BadInput where the [batch, heads, seq, seq] scores do not fit: an op on them reads one and writes another.
 
-    itemsize: bytes of an element, where it is not the run's own type.
+    Compiled, it works in place. itemsize: bytes of an element, where it is not the run's own type.
     """
     free = free_bytes(args.device)
     needed = scores_bytes(args) // args.dtype.itemsize * (itemsize or args.dtype.itemsize)
-    if free is not None and 2 * needed > free:
+    if free is not None and needed * (1 if args.compile else 2) > free:
         raise BadInput(
-            f"the [{args.batch}, {args.heads}, {args.seq}, {args.seq}] scores are {size(needed)}, twice over, and "
-            f"{size(free)} are free here: make them smaller, or take a fused backend, which does not need them "
-            "(04_c_sdpa_attention.py --backend flash)"
+            f"the [{args.batch}, {args.heads}, {args.seq}, {args.seq}] scores are {size(needed)}"
+            f"{'' if args.compile else ', twice over'}, and {size(free)} are free here: make them smaller, or take a "
+            "fused backend, which does not need them (04_c_sdpa_attention.py --backend flash)"
         )
 
 
@@ -71,9 +71,9 @@ def refused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
                 return None
         except RuntimeError:
             pass
-    reasons, head = [], ""
+    reasons, head = [], ""  # after a head that names the backend, one warning each
     for warning in said:
-        text = re.sub(r" \(Triggered internally at .*", "", str(warning.message), flags=re.S)
+        text = re.sub(r"\.? \(Triggered internally at .*", "", str(warning.message), flags=re.S)
         if "not used because" in text:
             head = text
         elif head.lower().startswith(HEAD_OF_REASONS.get(backend, "none").lower()):
@@ -90,5 +90,5 @@ def require(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """Raise BadInput where torch refuses the backend for these inputs."""
     reasons = refused(backend, q, k, v) if backend in PINNED else None
     if reasons is not None:
-        why = " ".join(reasons) or f"torch has none for a {q.device.type} tensor"
+        why = "; ".join(reasons) or f"torch has none for a {q.device.type} tensor"
         raise BadInput(f"--backend {backend} cannot run here: {why}")

@@ -127,7 +127,8 @@ def test_the_glossary_has_every_section_and_every_head_of_a_table(monkeypatch, c
 def test_a_sections_head_leads_to_the_glossary(monkeypatch):
     from tracereader.show import text
 
-    assert text.head("steps", "steps") == f"[bold][link={(ROOT / 'docs/glossary.md').as_uri()}#steps]steps[/link][/bold]"
+    page = (ROOT / "docs/glossary.md").as_uri()
+    assert text.head("steps", "steps") == f"[bold][link={page}#steps]steps[/link][/bold]"
     monkeypatch.setattr(text, "GLOSSARY", ROOT / "docs/none.md")
     assert text.head("steps", "steps") == "[bold]steps[/bold]", "the reader alone comes without the pages"
 
