@@ -222,8 +222,12 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
 
 
 def _waits_in(op: Op) -> bool:
-    """A call of the driver that returns only when the GPU is done: a copy to or from memory that is not pinned, too."""
-    return op.kind == "runtime" and ("Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"))
+    """A call of the driver that returns only when the GPU is done; a copy to memory that is not pinned is one, too."""
+    if op.kind != "runtime":
+        return False
+    if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
+        return True
+    return any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync, ...]:

@@ -152,7 +152,9 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
         f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
     )
     if slow:
-        return [f"rank {slow.rank} keeps the others waiting: {last}", waits]
+        of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
+        mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
+        return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if cost <= MUCH_WAITED:
         return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} is {last}"]
     return [f"the ranks wait for each other: {waits}", f"rank {often.rank}, the most often, is {last}"]
