@@ -38,10 +38,11 @@ class Point:
     busy_us: float
     regime: str
     busy_share: float | None
-    pointwise_share: float | None  # of the GPU's time in a step
+    pointwise_share: float | None  # of the GPU's time in a step; on a CPU of those ops'
     tflops: float | None  # of the matrix products together
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
+    compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
@@ -50,8 +51,10 @@ class Point:
         from tracereader.trace import read
 
         summary = summarize(read(trace))
-        work = summary.gpu_work
+        work = summary.gpu_work or summary.cpu_work
         total = sum(one.us for one in work)
+        on_gpu = bool(summary.gpu_work)
+        products = [one for one in work if one.family in ("GEMM", "matrix product")]
         return cls(
             value=value,
             cpu_us=summary.chosen.cpu_us,
@@ -59,7 +62,8 @@ class Point:
             regime=waiting(summary)[0],
             busy_share=summary.busy_share,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
-            tflops=_per_us([(one.flops, one.us) for one in work if one.family == "GEMM"], 1e6),
+            compute_share=None if on_gpu or not total else total / summary.chosen.cpu_us,
+            tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
         )
@@ -156,21 +160,24 @@ def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> Non
 
     out = console()
     out.print()
-    heads = (
-        name, "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share", "GEMM TFLOP/s", "pointwise GB/s",
-        "peak memory", "regime",
-    )  # fmt: skip
+    gpu = any(one.busy_us for one in points)
+    where = ("GPU busy µs", "GPU idle") if gpu else ("in ops that compute",)
+    unit, scale = ("TFLOP/s", 1) if gpu else ("GFLOP/s", 1e3)
+    held = ("peak memory",) if gpu else ()
+    heads = (name, "CPU µs a step", *where, "pointwise share", f"GEMM {unit}", "pointwise GB/s", *held, "regime")
     rows = [
         (
-            str(one.value), us(one.cpu_us), us(one.busy_us or None),
-            percent(None if one.busy_share is None else 1 - one.busy_share), percent(one.pointwise_share),
-            rate(one.tflops), rate(one.gb_s), size(one.peak_bytes) if one.peak_bytes else "–", one.regime,
+            str(one.value), us(one.cpu_us),
+            *((us(one.busy_us), percent(None if one.busy_share is None else 1 - one.busy_share)) if gpu
+              else (percent(one.compute_share),)),
+            percent(one.pointwise_share), rate(one.tflops and one.tflops * scale), rate(one.gb_s),
+            *((size(one.peak_bytes) if one.peak_bytes else "–",) if gpu else ()), one.regime,
         )
         for one in points
     ]  # fmt: skip
     print_columns(out, heads, rows, left=(len(heads) - 1,))
     out.print()
-    out.print(f"roofs of this machine: {rate(compute.rate)} TFLOP/s ({compute.reached_by}),")
+    out.print(f"roofs of this machine: {rate(compute.rate * scale)} {unit} ({compute.reached_by}),")
     out.print(f"                       {rate(memory.rate)} GB/s ({memory.reached_by})")
     if at := crossing(points):
         out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")

@@ -11,6 +11,7 @@ from references import H200, OTHERS, REFERENCES, ROOT
 
 from tracereader import expect
 from tracereader.figures import compare, summarize
+from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings.steps import waits_for
 from tracereader.show.report import guesses_of
@@ -469,6 +470,18 @@ def test_convolutions_have_flops_forward_and_backward():
     ]
     assert all(one.tflops == pytest.approx(one.flops / one.us / 1e6, rel=0.03) for one in work)
     assert [one for one in summary.gpu_work if one.name_says.get("does", "").startswith("adds the parts")]
+
+
+ODD = (
+    None, 7, "", [], ["", ""], ["", "", "[1]", "[1, 1]", "[1, 1]"], ["", "", "[0, 0]", "[0, 0]", "x"],
+    ["(" * 9999] * 9,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("concrete", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("op", ["aten::cudnn_convolution", "aten::convolution_backward"])
+def test_a_convolution_whose_arguments_do_not_tell(op, concrete):
+    assert convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete) is None
 
 
 @pytest.mark.parametrize("expanded", [False, True])

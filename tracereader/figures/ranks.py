@@ -116,8 +116,9 @@ class RankTrace(msgspec.Struct, frozen=True):
 class RankFigures(msgspec.Struct, frozen=True):
     """One rank beside the others. Times in µs, over its window.
 
-    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive;
-    waited_exposed_us, together_exposed_us: exposed in these until then, and after. others_waited_us: the waits
+    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive, summed;
+    waiting_us: the same, counted once where several wait at a time. waited_exposed_us, together_exposed_us:
+    exposed in these until then, and after. others_waited_us: the waits
     of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
     not counting the wait. late_us: of its exposed communication, while its next kernel was not launched yet.
     hidden: collectives that had something computed beside them for half of their time or more.
@@ -134,6 +135,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     idle_us: float
     idle_not_launched_us: float
     waited_for_others_us: float
+    waiting_us: float
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
@@ -412,9 +414,11 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
             args = one.args
             if "Collective name" not in args and one.launch is not None:
                 args = next((op.args for op in one.launch.above() if op.name == "record_param_comms"), {})
-            kind, size = kind_of(str(args.get("Collective name", ""))), args.get("Group size")
+            name, size = str(args.get("Collective name", "")), args.get("Group size")
+            kind = kind_of(name)
+            if kind is None and ("SendRecv" in one.name or re.match("send|recv", name)):
+                continue  # between two ranks only: no collective
             if kind is None or type(size) is not int:
-                # Between two ranks only, which is no collective; or not described.
                 yield None
                 continue
             told = args.get("Process Group Ranks")
@@ -752,6 +756,7 @@ def _figures(
         idle_us=total.idle_us,
         idle_not_launched_us=total.idle_not_launched_us,
         waited_for_others_us=sum(right - left for left, right in waits) / 1e3,
+        waiting_us=length(waiting) / 1e3,
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
         together_exposed_us=length(both(minus(union(mine), waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,

@@ -357,7 +357,7 @@ def _inductor(match, text):
         family = "normalization"
     elif "embedding" in said and "softmax" not in said:
         family = "embedding"
-    return family, "Inductor, C++" if match[0].startswith("cpp") else "Inductor, Triton", parts
+    return family, "Inductor, C++" if kind == "cpp" else "Inductor, Triton", parts
 
 
 # By the op's own name, or by what RMS norm is made of.
@@ -706,7 +706,7 @@ READERS = tuple(
         (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
         # Inductor, before any word of the ops that it names
         (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
-        (r"^(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
+        (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
         (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
          _inductor_template),
         (LIGER, _liger),
