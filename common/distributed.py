@@ -155,8 +155,7 @@ def processes(args) -> Iterator:
             ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
             raise
         time.sleep(HEARD_WITHIN_S)  # if another's death broke it, the lifeline ends this process first
-        waits = f"it waits {args.timeout} s at most"
-        _end_all(ranks, f"a collective failed; {waits} ({_first_line(problem)})", 1)
+        _end_all(ranks, f"a collective failed, or waited {args.timeout} s for a rank: {_first_line(problem)}", 1)
     except BaseException as problem:
         ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
         raise
