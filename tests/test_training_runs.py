@@ -237,7 +237,7 @@ def check_a_rank_that_ends(folder, who, when, how, *flags):
     ("who", "when", "how"), [(0, "a step", "dies"), (1, "writing", "dies"), (1, "a step", "refuses")]
 )
 def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
-    check_a_rank_that_ends(tmp_path, who, when, how, *CPU)
+    check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
