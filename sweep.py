@@ -12,8 +12,7 @@ One of the script's flags takes several whole numbers; the others are the script
 import itertools
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +74,7 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
     """TFLOP/s and GB/s: the best of what is measured now, and of the sweep itself, so that nothing is above."""
     import torch
 
+    from common.harness import best_us
     from common.memory import free_bytes
 
     # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
@@ -87,7 +87,7 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
         for size in (n // 2, n):
             a, b = (torch.randn(size, size, device=args.device, dtype=args.dtype) for _ in range(2))
             out = torch.empty_like(a)
-            us = _best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
+            us = best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
             products.append(Roof(2 * size**3 / us / 1e6, f"a product of {size} x {size} matrices"))
         del a, b, out
         one, two, three = (torch.ones(length, device=args.device, dtype=args.dtype) for _ in range(3))
@@ -96,28 +96,13 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
             ("a large add, two read and one written", 3, lambda: torch.add(one, two, out=three)),
             ("a large read", 1, lambda: torch.amax(one)),
         ):
-            us = _best_us(move, args.device)
+            us = best_us(move, args.device)
             moves.append(Roof(tensors * length * args.dtype.itemsize / us / 1e3, what))
     for point in points:
         here = f"this sweep at {name} {point.value}"
         products.append(Roof(point.tflops or 0.0, here))
         moves.append(Roof(point.gb_s or 0.0, f"{here}, some of it from cache"))
     return tuple(max(found, key=lambda roof: roof.rate) for found in (products, moves))
-
-
-def _best_us(fn: Callable, device) -> float:
-    """µs a call: the best of ten rounds of five calls, after a round to warm up."""
-    from common.harness import synchronize
-
-    times = []
-    for _ in range(11):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(5):  # in one go, so that launching and waiting weigh little
-            fn()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / 5 * 1e6)
-    return min(times[1:])
 
 
 def crossing(points: Sequence[Point]) -> float | None:
