@@ -15,9 +15,7 @@ from tracereader import expect
 
 
 def flags(argv=None):
-    args = parse(argv, __doc__, __file__, *llm_flags.FLAGS)
-    llm_flags.refuse(args)
-    return args
+    return llm_flags.settled(parse(argv, __doc__, __file__, *llm_flags.FLAGS))
 
 
 answer_before_torch(flags, __file__)
@@ -81,6 +79,8 @@ def profiled(args, model, prompt):
     fn = decoding(args, model, text, position) if args.phase == "decode" else prefilling(args, model, prompt)
     if args.compile:
         fn = torch.compile(fn, options=decoder.inductor_options(args))
+    if args.graph:
+        fn = decoder.recorded(fn)
 
     def one_step():
         with torch.no_grad(), record_function(args.phase):
@@ -100,7 +100,7 @@ def profiled(args, model, prompt):
 def what_we_guess(args):
     if args.compile:
         yield expect.compiled_rows()
-    if args.triton or args.compile in ("reduce-overhead", "max-autotune"):
+    if args.graph or args.compile in ("reduce-overhead", "max-autotune"):
         yield expect.graph_replay_without_copies()
     elif args.phase == "decode":
         yield expect.regime_is("overhead-bound")

@@ -9,7 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-SPLITS, TOKENS = 32, 32  # programs that share one head's cache, and how many tokens each takes at a time
+# Measured on an H200 (docs/05_llm.md): programs that share one head's cache, and how many tokens each takes at a
+# time; of each matrix, the rows that a program takes, and its warps.
+SPLITS, TOKENS = 64, 16
+TILES = {"qkv": (8, 8), "o": (8, 4), "gate_up": (4, 4), "down": (4, 8), "head": (8, 4)}
 
 
 @triton.jit
@@ -92,7 +95,6 @@ def attend_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    head += tl.program_id(2) * tl.num_programs(0)  # of the sequence in the batch
     filled = tl.load(position) + 1
     active = tl.minimum(tl.cdiv(filled, TOKENS), SPLITS)
     if split >= active:
@@ -122,15 +124,15 @@ def attend_kernel(
     tl.debug_barrier()  # all threads have written, before one says so
     if tl.atomic_add(arrived + head, 1, sem="acq_rel") == active - 1:
         s = tl.arange(0, SPLITS)
-        part = (head * SPLITS + s[:, None]) * GROUP + g[None, :]
-        there = (s < active)[:, None]
-        peak_of = tl.load(peaks + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        parts = (head * SPLITS + s[:, None]) * GROUP + g[None, :]
+        known = (s < active)[:, None]
+        peak_of = tl.load(peaks + parts, mask=known, other=float("-inf"), cache_modifier=".cg")
         share = tl.exp(peak_of - tl.max(peak_of, axis=0)[None, :])
-        total = tl.sum(share * tl.load(sums + part, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-        tile = part[:, :, None] * DIM + d[None, None, :]
-        acc = tl.load(partial + tile, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        acc = tl.sum(acc * share[:, :, None], axis=0) / total[:, None]
-        tl.store(out + (head * GROUP + g[:, None]) * DIM + d[None, :], acc.to(tl.bfloat16))
+        sum_of = tl.sum(share * tl.load(sums + parts, mask=known, other=0.0, cache_modifier=".cg"), axis=0)
+        acc_of = partial + parts[:, :, None] * DIM + d[None, None, :]
+        whole = tl.load(acc_of, mask=known[:, :, None], other=0.0, cache_modifier=".cg") * share[:, :, None]
+        attended = (tl.sum(whole, axis=0) / sum_of[:, None]).to(tl.bfloat16)
+        tl.store(out + (head * GROUP + g[:, None]) * DIM + d[None, :], attended)
         tl.store(arrived + head, 0)  # as it was, for the next call
 
 
@@ -152,44 +154,6 @@ def choose_kernel(
     tl.store(x + w, tl.load(embedding + token.to(tl.int64) * WIDTH + w))
 
 
-@torch.library.custom_op("decode_kernels::attend", mutates_args=())  # arrived is at the end as it was
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor, arrived: torch.Tensor,
-    scale: float, overlap: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Attention of one query a sequence, [batch, heads, 1, dim], over the cache up to and with position.
-
-    keys, values: [batch, key-value heads, cache length, dim], contiguous. arrived: an int32 zero for each
-    sequence and key-value head.
-    """
-    batch, heads, _, dim = query.shape
-    kv_heads, cache_len = keys.shape[1:3]
-    group = heads // kv_heads
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    parts = torch.empty(batch * heads * SPLITS * (dim + 2), device=query.device)
-    partial, peaks, sums = parts.split([batch * heads * SPLITS * n for n in (dim, 1, 1)])
-    attend_kernel[(kv_heads, SPLITS, batch)](
-        query.contiguous(), keys, values, out, partial, peaks, sums, arrived, position, cache_len, scale,
-        group, dim, SPLITS, TOKENS, overlap, **_launch(overlap),
-    )  # fmt: skip
-    return out
-
-
-@attend.register_fake
-def _(query, keys, values, position, arrived, scale, overlap=False):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-def split_attention(device: torch.device):
-    """attend() as transformers calls its attention functions; the position comes in the place of a mask."""
-    arrived = torch.zeros(2**16, device=device, dtype=torch.int32)  # before a CUDA graph is recorded around it
-
-    def split(module, query, key, value, attention_mask, scaling=None, **others):
-        return attend(query, key, value, attention_mask, arrived, scaling).transpose(1, 2), None
-
-    return split
-
-
 def _launch(overlap: bool) -> dict:
     return {"launch_pdl": True} if overlap else {}
 
@@ -203,8 +167,6 @@ class Matvec:
         self.rows_each, self.options = rows_each, {"num_warps": warps, **_launch(overlap)}
         self.out = torch.empty(self.rows, device=weight.device, dtype=weight.dtype)
         self.programs, self.overlap, self.wants_best = self.rows // rows_each, overlap, best
-        if self.rows % rows_each:
-            raise ValueError(f"{self.rows} rows are no multiple of {rows_each}")
         if best:
             self.best = torch.empty(self.programs, device=weight.device)
             self.best_at = torch.empty(self.programs, device=weight.device, dtype=torch.int32)
@@ -218,6 +180,13 @@ class Matvec:
             norm is not None, self.gated, add is not None, self.wants_best, self.overlap, **self.options,
         )  # fmt: skip
         return self.out
+
+
+def fits(config) -> bool:
+    """Whether the kernels' tiles cover a model of these sizes: Triton's ranges are powers of two, tiles are whole."""
+    powers = (config.hidden_size, config.head_dim, config.num_attention_heads // config.num_key_value_heads)
+    rows = (config.hidden_size, config.intermediate_size, config.vocab_size)
+    return all(n & (n - 1) == 0 for n in powers) and all(n % 8 == 0 for n in rows)
 
 
 def decoding(model, cache, text, position, overlap: bool):
@@ -244,6 +213,9 @@ def decoding(model, cache, text, position, overlap: bool):
     angles = model.model.rotary_emb(torch.empty(0, device=device, dtype=model.dtype), everywhere)
     cos, sin = (one[0].contiguous() for one in angles)
     arrived = torch.zeros(kv_heads, device=device, dtype=torch.int32)
+    parts = torch.empty(heads * SPLITS * (head_dim + 2), device=device)
+    parts = parts.split([heads * SPLITS * n for n in (head_dim, 1, 1)])  # weighted values, score's peak, weights' sum
+    attended = torch.empty(heads * head_dim, device=device, dtype=model.dtype)
     x = model.model.embed_tokens(text[0, position]).flatten()
 
     def step():
@@ -255,8 +227,10 @@ def decoding(model, cache, text, position, overlap: bool):
                 kept.max_cache_len, attention.q_norm.variance_epsilon, heads, kv_heads, head_dim, overlap,
                 num_warps=1, **_launch(overlap),
             )  # fmt: skip
-            query = projected[: heads * head_dim].view(1, heads, 1, head_dim)
-            attended = attend(query, kept.keys, kept.values, position, arrived, attention.scaling, overlap)
+            attend_kernel[(kv_heads, SPLITS)](
+                projected, kept.keys, kept.values, attended, *parts, arrived, position, kept.max_cache_len,
+                attention.scaling, heads // kv_heads, head_dim, SPLITS, TOKENS, overlap, **_launch(overlap),
+            )  # fmt: skip
             hidden = o(attended, add=hidden)
             hidden = down(gate_up(hidden), add=hidden)
         logits = head(hidden)
@@ -267,7 +241,3 @@ def decoding(model, cache, text, position, overlap: bool):
         return logits[None]
 
     return step
-
-
-# Rows of the matrix a program takes, and its warps: measured on an H200 (docs/05_llm.md).
-TILES = {"qkv": (8, 4), "o": (4, 4), "gate_up": (8, 8), "down": (4, 4), "head": (16, 8)}

@@ -64,7 +64,7 @@ def _reachable(name: str) -> Iterator[None]:
             raise
         said = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise BadInput(
-            f"--model {name} could not be loaded ({said.rstrip('.')}): name a causal language model of the Hub "
+            f"--model {name!s} could not be loaded ({said.rstrip('.')}): name a causal language model of the Hub "
             "that is cached or reachable, or a folder; without --model nothing is downloaded"
         ) from None
 
@@ -96,21 +96,31 @@ def inductor_options(args) -> dict:
 
 
 def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, overlap: bool) -> Callable:
-    """decode_kernels' step, recorded once into a CUDA graph: () -> logits, as the graph's replay leaves them."""
+    """The decoding step in hand-written kernels; see decode_kernels.decoding(). Raises BadInput."""
     if not isinstance(model, qwen3.Qwen3ForCausalLM):
         raise BadInput(f"--triton knows the layers of Qwen3, and this is {type(model).__name__}")
     from common import decode_kernels  # Triton is only where a GPU is
 
+    if not decode_kernels.fits(model.config):
+        raise BadInput("--triton: its tiles do not cover a model of these sizes")
+    return decode_kernels.decoding(model, cache, text, position, overlap)
+
+
+def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The step as one CUDA graph: called once, recorded once, and from then on replayed with one launch."""
     with torch.no_grad():
-        step = decode_kernels.decoding(model, cache, text, position, overlap)
-        step()  # compiles the kernels
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # what is made at the first call is no part of the graph
+        torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = step()
+            out = step()
 
     def replay():
         graph.replay()
-        return logits
+        return out
 
     return replay
 
@@ -120,12 +130,6 @@ def _attention(args) -> str:
     if args.attention == "gqa":
         AttentionInterface.register("gqa", _grouped_attention)
         AttentionMaskInterface.register("gqa", sdpa_mask)
-    elif args.attention == "split":
-        from common.decode_kernels import split_attention
-
-        AttentionInterface.register("split", split_attention(args.device))
-        # The kernel needs no mask, only the position up to which the cache is filled.
-        AttentionMaskInterface.register("split", lambda q_offset, **others: q_offset)
     return {"flex": "flex_attention"}.get(args.attention, args.attention)
 
 

@@ -1,9 +1,12 @@
 """The decoder rung's flags, and which of them go together: answered before torch is imported."""
 
 import re
+from dataclasses import replace
 
 from common.flags import HOW, flag, positive
 from tracereader.command import BadInput
+
+NEEDS_GPU = "--graph and --triton need a GPU, and this run is on the CPU"
 
 
 class ModelName(str):
@@ -40,17 +43,16 @@ FLAGS = (
     ),
     flag(
         "--attention",
-        "sdpa, eager and flex are transformers' own; gqa: SDPA that knows of shared heads; "
-        "split: in Triton, over the filled part of the cache (sdpa)",
+        "sdpa, eager and flex are transformers' own; gqa: SDPA that is told of shared heads (sdpa)",
         group=HOW,
         tag="{}",
-        choices=("sdpa", "eager", "gqa", "flex", "split"),
+        choices=("sdpa", "eager", "gqa", "flex"),
     ),
     flag("--merge", "one product for q, k and v, and one for gate and up", group=HOW, tag="merge", action="store_true"),
     flag("--tune", "with --compile: time variants of each kernel", group=HOW, tag="tune", action="store_true"),
     flag(
         "--triton",
-        "decode with hand-written kernels in one CUDA graph; overlap: each begins before the last one ends",
+        "decode with hand-written kernels; MODE overlap: each begins before the one before it ends",
         group=HOW,
         tag="triton-{}",
         nargs="?",
@@ -58,6 +60,7 @@ FLAGS = (
         choices=("kernels", "overlap"),
         metavar="MODE",
     ),
+    flag("--graph", "record the step into one CUDA graph, and replay it", group=HOW, tag="graph", action="store_true"),
 )
 
 
@@ -67,25 +70,22 @@ def tokens_written(args) -> int:
     return 1 + (steps if args.phase == "decode" else 0)
 
 
-def refuse(args) -> None:
-    """Raise BadInput for flags that do not go together."""
+def settled(args):
+    """The flags of a run that is possible. Raises BadInput for flags that do not go together."""
     tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
     decodes = args.phase == "decode" and args.cache == "static" and args.dtype == "bf16"
     for wrong, why in (
         (args.tune and not args.compile, "--tune is Inductor's: add --compile"),
         (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
+        (
+            args.graph and args.compile,
+            "--graph is for what --compile leaves: --compile reduce-overhead records its own",
+        ),
+        (args.graph and args.phase == "decode" and args.cache != "static", "--graph decodes with a static cache"),
         (args.triton and (args.merge or args.attention != "sdpa"), "--triton has its own products and attention"),
         (
             args.triton and (args.batch > 1 or not decodes),
             "--triton decodes one sequence in bf16 with a static cache, and nothing else",
-        ),
-        (
-            args.attention == "split" and not decodes,
-            "--attention split decodes in bf16 with a static cache, and nothing else",
-        ),
-        (
-            (args.attention == "split" or args.triton) and args.device == "cpu",
-            "--attention split and --triton are written in Triton, which needs a GPU",
         ),
         (args.logits == "last" and args.phase == "decode", "--logits last is for --phase prefill"),
         (
@@ -95,3 +95,7 @@ def refuse(args) -> None:
     ):
         if wrong:
             raise BadInput(why)
+    needs_gpu = args.graph or args.triton
+    if needs_gpu and args.device == "cpu":
+        raise BadInput(NEEDS_GPU)
+    return replace(args, needs_gpu=NEEDS_GPU if needs_gpu else None)  # where no device was named
