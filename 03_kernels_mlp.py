@@ -60,7 +60,7 @@ def profiled(args, model, x):
         for step in steps:
             out = step()
             prof.step()
-    return save(prof, args, steps, out, reference=eager)
+    return save(prof, args, steps, out, reference=eager, facts=mlp.LAYERS)
 
 
 def what_we_guess(args):

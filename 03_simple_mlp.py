@@ -57,7 +57,7 @@ def profiled(args, model, x):
         for step in steps:
             out = step()
             prof.step()
-    return save(prof, args, steps, out, reference=(lambda: model(x)) if args.compile else None)
+    return save(prof, args, steps, out, reference=(lambda: model(x)) if args.compile else None, facts=mlp.LAYERS)
 
 
 def what_we_guess(args):

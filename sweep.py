@@ -5,12 +5,17 @@ best that this machine reaches now: a table, and a picture beside the traces.
 
   uv run sweep.py 01_matmul_add.py --size 64 128 256 512 1024 2048 4096 --warmup
   uv run sweep.py 03_simple_mlp.py --seq 16 64 256 1024 --compile --warmup
+  uv run sweep.py 04_a_naive_attention.py "04_c_sdpa_attention.py --backend flash" --seq 128 512 2048 8192
 
-One of the script's flags takes several whole numbers; the others are the script's own.
+One of the script's flags takes several whole numbers; the others are the script's own. Several
+scripts, or one with several flags of its own, in quotes, become one picture: time and memory.
 """
 
+import gc
 import itertools
 import math
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +40,7 @@ class Point:
     pointwise_share: float | None  # of the GPU's time in a step
     tflops: float | None  # of the matrix products together
     gb_s: float | None  # of the pointwise kernels together
+    peak_bytes: int | None = None  # of the device's memory, inputs included
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
@@ -54,7 +60,21 @@ class Point:
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             tflops=_per_us([(one.flops, one.us) for one in work if one.family == "GEMM"], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
+            peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
         )
+
+    @property
+    def step_us(self) -> float:
+        """What a step takes: of a GPU's time, where there is one."""
+        return self.busy_us or self.cpu_us
+
+
+@dataclass(frozen=True)
+class Series:
+    """One script with flags of its own, over all values that could be run."""
+
+    label: str
+    points: list[Point]
 
 
 def _per_us(amounts: Sequence[tuple[int | None, float]], unit: float) -> float | None:
@@ -117,18 +137,19 @@ def crossing(points: Sequence[Point]) -> float | None:
 
 def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """A line for each value, the roofs, and where the regimes meet."""
-    from tracereader.show.text import console, percent, print_columns, rate, us
+    from tracereader.show.text import console, percent, print_columns, rate, size, us
 
     out = console()
     out.print()
     heads = (
-        name, "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share", "GEMM TFLOP/s", "pointwise GB/s", "regime",
+        name, "CPU µs a step", "GPU busy µs", "GPU idle", "pointwise share", "GEMM TFLOP/s", "pointwise GB/s",
+        "peak memory", "regime",
     )  # fmt: skip
     rows = [
         (
             str(one.value), us(one.cpu_us), us(one.busy_us or None),
             percent(None if one.busy_share is None else 1 - one.busy_share), percent(one.pointwise_share),
-            rate(one.tflops), rate(one.gb_s), one.regime,
+            rate(one.tflops), rate(one.gb_s), size(one.peak_bytes) if one.peak_bytes else "–", one.regime,
         )
         for one in points
     ]  # fmt: skip
@@ -141,7 +162,7 @@ def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> Non
 
 
 def picture(file: Path, title: str, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
-    """Draw time and rates over the values. Raises ImportError without matplotlib."""
+    """Draw time, rates and memory over the values. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,8 +170,10 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
 
     values = [point.value for point in points]
     gpu = any(point.busy_us for point in points)
-    panels, width = (2, 12) if gpu else (1, 7)
-    figure, axes = plt.subplots(1, panels, figsize=(width, 4.6), squeeze=False, layout="constrained")
+    panels = [7, *([5] if gpu else []), *([4] if points[0].peak_bytes else [])]
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(sum(panels), 4.6), width_ratios=panels, squeeze=False, layout="constrained"
+    )
     times = axes[0][0]
     times.set(xscale="log", yscale="log", xlabel=name, ylabel="µs", title="time of one step")
     times.plot(values, [point.cpu_us for point in points], "o-", color="tab:blue", label="CPU, one step")
@@ -158,6 +181,9 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         times.plot(values, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
         _mark_crossing(times, name, values, crossing(points))
         _draw_rates(axes[0][1], name, points, compute, memory)
+    if points[0].peak_bytes:
+        axes[0][-1].set(xscale="log", yscale="log", xlabel=name, ylabel="MB", title="peak device memory")
+        axes[0][-1].plot(values, [(point.peak_bytes or 0) / 1e6 for point in points], "o-", color="tab:purple")
     times.margins(y=0.15)  # room for the words above the curves
     times.legend(loc="upper left", bbox_to_anchor=(0, 0.92))
     for axis in axes[0]:
@@ -198,43 +224,164 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory:
     axis.legend(loc="lower right")
 
 
+def show_together(name: str, series: Sequence[Series]) -> None:
+    """Time and memory of each series by value, and how each grows at the end."""
+    from tracereader.show.text import console, print_columns, size, us
+
+    out = console()
+    values = sorted({point.value for one in series for point in one.points})
+    gpu = any(point.busy_us for one in series for point in one.points)
+    for what, of, written in (
+        ("GPU busy, µs a step" if gpu else "µs a step", lambda point: point.step_us, us),
+        ("peak device memory", lambda point: point.peak_bytes, size),
+    ):
+        rows = []
+        for one in series:
+            known = {point.value: of(point) for point in one.points if of(point)}
+            if known:
+                cells = [written(known[value]) if value in known else "–" for value in values]
+                rows.append((one.label, *cells, _growth(name, known)))
+        if rows:
+            out.print()
+            print_columns(out, (what, *(f"{name} {value}" for value in values), "grows at last as"), rows)
+
+
+def _growth(name: str, known: dict[int, float]) -> str:
+    """The power of the size by which this grew between the two largest ones."""
+    if len(known) < 2:
+        return "–"
+    (one, before), (two, after) = sorted(known.items())[-2:]
+    return f"{name}^{math.log(after / before) / math.log(two / one):.1f}"
+
+
+def picture_together(file: Path, title: str, name: str, series: Sequence[Series]) -> None:
+    """Draw all series' time and memory over the values. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    gpu = any(point.busy_us for one in series for point in one.points)
+    panels = [("GPU busy, one step" if gpu else "time of one step", "µs", lambda point: point.step_us)]
+    if any(point.peak_bytes for one in series for point in one.points):
+        panels.append(("peak device memory", "MB", lambda point: (point.peak_bytes or 0) / 1e6))
+    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 5), squeeze=False, layout="constrained")
+    values = sorted({point.value for one in series for point in one.points})
+    for axis, (what, unit, of) in zip(axes[0], panels, strict=True):
+        for one, marker in zip((one for one in series if one.points), itertools.cycle("os^vDPX*")):
+            axis.plot([point.value for point in one.points], [of(point) for point in one.points], marker=marker,
+                      label=one.label, alpha=0.8)  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel=name, ylabel=unit, title=what)
+        axis.set_xticks(values, [str(value) for value in values], rotation=30)
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    axes[0][0].legend(fontsize="small")
+    figure.suptitle(title)
+    try:
+        with published(file.parent, file.name) as (unfinished,):
+            figure.savefig(unfinished, dpi=110, format="png")
+    finally:
+        plt.close(figure)
+
+
 def sweep(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser(
-        prog="sweep.py", usage="%(prog)s SCRIPT --FLAG N N … [the script's flags]", description=(__doc__ or "").strip()
+        prog="sweep.py",
+        usage="%(prog)s SCRIPT [SCRIPT …] --FLAG N N … [the scripts' flags]",
+        description=(__doc__ or "").strip(),
     )
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
+    parser.add_argument(
+        "scripts", metavar="SCRIPT", nargs="+", help='a numbered script; "SCRIPT --its flags" for flags of its own'
+    )
     parsed, flags = parser.parse_known_args(argv)
     flag, points_argv = one_by_one(flags)
-    for word in flags:
-        if word.split("=")[0] in FOR_ONE_RUN:
-            raise BadInput(f"{word} is for one run, and this makes {len(points_argv)}")
     name = flag.removeprefix("--")
-    # Shapes are what the rates are made of.
-    points_argv = {value: [*words, "--record-shapes"] for value, words in sorted(points_argv.items())}
-    script = load_script(parsed.script, next(iter(points_argv.values())))
-
-    import torch
+    todo = []
+    for typed in parsed.scripts:
+        file, *own = _words(typed)
+        for word in (*flags, *own):
+            if word.split("=")[0] in FOR_ONE_RUN:
+                raise BadInput(f"{word} is for one run, and this makes {len(points_argv) * len(parsed.scripts)}")
+        # Shapes are what the rates are made of.
+        words = {value: [*some, *own, "--record-shapes"] for value, some in sorted(points_argv.items())}
+        script = load_script(Path(file), next(iter(words.values())))
+        for some in words.values():
+            script.flags(some)  # all of them now: what is typed wrong is no point that could not be run
+        todo.append((" ".join([Path(file).stem, *own]), script, words))
 
     from common.harness import prepare
-    from common.lesson import run_once
     from tracereader.show.text import console, shown_path
 
-    points = []
-    for value, words in points_argv.items():
-        if "--compile" in words:
-            torch.compiler.reset()  # or the second size would be compiled for every size
-        run = run_once(script, words)
-        points.append(Point.of(value, run.trace))
-        console().print(f"{name} {value}   {shown_path(run.trace)}", markup=False)
-    compute, memory = roofs(prepare(script.flags(words), script.what_we_guess), points, name)
-    show(name, points, compute, memory)
-    file = run.trace.with_name(f"sweep_{name}_{points[0].value}_to_{run.trace.stem}.png")
+    series, run = [], None
+    for label, script, words in todo:
+        points, last = _points(name, label if len(todo) > 1 else "", script, words)
+        series.append(Series(label, points))
+        run = last or run
+    if run is None:
+        raise BadInput("none of them could be run")
+    script, words = todo[-1][1:]
+    args = prepare(script.flags(next(iter(words.values()))), script.what_we_guess)
+    if len(series) == 1:
+        points = series[0].points
+        compute, memory = roofs(args, points, name)
+        show(name, points, compute, memory)
+        file = run.trace.with_name(f"sweep_{name}_{points[0].value}_to_{run.trace.stem}.png")
+        draw = [picture, file, f"{run.trace.parent.name} · {run.machine}", name, points, compute, memory]
+    else:
+        show_together(name, series)
+        values = sorted(words)
+        what = "_".join(_short(one.label) for one in series)
+        file = args.out / f"sweep_{name}_{values[0]}_to_{values[-1]}_{what}.png"
+        draw = [picture_together, file, run.machine, name, series]
     try:
-        picture(file, f"{run.trace.parent.name} · {run.machine}", name, points, compute, memory)
+        draw[0](*draw[1:])
     except ImportError:
         console().print("no picture without matplotlib: uv run --extra plot … draws it")
     else:
         console().print(f"picture: {shown_path(file)}", markup=False)
+
+
+def _words(typed: str) -> list[str]:
+    """A script and its own flags. A path with blanks is one word."""
+    if Path(typed).is_file():
+        return [typed]
+    try:
+        return shlex.split(typed) or [typed]
+    except ValueError:
+        raise BadInput(f"{typed}: a quotation mark is not closed") from None
+
+
+def _short(label: str) -> str:
+    """A series in a file's name: the script's number and its own flags."""
+    script, *own = label.split()
+    number = re.match(r"\d+(_[a-z](?=_))?", script)
+    return "-".join([number[0] if number else script, *(re.sub(r"[^\w.]", "", word) for word in own)])
+
+
+def _points(name: str, label: str, script, words: dict[int, list[str]]):
+    """Profile once for each value: the points, and the last run. What does not fit is said, and left out."""
+    import torch
+
+    from common.lesson import run_once
+    from tracereader.show.text import console, shown_path
+
+    points, run = [], None
+    refused = None
+    for value, some in words.items():
+        torch.compiler.reset()  # or the second size would be compiled for every size
+        gc.collect()  # what an earlier run held is no part of this one's peak
+        where = f"{label} {name} {value}".strip()
+        try:
+            run = run_once(script, some)
+        except BadInput as problem:
+            refused = problem
+            console().print(f"{where}   not run: {problem}", markup=False)
+            continue
+        points.append(Point.of(value, run.trace))
+        console().print(f"{where}   {shown_path(run.trace)}", markup=False)
+    if run is None and refused and not label:
+        raise refused
+    return points, run
 
 
 main = command(sweep, advice)

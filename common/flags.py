@@ -35,6 +35,7 @@ class Flag:
     tag: str | None
     shape: bool
     untagged: tuple
+    on_cpu: Any
     options: dict[str, Any]
 
     @property
@@ -56,6 +57,7 @@ def flag(
     tag: str | None = None,
     shape: bool = False,
     untagged: tuple = (),
+    on_cpu: Any = None,
     **options,
 ) -> Flag:
     """Declare a flag. says: its help. options: as argparse's add_argument takes them; the first choice is the default.
@@ -63,14 +65,14 @@ def flag(
     tag: what a run's name says where this flag has not its default, "{}" standing for its value; ""
     where the name says it anyway. Without a tag the flag changes nothing that is profiled: it is
     then neither in the name nor in the trace. shape: the value is part of the name's first word.
-    untagged: further values that the name does not mention.
+    untagged: further values that the name does not mention. on_cpu: the default where the run is on a CPU.
     """
     if options.get("type") in (positive, not_negative):
         options.setdefault("metavar", "N")
     if "choices" in options and "nargs" not in options:
         options.setdefault("default", options["choices"][0])
     default = options.get("default", False if options.get("action") == "store_true" else None)
-    return Flag(name, group, "" if shape else tag, shape, (default, *untagged), options | {"help": says})
+    return Flag(name, group, "" if shape else tag, shape, (default, *untagged), on_cpu, options | {"help": says})
 
 
 # In the order in which a run's name mentions them.
@@ -129,6 +131,7 @@ COMMON = (
     flag("--record-shapes", "the shapes of ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
     flag("--with-stack", "Python stacks (and file paths)", group=RECORDED, tag="stack", action="store_true"),
     flag("--profile-memory", "allocations", group=RECORDED, tag="memory", action="store_true"),
+    flag("--code", "what Inductor generated, with --compile: <tag>.py", group=RECORDED, action="store_true"),
     flag(
         "--out",
         "where the trace and the table go (traces/ beside the scripts)",
@@ -150,7 +153,8 @@ def parse(
     """The flags of one run, as one frozen object with a field for each; see also prepare().
 
     doc: the script's docstring, which opens the help page; None under python -OO. file: its __file__. own: its flags
-    besides COMMON. needs_gpu: why it cannot run on a CPU, if so. Raises BadInput.
+    besides COMMON, or in the place of the one there of that name. needs_gpu: why it cannot run on a CPU, if so.
+    Raises BadInput.
     """
     try:
         os.getcwd()
@@ -159,14 +163,23 @@ def parse(
     script = Path(file)
     parser = OneLineParser(prog=script.name, usage="%(prog)s [flags]", description=(doc or "").strip())
     groups = {title: parser.add_argument_group(title) for title in (WHAT, HOW, SCHEDULE, SHOWN, RECORDED)}
-    for one in (*own, *COMMON):
-        groups[one.group].add_argument(one.name, **one.options)
+    common = {one.name for one in COMMON}
+    instead = {one.name: one for one in own if one.name in common}
+    declared = (*(one for one in own if one.name not in common), *(instead.get(one.name, one) for one in COMMON))
+    for one in declared:
+        groups[one.group].add_argument(one.name, **one.options | ({} if one.on_cpu is None else {"default": None}))
     add_view_flags(groups[SHOWN])
     given = vars(parser.parse_args(argv))
+    # Which of its two defaults a flag gets is known with the device, and that with torch.
+    open_ones = [one for one in declared if one.on_cpu is not None and given[one.dest] is None]
+    given |= {one.dest: one.options["default"] for one in open_ones}
+    on_cpu = {one.dest: one.on_cpu for one in open_ones}
 
     first, count = given["wait"] + given["schedule_warmup"], given["active"]
     if given["step"] is not None and not first <= given["step"] < first + count:
         raise BadInput(f"--step {given['step']}: this schedule records #{first} to #{first + count - 1}")
+    if given["code"] and not given["compile"]:
+        raise BadInput("--code writes what Inductor generates: add --compile")
     if given["pause"] > DAY_MS:
         raise BadInput(f"--pause {given['pause']} is longer than a day")
     free = free_memory()
@@ -182,8 +195,9 @@ def parse(
     if given["guess"] and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
         raise BadInput("--guess asks you questions, and this is no terminal: leave it out, or run it by hand")
 
-    settings = given | {"script": script.stem, "declared": (*own, *COMMON), "needs_gpu": needs_gpu}
-    settled_later = {"tag": "", "profiled": {}, "guesses": ()}  # by prepare(), which needs torch
+    settings = given | {"script": script.stem, "declared": declared, "needs_gpu": needs_gpu, "on_cpu": on_cpu}
+    # By prepare(), which needs torch; ranks by processes(), where there are several.
+    settled_later = {"tag": "", "profiled": {}, "guesses": (), "ranks": None}
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 

@@ -49,10 +49,13 @@ class Run:
     machine: str
     trace: Path
     table: Path
-    totals: tuple[str, ...]  # the table's last lines
+    code: Path | None  # with --code
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
+    against: str  # what the error is measured against
     peak_bytes: int | None
+    rank: int = 0
+    ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
 
 
 def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
@@ -66,8 +69,11 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput("--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, or set CXX")
     # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
-    importlib.import_module("torch._inductor.config")
+    inductor = importlib.import_module("torch._inductor.config")
+    inductor.cpp.enable_kernel_profile = True  # so that its C++ kernels stand in a CPU's trace by their names
     torch.manual_seed(args.seed)
+    if device.type == "cpu":
+        args = replace(args, **args.on_cpu)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
     return replace(settled, guesses=tuple(what_we_guess(settled)))
@@ -139,8 +145,10 @@ class Steps:
     """
 
     first_call_s: float
+    code: list[str]  # with --code: what Inductor generated, graph by graph
 
     def __init__(self, step: Callable[[], torch.Tensor], args):
+        self.code = _generated_code() if args.code else []
         # Entered here and left when the first call returns: in a cold run that is a part of the trace.
         waiting = contextlib.ExitStack()
         waiting.enter_context(screen.status("compiling …" if args.compile else "first call …"))
@@ -192,6 +200,15 @@ class Steps:
         return self._calls
 
 
+def _generated_code() -> list[str]:
+    """Filled with what Inductor generates, or takes from its cache, from now on."""
+    from torch._inductor.graph import GraphLowering
+
+    kept = []
+    GraphLowering.save_output_code = kept.append  # as torch._inductor.utils.run_and_get_code does
+    return kept
+
+
 def warm_up(step: Callable[[], torch.Tensor], args) -> Steps:
     """Call `step` as often as --warmup says, and hand back the steps of the schedule, to be called in turn."""
     return Steps(step, args)
@@ -227,19 +244,19 @@ def save(
     out: torch.Tensor,
     reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
     facts: dict | None = None,
+    against: str = "eager",
     check: Callable[[torch.Tensor], float] | None = None,
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
-    out: what the last step computed; reference: computes the same in eager mode, or None where the
-    step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
-    of this run and no profiler records, stored in the trace as JSON. check: instead of a reference, what
-    judges `out`: its relative error, or RunFailed. Raises BadInput and RunFailed; then no file has been
-    written or replaced.
+    out: what the last step computed; reference: computes the same in eager mode (or as `against` says), or
+    None where the step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
+    of this run and no profiler records, stored in the trace as JSON. check: instead of a reference, what judges
+    `out`: its relative error, or RunFailed. Raises BadInput and RunFailed; then no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
-    error = check(out) if check else reference and _checked(out, reference, args)
+    error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {
@@ -249,25 +266,40 @@ def save(
         "torch": torch.__version__,
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
-        "facts": {"peak_bytes": peak_bytes, "relative_error": error, **(facts or {})},
+        "facts": {
+            "first_call_s": steps.first_call_s,
+            "peak_bytes": peak_bytes,
+            "relative_error": error,
+            **(facts or {}),
+        },
     }
-    folder, names = args.out / args.script, (f"{args.tag}.json", f"{args.tag}.txt")
+    code = "\n\n".join(dict.fromkeys(steps.code))
+    if args.code and not code:
+        raise RunFailed("--code: Inductor handed out no code for what ran; no file was written")
+    folder, names = args.out / args.script, [f"{args.tag}.json", f"{args.tag}.txt", f"{args.tag}.py"]
     with screen.status("writing the trace …"):
         table = profiler_table(prof, args.device)
-        with published(folder, *names) as (trace_file, table_file):
+        with published(folder, *names[: 3 if code else 2]) as (trace_file, table_file, *code_file):
             table_file.write_text(f"run {run_id}\n{table}")
+            for file in code_file:
+                file.write_text(f"# run {run_id}: what Inductor generated\n{code}")
             _export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
+            if args.ranks:
+                args.ranks.all_agree()
     return Run(
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
         trace=folder / names[0],
         table=folder / names[1],
-        totals=tuple(line for line in table.splitlines() if line.startswith("Self ")),
+        code=folder / names[2] if code else None,
         first_call_s=steps.first_call_s,
         error=error,
+        against=against,
         peak_bytes=peak_bytes,
+        rank=args.ranks.rank if args.ranks else 0,
+        ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )
 
 
@@ -328,14 +360,16 @@ def check_recording(file: Path, device: torch.device, compiled: bool = False) ->
             )
 
 
-def _checked(out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args) -> float:
+def _checked(
+    out: torch.Tensor, reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], args, against: str
+) -> float:
     with torch.no_grad():
         ref = reference()
         addends = ref if isinstance(ref, tuple) else ()
         error = relative_error(out, sum(addends[1:], addends[0]) if addends else ref, *addends)
     if not error <= TOLERANCE[args.dtype]:  # so that NaN fails too
         raise RunFailed(
-            f"the profiled step does not compute what eager computes: relative error {error:.1e}, at most "
+            f"the profiled step does not compute what {against} computes: relative error {error:.1e}, at most "
             f"{TOLERANCE[args.dtype]:.0e} is rounding in {args.profiled['dtype']}; no file was written"
         )
     return error

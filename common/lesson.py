@@ -1,6 +1,8 @@
 """What every numbered script does around its own part: read the flags, build, profile, explain."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from rich.markup import escape
 
@@ -13,20 +15,36 @@ from tracereader.command import BadInput, command
 from tracereader.show.text import console, seconds, shown_path, size
 
 
-def lesson(flags: Callable, build: Callable, profiled: Callable, what_we_guess: Callable[..., Iterable]) -> Callable:
-    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions."""
+def lesson(
+    flags: Callable,
+    build: Callable,
+    profiled: Callable,
+    what_we_guess: Callable[..., Iterable],
+    processes: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Callable:
+    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions.
+
+    processes: given the flags, a context that makes them those of one rank of several (common/distributed.py).
+    """
 
     def main(argv: Sequence[str] | None = None) -> None:
         args = _ready(argv, flags, what_we_guess)
         given = [(guess.record, screen.ask(f"{guess.text}?")) for guess in _asked(args)]
-        run = _run(args, build, profiled)
+        run = _run(args, build, profiled, processes)
+        if run.rank:
+            return  # rank 0 speaks for all
 
         from tracereader.show import report  # here, so that nothing of it weighs on the run
 
         _header(run)
-        report.explain_file(run.trace, report.View.of(args, brief=True))
+        view = report.View.of(args, brief=True)
+        if run.ranks:
+            _explain_ranks(run, view, args.open)
+            return
+        report.explain_file(run.trace, view)
         if given:
             report.marked(run.trace, given)
+        _files(run)
         if args.open:
             from tracereader.show import perfetto
 
@@ -46,8 +64,8 @@ def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable)
     return args
 
 
-def _run(args, build: Callable, profiled: Callable) -> Run:
-    with within_memory(args.device):
+def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
+    with processes(args) as args, within_memory(args.device):
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
@@ -62,17 +80,40 @@ def _asked(args) -> list:
 
 
 def _header(run: Run) -> None:
-    """What ran, what it cost to get going, whether it computed the right thing, and its files."""
+    """What ran, what it cost to get going, and whether it computed the right thing."""
     out = console()
-    right = "eager: the reference itself" if run.error is None else f"matches eager: relative error {run.error:.1e}"
+    matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
+    right = "eager: the reference itself" if run.error is None else matches
     known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.machine)}")
     out.print(" · ".join([*known, right]))
+
+
+def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
+    """What all ranks show together, then what this one's trace says to our guesses."""
+    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    out = console()
     out.print()
-    out.print(f"  {escape(shown_path(run.trace))}  the trace: open it at ui.perfetto.dev")
-    out.print(f"  {escape(shown_path(run.table))}   the profiler table")
-    out.print()
-    for line in run.totals:
-        out.print(line)
+    summary, traces = ranks.opened(run.ranks, view)
+    ranks.explain(summary, traces, view)
+    if view.shows("guesses"):
+        out.print()
+        report.explain_file(run.trace, replace(view, only=("guesses",)))
+    _files(run)
+    others = ", ".join(f"_rank{rank}" for rank in range(1, len(run.ranks)))
+    out.print(f"of the other ranks beside them: {others}")
+    if in_perfetto:
+        perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
+
+
+def _files(run: Run) -> None:
+    """Both by their whole names, to be copied."""
+    out = console()
+    out.print(f"{escape(shown_path(run.trace))}   the trace, for ui.perfetto.dev")
+    out.print(f"{escape(shown_path(run.table))}    torch's profiler table")
+    if run.code:
+        out.print(f"{escape(shown_path(run.code))}     Inductor's generated code")

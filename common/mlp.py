@@ -10,6 +10,9 @@ FLAGS = (
     flag("--hidden", "width inside (3072)", shape=True, type=positive, default=3072),
 )
 
+# The matrix products in the order in which the forward pass calls them, for the report to name.
+LAYERS = {"layers": ["gate_proj", "up_proj", "down_proj"]}
+
 
 def gemm_guesses(args):
     """What holds of the matrix products, whatever runs between them."""

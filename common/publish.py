@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and all of them or none."""
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -67,11 +68,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+    clear = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
     try:
-        yield scratch
+        with interrupts.undone_by(clear):
+            yield scratch
     finally:
         os.close(alive)
-        shutil.rmtree(scratch, ignore_errors=True)
+        clear()
 
 
 def _clear_if_dead(scratch: Path) -> None:

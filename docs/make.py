@@ -3,31 +3,38 @@
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read-trace …` on traces/reference gets that command's output,
-and one whose command is `cat …` of a file there that file. <!-- cheatsheet --> and <!-- verdicts -->
-hold the cheatsheet and the table of claims. A block without a command is typed, and says so.
+A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
+and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
+<!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
+figures (figures.py). A block without a command is typed, and says so.
 """
 
 import contextlib
 import io
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, summarize  # noqa: E402
 from tracereader.findings import cheatsheet  # noqa: E402
+from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.show.report import guesses_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
-CONSOLE = re.compile(r"(```console\n\$ (uv run read-trace|cat) ([^\n]*traces/reference[^\n]*)\n)(.*?)(```)", re.S)
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts) -->\n)(.*?)(<!-- end -->)", re.S)
+CONSOLE = re.compile(
+    r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
+)
+MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -39,6 +46,10 @@ A100 = {
     "26": "claimed", "27": "yes", "28": "yes", "29": "yes", "30": "0.19, 0.19, 0.17 ms", "31": "yes", "32": "yes",
     "33": "a round trip of 50 MB saved", "34": "yes", "35": "Liger 92.8, Inductor 89.4 µs", "36": "claimed",
     "37": "block 4096, 8 warps", "38": "yes", "39": "yes, with version 0.1's call", "40": "yes",
+    "41": "yes, six things", "42": "yes", "43": "5 kernels", "44": "7.239 against 1.955 ms, 3.7 times", "45": "yes",
+    "46": "yes, sgemm", "47": "yes", "48": "yes", "49": "277.9 µs", "50": "146.8 µs, the fastest", "51": "13%",
+    "52": "186.3 µs", "53": "yes", "54": "yes", "55": "0% reported; one block of 8 warps, 12.5%",
+    "56": "214 against 138 and 117 µs", "57": "not reported", "58": "yes", "59": "yes",
 }  # fmt: skip
 
 # The claims that a guess bears on, by the guess's kind; a list where it depends on more than that.
@@ -48,12 +59,14 @@ CLAIMS = {
     "duration_varies": "14", "compiled_rows": "15", "dynamo_costs_more_than_the_op": "18", "launch_nothing": "25 29",
     "graph_replay_without_copies": "19", "bias_in_the_epilogue": "22", "name_says_transposed": "24",
     "down_proj_has_another_tile": "30", "product_sizes": "30", "pointwise_round_trip": "33", "no_compile_rows": "34",
-    "launch_settings": "37",
+    "launch_settings": "37", "hidden_copy": "42", "unfused": "41", "cast_before_product": "46", "on_cuda_cores": "46",
+    "mask_remade": "47", "safe_softmax": "48", "written_for_this_gpu": "49", "low_occupancy": "51", "launched_by": "54",
+    "occupancy_not_estimated": "55", "time_in_a_library": "56", "sdpa_runs_on": "57", "scores_in_memory": "",
 }  # fmt: skip
 
 
 def claims_of(record: dict, script: str, flags: dict) -> str:
-    """The claims of the articles that one guess bears on."""
+    """The claims of the articles that one guess bears on; "" where it is of none."""
     kind, compiled = record["guess"], bool(flags.get("compile"))
     if kind in CLAIMS:
         return CLAIMS[kind]
@@ -63,14 +76,24 @@ def claims_of(record: dict, script: str, flags: dict) -> str:
         return {"aten::mm": "09", "aten::bmm": "10", "aten::addmm": "21"}[record["child"]]
     if kind == "bias_copy_then_gemm":
         return "17" if compiled else "20"
+    if kind == "gpu_does":
+        return {"04_a_naive_attention": "41", "04_b_inplace_ops_attention": "43"}[script]
+    if kind == "kernel_is":
+        of_sdpa = {"fmha_cutlassF": "49", "flash_fwd_kernel": "50", "cudnn_generated": "52"}
+        return of_sdpa.get(record["word"], "") if script == "04_c_sdpa_attention" else "58"
+    if kind == "fused_into_one" and script.startswith("04"):
+        return ""
     if kind == "fused_into_one":
         return "32 33" if compiled and script == "03_simple_mlp" else "34"
     if kind == "kernels_are":
-        return {"01_matmul_add": "09", "03_simple_mlp": "27", "03_kernels_mlp": "34"}[script]
+        return {"01_matmul_add": "09", "03_simple_mlp": "27", "03_kernels_mlp": "34",
+                "04_c_sdpa_attention": "45"}[script]  # fmt: skip
     assert kind == "ops_are", kind
     return {
         "01_matmul_add": ("09" if record["name"] == "aten::add" else "20", "16"),
         "02_linear": ("21", "23"), "03_simple_mlp": ("27", "31"), "03_kernels_mlp": ("34", "34"),
+        "04_a_naive_attention": ("41", ""), "04_b_inplace_ops_attention": ("43", ""),
+        "04_c_sdpa_attention": ("53", "53"), "04_d_kernels_attention": ("58", "58"),
     }[script][compiled]  # fmt: skip
 
 
@@ -79,8 +102,9 @@ MARK = {True: "yes", False: "**no**", None: "–"}
 
 def output_of(command: str, arguments: str) -> str:
     """What a command prints into a pipe."""
-    if command == "cat":
-        return (ROOT / arguments).read_text().strip("\n") + "\n"
+    if command != "uv run read-trace":
+        words = [*command.split(), *shlex.split(arguments)]
+        return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
         status = cli.main(shlex.split(arguments))
@@ -93,7 +117,7 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     """(claims, guess) -> machine -> verdict, from every reference trace in turn."""
     table: dict[tuple[str, str], dict[str, str]] = {}
     for machine, folder in MACHINES.items():
-        for file in sorted((REFERENCE / folder).rglob("*.json.gz"), key=order):
+        for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
             summary = summarize(trace)
             for guess in guesses_of(trace):
@@ -143,15 +167,75 @@ def two_runs() -> list[tuple[str, str, str]]:
         ("34", "Liger: the GEMMs are the same kernels", same(mlp, liger)),
         ("35", "Liger's kernel is slightly slower than Inductor's",
          f"{MARK[by_hand > inductor]}: Liger {by_hand:.1f}, Inductor {inductor:.1f} µs"),
+        *attention_runs(side),
+    ]  # fmt: skip
+
+
+def attention_runs(side) -> list[tuple[str, str, str]]:
+    """The same for the third article."""
+    plain = "8x16x1024x64_bf16_warm_eager"
+    naive, in_place = side(f"04_a_naive_attention/{plain}").summary, side(f"04_b_inplace_ops_attention/{plain}").summary
+    auto, by_hand = side(f"04_c_sdpa_attention/{plain}").summary, side(f"04_d_kernels_attention/{plain}").summary
+    named = {name: side(f"04_c_sdpa_attention/{plain}_{name}").summary
+             for name in ("math", "efficient", "flash", "cudnn")}  # fmt: skip
+    fused = {name: named[name] for name in ("efficient", "flash", "cudnn")}
+
+    def gpu_us(one) -> float:
+        return sum(work.us for work in one.gpu_work)
+
+    def ops(one) -> int:
+        return sum(call.kind == "op" for call in one.chain)
+
+    def occupancy(one) -> float:
+        return next(work.occupancy.limit for work in one.gpu_work if work.family == "attention")
+
+    def each(figure, unit: str = "") -> str:
+        return ", ".join(f"{name} {figure(one)}{unit}" for name, one in fused.items())
+
+    def best(figure) -> str:
+        return min(fused, key=lambda name: figure(fused[name]))
+
+    def misleads(better) -> bool:
+        """Two of them, of which the one that looks better by this figure, larger being better, is the slower one."""
+        return any(better(one) > better(two) and gpu_us(one) > gpu_us(two)
+                   for one in fused.values() for two in fused.values())  # fmt: skip
+
+    slower, fastest, dearest = gpu_us(named["math"]) / gpu_us(in_place), best(gpu_us), best(lambda one: -one.cpu_us)
+    picked = ", ".join(backends(auto))
+    looks = {
+        "occupancy": occupancy, "fewer pieces of GPU work": lambda one: -len(one.gpu_work),
+        "fewer ops": lambda one: -ops(one),
+    }  # fmt: skip
+    misleading = [name for name, better in looks.items() if misleads(better)]
+    times = each(lambda one: f"{gpu_us(one):.1f}", " µs")
+    return [
+        ("43", "in place: no copy, and fewer ops on the CPU",
+         f"{MARK[in_place.count('memcpy') == 0 and ops(in_place) < ops(naive)]}: {ops(in_place)} ops against "
+         f"{ops(naive)}, {gpu_us(in_place):,.1f} µs of GPU work against {gpu_us(naive):,.1f}"),
+        ("44", "SDPA's math backend is slower than the in-place formula",
+         f"{MARK[slower > 1]}: {gpu_us(named['math']):,.1f} against {gpu_us(in_place):,.1f} µs, x {slower:.1f}"),
+        ("50", "flash is the fastest backend", f"{MARK[fastest == 'flash']}: {times}"),
+        ("56", "cudnn costs the most CPU time of the three",
+         f"{MARK[dearest == 'cudnn']}: {each(lambda one: f'{one.cpu_us:.1f}', ' µs a step')}"),
+        ("57", "left to itself, SDPA picks the fastest backend",
+         f"{MARK[picked == fastest]}: it takes {picked}, {gpu_us(auto):.1f} µs"),
+        ("58", "the library's function takes less CPU time than SDPA on the same kernel's backend",
+         f"{MARK[by_hand.cpu_us < fused['flash'].cpu_us]}: {by_hand.cpu_us:.1f} against {fused['flash'].cpu_us:.1f} µs "
+         f"a step, {gpu_us(by_hand):.1f} against {gpu_us(fused['flash']):.1f} µs of GPU work; torch's own build of "
+         "FlashAttention-2, not the Hub's"),
+        ("59", "higher occupancy, fewer pieces of GPU work, fewer ops: none of them is speed",
+         f"{MARK[len(misleading) == len(looks)]}: in {', '.join(misleading) or 'none'} one looks better and is slower; "
+         f"{times}; at most {each(lambda one: f'{occupancy(one):.1%}')} of the warps; {each(ops)} ops; "
+         f"{each(lambda one: len(one.gpu_work))} pieces"),
     ]  # fmt: skip
 
 
 def verdicts() -> str:
     lines = ["| claim | our guess | A100, as the articles report | H200 | CPU |", "|---|---|---|---|---|"]
     for (claims, text), cells in sorted(single_runs().items()):
-        reported = "; ".join(dict.fromkeys(A100[claim] for claim in claims.split()))
+        reported = "; ".join(dict.fromkeys(A100[claim] for claim in claims.split())) or "not asked"
         shown = (cells.get(machine, "not asked") for machine in MACHINES)
-        lines.append(f"| {claims} | {text} | {reported} | {' | '.join(shown)} |")
+        lines.append(f"| {claims or '–'} | {text} | {reported} | {' | '.join(shown)} |")
     lines += ["", "Claims that set one run against another, on the H200:", "",
               "| claim | sentence | A100, as the articles report | H200 |", "|---|---|---|---|"]  # fmt: skip
     lines += [f"| {claim} | {text} | {A100[claim]} | {seen} |" for claim, text, seen in two_runs()]
@@ -182,10 +266,53 @@ ABOUT_THE_SUITE = (
 )  # fmt: skip
 
 
+def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
+    """The lines that tell a figure on a machine, of what its command prints there; or why there are none."""
+    told = (figure.on_cpu or figure.lines) if machine == "cpu" else figure.lines
+    trace = REFERENCE / machine / f"{figure.trace}.json.gz"
+    if machine == "cpu" and (told.startswith(GPU_ONLY) or told == NEEDS_TRITON):
+        return [], told
+    printed = output_of("uv run read-trace", f"{trace.relative_to(ROOT)} {figure.look}")
+    found = [line for line in printed.splitlines() if re.fullmatch(told, line)]
+    heads = [line for line in printed.splitlines() if re.fullmatch(HEADS, line)]
+    return [line for line in printed.splitlines() if line in found or (found and line in heads)], ""
+
+
+def cell(line: str) -> str:
+    """Columns keep apart in a table's cell, and a bar ends none."""
+    return re.sub(r" {2,}", "  ", line.strip()).replace("|", "\\|")
+
+
+def figures(some: tuple[Figure, ...]) -> str:
+    """A table row for each figure of a part."""
+    lines = ["| figure | your run, and `read-trace TRACE …` | what to see | H200 | CPU |", "|---|---|---|---|---|"]
+    for one in some:
+        cells = []
+        for machine in MACHINES.values():
+            found, why = seen_in(one, machine)
+            cells.append("<br>".join(f"`{cell(line)}`" for line in found) or f"– ({why})")
+        lines.append(
+            f"| **{one.number}** {one.title} | `uv run {one.run}`<br>`{one.look}` | {one.see} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> str:
+    lines = ["| table | your run | then | shows |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(one)} |" for one in TABLES]
+    return "\n".join(lines) + "\n"
+
+
 def refreshed(text: str) -> str:
     """A page with everything in it that is made, made again."""
     text = CONSOLE.sub(lambda found: found[1] + output_of(found[2], found[3]) + found[5], text)
-    makers = {"cheatsheet": lambda: cheatsheet.markdown() + "\n", "verdicts": verdicts}
+    makers = {
+        "cheatsheet": lambda: cheatsheet.markdown() + "\n",
+        "verdicts": verdicts,
+        "part1": lambda: figures(PART_1),
+        "part2": lambda: figures(PART_2),
+        "tables": tables,
+    }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 
 

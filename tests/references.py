@@ -6,3 +6,4 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCES = sorted(ROOT.glob("traces/reference/*/*/*.json.gz"))
 H200 = ROOT / "traces/reference/nvidia-h200"
 OTHERS = sorted(ROOT.glob("tests/traces/*.json.gz"))
+MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # larger: what takes long on them leaves them out

@@ -42,6 +42,7 @@ from tracereader.command import BadInput, RunFailed, command
         ("01_matmul_add", "--pause -1", "too small"),
         ("01_matmul_add", f"--pause {10**12}", "longer than a day"),
         ("01_matmul_add", f"--active {10**9}", "recording takes about 53.0 kB a step"),
+        ("01_matmul_add", "--code", "add --compile"),
         ("01_matmul_add", "--all --only steps", "not allowed with"),
         ("01_matmul_add", "--lanes --only steps", "leave out --lanes"),
         ("01_matmul_add", "--step 9", "records #2 to #4"),

@@ -451,3 +451,55 @@ def test_the_profilers_estimate_never_passes_the_limit(any_trace):
     for one in ours.gpu_work:
         if one.occupancy and one.occupancy.reported:
             assert one.occupancy.reported <= one.occupancy.limit + 0.011, one.name
+
+
+def test_convolutions_have_flops_forward_and_backward():
+    trace = ROOT / "tests" / "traces" / "conv.json.gz"
+    summary = summarize(read(trace))
+    work = [one for one in summary.gpu_work if one.convolution]
+    # Two layers: 3 -> 64 channels by 7 x 7 with stride 2, 64 -> 128 by 3 x 3, of 64 images of 224 x 224.
+    first, second = 2 * 64 * 64 * 112 * 112 * (3 * 7 * 7), 2 * 64 * 128 * 56 * 56 * (64 * 3 * 3)
+    told = [(one.asked_by, one.name_says.get("does"), one.flops) for one in work]
+    assert told == [
+        ("aten::cudnn_convolution", "forward", first),
+        ("aten::cudnn_convolution", "forward", second),
+        ("aten::convolution_backward", "gradient of the input", second),
+        ("aten::convolution_backward", "gradient of the weight", second),
+        ("aten::convolution_backward", "gradient of the weight", first),
+    ]
+    assert all(one.tflops == pytest.approx(one.flops / one.us / 1e6, rel=0.03) for one in work)
+    assert [one for one in summary.gpu_work if one.name_says.get("does", "").startswith("adds the parts")]
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_strided_copy_counts_both_sides_and_what_is_broadcast_once(tmp_path, expanded):
+    shape, strides = [8, 1024, 16], [0, 16, 1] if expanded else [16, 8192, 1]
+    op = {"Input Dims": [shape, shape, []], "Input type": ["float", "c10::BFloat16", "Scalar"],
+          "Input Strides": [[16384, 16, 1], strides, []]}  # fmt: skip
+    copy = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>"
+    event = {"ph": "X", "pid": 1, "tid": 1}
+    events = [
+        {**event, "cat": "cpu_op", "name": "aten::copy_", "ts": 1, "dur": 9, "args": op},
+        {**event, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 2, "dur": 5, "args": {"correlation": 7}},
+        {**event, "cat": "kernel", "name": copy, "ts": 20, "dur": 2, "pid": 0, "tid": 7,
+         "args": {"correlation": 7, "device": 0}},
+    ]  # fmt: skip
+    file = tmp_path / "copy.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    (one,) = summarize(read(file)).gpu_work
+    assert (one.family, one.bytes_moved) == ("copy", 8 * 1024 * 16 * 4 + 1024 * 16 * 2 * (1 if expanded else 8))
+
+
+def test_work_beside_other_work_is_told_from_work_alone(any_trace):
+    summary, events = any_trace
+    work = [e for e in events if e.get("cat") in GPU]
+    names = Counter(one.name for one in summary.gpu_work)
+    # By name where it stands once in the step: every piece of it, in every step, against all others.
+    for one in [one for one in summary.gpu_work if names[one.name] == 1][:6]:
+        marks = raw_steps(events) or [{"ts": min(e["ts"] for e in events), "dur": 1e12}]
+        mine = [e for mark in marks for e in raw_work(events, mark) if e["name"] == one.name]
+        beside = any(
+            e["ts"] < end(other) and other["ts"] < end(e) and other is not e
+            for e in mine for other in work if other["args"].get("device") == e["args"].get("device")
+        )  # fmt: skip
+        assert one.ran_alone is not beside

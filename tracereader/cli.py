@@ -23,6 +23,9 @@ def main(argv=None):
     parser.add_argument("--json", action="store_true", help="print all that was measured of one trace as JSON")
     parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
     parser.add_argument(
+        "--ranks", action="store_true", help="these are the ranks of one run, though their files may not look like it"
+    )
+    parser.add_argument(
         "--previous", action="store_true", help="set each trace against the one before it, not the first"
     )
     parser.add_argument(
@@ -36,6 +39,11 @@ def main(argv=None):
         from tracereader.trace.kernel_names import decode
 
         print(f"{printable(args.name)}\n    {printable(str(decode(args.name)))}")
+        return
+    if args.ranks and (args.previous or args.against):
+        raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
+    several = len(args.traces) > 1 and not args.previous and not args.against
+    if (several or args.ranks) and _as_ranks(args):
         return
     for flag in ("open", "json", "against"):
         if getattr(args, flag) and len(args.traces) > 1:
@@ -60,7 +68,7 @@ def main(argv=None):
     if args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(summary, report.guesses_of(trace), view))
+        print(as_json(trace, summary, report.guesses_of(trace), view))
     elif len(read) == 1:
         report.explain(trace, summary, view)
     else:
@@ -71,6 +79,36 @@ def main(argv=None):
         from tracereader.show import perfetto
 
         perfetto.hand_over(args.traces[-1])
+
+
+def _as_ranks(args) -> bool:
+    """Print what the ranks of one run show together; False where these are other traces, to be compared."""
+    from tracereader.figures import reading
+
+    if not args.ranks and not reading.are_ranks(args.traces):
+        return False
+    if args.json and args.open:
+        raise BadInput("--json prints nothing but JSON: leave out --open")
+    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.trace import TraceError
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    view = report.View.of(args)
+    found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, forced=args.ranks)
+    if found is None:
+        return False
+    summary, traces = found
+    if args.json:
+        print(ranks.as_json(summary))
+    else:
+        ranks.explain(summary, traces, view)
+    if args.open:
+        try:
+            name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)
+        except TraceError as problem:
+            raise BadInput(problem) from None
+        perfetto.hand_over(name, content)
+    return True
 
 
 def reference_of(path: Path, machine: str) -> Path:

@@ -14,7 +14,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-SECTIONS = ("short", "guesses", "steps", "lanes", "gpu", "kernels", "cpu", "work", "names", "chain", "patterns")
+SECTIONS = (
+    "short", "guesses", "steps", "lanes", "table", "gpu", "training", "repeats", "kernels", "cpu", "work", "names",
+    "starts", "series", "chain", "patterns",
+)  # fmt: skip
 
 
 class BadInput(Exception):

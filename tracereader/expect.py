@@ -3,6 +3,25 @@
 A guess is a finding; its text is the sentence, ask(summary) the verdict, record what the trace stores.
 """
 
+from tracereader.findings.attention import (
+    cast_before_product,
+    hidden_copy,
+    low_occupancy,
+    mask_remade,
+    on_cuda_cores,
+    time_in_a_library,
+    unfused,
+)
+from tracereader.findings.attention_guesses import (
+    gpu_does,
+    kernel_is,
+    launched_by,
+    occupancy_not_estimated,
+    safe_softmax,
+    scores_in_memory,
+    sdpa_runs_on,
+    written_for_this_gpu,
+)
 from tracereader.findings.finding import Finding, read_record
 from tracereader.findings.gpu_work import (
     bias_copy_then_gemm,
@@ -36,6 +55,14 @@ from tracereader.findings.steps import (
     regime_is,
     steps_are_alike,
 )
+from tracereader.findings.training import (
+    backward_is_twice_the_forward,
+    busy_while_waiting,
+    communication_is_hidden,
+    optimizer_for_loop,
+    recomputation,
+    starving,
+)
 
 _MAKERS = {
     make.__name__: make
@@ -45,6 +72,13 @@ _MAKERS = {
         graph_replay_without_copies, kernels_are, launch_nothing, launch_settings, long_final_sync,
         name_says_transposed, no_compile_rows, occupancy_asked_once, one_buffer_request, ops_are,
         pointwise_round_trip, product_sizes, records_steps, regime_is, self_time_excludes_children, steps_are_alike,
+        # training
+        backward_is_twice_the_forward, busy_while_waiting, communication_is_hidden, optimizer_for_loop, recomputation,
+        starving,
+        # attention
+        cast_before_product, gpu_does, hidden_copy, kernel_is, launched_by, low_occupancy, mask_remade,
+        occupancy_not_estimated, on_cuda_cores, safe_softmax, scores_in_memory, sdpa_runs_on, time_in_a_library,
+        unfused, written_for_this_gpu,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 STATUSES = {
     number: 128 + number
@@ -18,7 +19,7 @@ STATUSES = {
     if number is not None
 }
 _HERE = os.path.dirname(os.path.realpath(__file__))
-# What a signal's handler does before it ends the program, the last first.
+# What is done before the program ends at once, the last first.
 _undo: list[Callable[[], None]] = []
 
 
@@ -69,14 +70,24 @@ def _is_ours() -> bool:
 def _end(number: int, frame: object) -> None:
     for every in STATUSES:  # a second one ends this at once
         signal.signal(every, signal.SIG_DFL)
+    _put_right()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    end(said_of(number), STATUSES[number])
+
+
+def end(said: str, status: int) -> NoReturn:
+    """End the program with this line, at once and from any thread, whatever the others are in."""
+    _put_right()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{program_name()}: {said}\n".encode())
+    os._exit(status)
+
+
+def _put_right() -> None:
     while _undo:
         with contextlib.suppress(Exception):
             _undo.pop()()
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, f"{program_name()}: {said_of(number)}\n".encode())
-    os._exit(STATUSES[number])
 
 
 def all_is_done() -> None:
@@ -88,7 +99,7 @@ def all_is_done() -> None:
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], None]) -> Iterator[None]:
-    """Where a signal ends the program in here, call `undo` first."""
+    """Where a signal, or end(), ends the program in here, call `undo` first."""
     _undo.append(undo)
     try:
         yield

@@ -7,11 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.trace.kernel_names import decode, short
 
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
 
-NAMES_SHOWN, OPS_SHOWN = 15, 40
+NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Side:
         for one in self.summary.gpu_work:
             times[one.name] += one.us
         return times
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
+        told = (self.summary.lesson or {}).get("facts", {}).get("peak_bytes")
+        return told if type(told) is int and 0 < told < 2**53 else self.summary.peak_bytes
 
     @cached_property
     def ops(self) -> Counter:
@@ -183,11 +190,40 @@ def _more(count: int, shown: int = NAMES_SHOWN) -> str:
 
 def setup(side: Side) -> str:
     """What one run does on the GPU in a step: GEMMs counted, other kernels by what they do."""
-    parts = Counter(
-        what(one.name)
-        if one.kind == "kernel" and one.family != "GEMM"
-        else {"kernel": "GEMM", "memcpy": "copy"}.get(one.kind, one.kind)
-        for one in side.summary.gpu_work
-    )
+    parts = _parts(side)
     shown = ", ".join(f"{count} x {part}" for part, count in parts.most_common(NAMES_SHOWN))
     return shown + _more(len(parts)) or "no GPU work"
+
+
+def change(before: Side, after: Side) -> str:
+    """What one run does on the GPU that another did not, in words; by its ops where neither has GPU work."""
+    on_gpu = before.summary.has_gpu_work or after.summary.has_gpu_work
+    first, other = (_parts(before), _parts(after)) if on_gpu else (before.ops, after.ops)
+    told = []
+    for how, parts, side in (("gone", first - other, before), ("new", other - first, after)):
+        us = _part_times(side) if on_gpu else parts
+        shown = [f"{parts[part]} x {part}" for part in sorted(parts, key=lambda part: -us[part])[:FEW]]
+        told += [f"{how}: {', '.join(shown)}{_more(len(parts), FEW)}"] if shown else []
+    return "; ".join(told) or ("the same things on the GPU" if on_gpu else "the same ops")
+
+
+def _parts(side: Side) -> Counter:
+    return Counter(_part(one) for one in side.summary.gpu_work)
+
+
+def _part_times(side: Side) -> Counter:
+    times = Counter()
+    for one in side.summary.gpu_work:
+        times[_part(one)] += one.us
+    return times
+
+
+def _part(one: GpuWork) -> str:
+    """What a piece of work is, in a word or two."""
+    if one.kind != "kernel":
+        return "copy" if one.kind == "memcpy" else one.kind
+    if one.family == "GEMM":
+        return f"GEMM on {one.name_says['on']}" if "on" in one.name_says else "GEMM"
+    if one.family == "attention":
+        return f"attention {one.name_says.get('does', '')}".strip() + f" ({one.maker})"
+    return what(one.name).replace(", ", " ")

@@ -3,11 +3,12 @@
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import clipped, gaps, length, minus, union
+from tracereader.figures.intervals import Intervals, clipped, gaps, length, minus, union
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
 
 BETWEEN_OPS = "Python, between ops"
@@ -42,42 +43,76 @@ class FamilyTime(msgspec.Struct, frozen=True):
     pieces: int
 
 
-def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
-    """The time of the busiest device between two stamps (ns), by what it does; None without work there."""
+@dataclass(frozen=True)
+class Parts:
+    """A window of one device cut up: compute, the exposed parts and the three kinds of idleness add up to it.
+
+    communication: all of it, also where something is computed beside it.
+    """
+
+    compute: Intervals
+    communication: Intervals
+    exposed_communication: Intervals
+    exposed_copy: Intervals
+    not_launched: Intervals
+    launched: Intervals
+    unknown: Intervals
+    device: int | str = 0
+
+    @property
+    def busy(self) -> int:
+        return length(self.compute) + length(self.exposed_communication) + length(self.exposed_copy)
+
+
+def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
+    """The window between two stamps (ns) on the busiest device; None without work there."""
     by_device = defaultdict(list)
     for one in work:
         if one.start < end and one.end > start:
             by_device[one.device].append(one)
     if not by_device:
         return None
-    return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy_us)
+    return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy)
 
 
-def _of_device(work: list[Work], start: int, end: int) -> GpuTime:
+def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
+    """The time of the busiest device between two stamps (ns), by what it does; None without work there."""
+    parts = gpu_parts(work, start, end)
+    if parts is None:
+        return None
+    idle = [length(some) for some in (parts.not_launched, parts.launched, parts.unknown)]
+    return GpuTime(
+        busy_us=parts.busy / 1e3,
+        compute_us=length(parts.compute) / 1e3,
+        exposed_communication_us=length(parts.exposed_communication) / 1e3,
+        exposed_copy_us=length(parts.exposed_copy) / 1e3,
+        idle_us=sum(idle) / 1e3,
+        idle_not_launched_us=idle[0] / 1e3,
+        idle_launched_us=idle[1] / 1e3,
+        idle_unknown_us=idle[2] / 1e3,
+    )
+
+
+def _of_device(work: list[Work], start: int, end: int) -> Parts:
     kinds = {"compute": [], "communication": [], "copy": []}
     for one in work:
         kinds[_kind(one)].append((one.start, one.end))
     compute, communication, copy = (union(clipped(kinds[kind], start, end)) for kind in kinds)
-    exposed_communication = minus(communication, compute)
     not_copy = union([*compute, *communication])
-    exposed_copy = minus(copy, not_copy)
-    busy = union([*not_copy, *copy])
-    idle = {"not_launched": 0, "launched": 0, "unknown": 0}
+    idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter(sorted(work, key=lambda one: one.start))
     following = next(starts, None)
-    for left, right in gaps(busy, start, end):
+    for left, right in gaps(union([*not_copy, *copy]), start, end):
         while following is not None and following.start < right:
             following = next(starts, None)
-        idle[_why_idle(following, left)] += right - left
-    return GpuTime(
-        busy_us=length(busy) / 1e3,
-        compute_us=length(compute) / 1e3,
-        exposed_communication_us=length(exposed_communication) / 1e3,
-        exposed_copy_us=length(exposed_copy) / 1e3,
-        idle_us=sum(idle.values()) / 1e3,
-        idle_not_launched_us=idle["not_launched"] / 1e3,
-        idle_launched_us=idle["launched"] / 1e3,
-        idle_unknown_us=idle["unknown"] / 1e3,
+        idle[_why_idle(following, left)].append((left, right))
+    return Parts(
+        compute=compute,
+        communication=communication,
+        exposed_communication=minus(communication, compute),
+        exposed_copy=minus(copy, not_copy),
+        device=work[0].device,
+        **idle,
     )
 
 
@@ -129,12 +164,12 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     reached = step.start
     for one in work:
         if one.start > reached and one.launch and one.launch.start >= reached:
-            _spread(roots[one.launch.track], reached, one.start, idle)
+            cut_up(roots[one.launch.track], reached, one.start, idle)
         reached = max(reached, one.end)
     return {name: ns / 1e3 for name, ns in idle.most_common()}
 
 
-def _spread(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
+def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
     """Add each moment of a gap to the innermost op that is open then."""
     pending = [(ops, start, end, BETWEEN_OPS)]
     while pending:

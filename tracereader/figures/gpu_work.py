@@ -4,12 +4,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
+from tracereader.figures.attention import Attention, attention, stored
+from tracereader.figures.convolution import Convolution, convolution
 from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
 from tracereader.figures.occupancy import Occupancy, occupancy
-from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
 from tracereader.trace.kernel_names import KernelName
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
@@ -20,6 +23,7 @@ BYTES_OF = {
     "double": 8,
     "int": 4,
     "long int": 8,
+    "short int": 2,
     "signed char": 1,
     "unsigned char": 1,
     "bool": 1,
@@ -32,32 +36,13 @@ INPUTS = {
     "LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2,
 }  # fmt: skip
 
-# Attention ops whose first three inputs are query, key and value, with the places of [batch, heads, sequence].
-ATTENTION = {
-    "aten::_flash_attention_forward": (0, 2, 1), "aten::_efficient_attention_forward": (0, 2, 1),
-    "aten::_cudnn_attention_forward": (0, 1, 2), "aten::_scaled_dot_product_cudnn_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_flash_attention": (0, 1, 2),
-    "aten::_scaled_dot_product_efficient_attention": (0, 1, 2),
-}  # fmt: skip
 
+class Tensor(NamedTuple):
+    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known."""
 
-class Attention(msgspec.Struct, frozen=True):
-    """softmax(q @ k.T) @ v. FLOPs are counted without a mask: a causal one saves up to half of them."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_size: int
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.head_size
-
-    @property
-    def elements(self) -> int:
-        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
-        return 2 * self.batch * self.heads * (self.queries + self.keys) * self.head_size
+    shape: list[int]
+    stored: int
+    item: int | None
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -92,6 +77,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     low_us: float
     high_us: float
     steps: int
+    ran_alone: bool  # nothing else on its device at any moment of it, in no step
     launched_by: str
     launch_to_start_us: float | None  # in this step
     occupancy_queries: int
@@ -100,6 +86,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     name_says: dict[str, str]
     product: Product | None
     attention: Attention | None
+    convolution: Convolution | None
     flops: int | None
     tflops: float | None
     bytes_moved: int | None  # read and written, each input and output once
@@ -111,6 +98,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     grid: list[int] | None
     block: list[int] | None
     occupancy: Occupancy | None
+    layer: str | None = None  # of the model, where the run stored their names: see layers.py
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
@@ -130,37 +118,54 @@ class KernelTimes(msgspec.Struct, frozen=True):
 def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     """The GPU work of the step, in order."""
     durations = defaultdict(list)
+    shared, beside = set(), _beside_others(trace.work)
     for step in trace.steps:
-        for key, one in _numbered(step.work):
+        for key, one in numbered(step.work):
             durations[key].append(one.dur)
+            if id(one) in beside:
+                shared.add(key)
     queries = _queries_before(chosen.work)
     peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    # What a script stored of its attention is of this kernel only where the step has no other.
+    alone = sum(kernel_names.decode(one.name).family == "attention" for one in chosen.work) == 1
+    lesson = trace.lesson if alone else None
     return tuple(
         _measured(
             one,
             op,
             [dur / 1e3 for dur in durations[key]],
+            key not in shared,
             queries.get(id(one.launch), 0),
             peaks,
             trace.device_properties.get(one.device, {}),
+            lesson,
         )
-        for (key, one), op in zip(_numbered(chosen.work), asking_ops(chosen.work), strict=True)
+        for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
 
 
-def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks: Peaks | None, device: dict) -> GpuWork:
+def _measured(
+    one: Work,
+    op: Op | None,
+    times: list[float],
+    alone: bool,
+    queries: int,
+    peaks: Peaks | None,
+    device: dict,
+    lesson: Lesson | None,
+) -> GpuWork:
     args, says = one.args, kernel_names.decode(one.name)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    shape, moved = _sizes_of(one, op, args, says)
+    shape, moved, types = _sizes_of(one, op, args, says, lesson)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    # Attention has no share of a roof: a causal mask halves its FLOPs, and the trace does not tell of one.
+    # Attention of a mask that the trace does not tell has no share of a roof: a causal one halves its FLOPs.
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
+    not_told = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
-    known = None if says.family == "attention" or over_the_bus else peaks
-    reached = _reached(tflops, gb_s, says.parts.get("types", ""), known)
+    reached = _reached(tflops, gb_s, says.parts.get("types") or types, None if not_told or over_the_bus else peaks)
     if max(reached.values(), default=0.0) > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
         tflops, gb_s, reached = None, None, {}
@@ -176,6 +181,7 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         low_us=min(times),
         high_us=max(times),
         steps=len(times),
+        ran_alone=alone,
         launched_by=one.launch.name if one.launch else "",
         launch_to_start_us=(one.start - one.launch.start) / 1e3 if one.launch else None,
         occupancy_queries=queries,
@@ -184,6 +190,7 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
         name_says=says.parts,
         product=shape if isinstance(shape, Product) else None,
         attention=shape if isinstance(shape, Attention) else None,
+        convolution=shape if isinstance(shape, Convolution) else None,
         flops=flops,
         tflops=tflops,
         bytes_moved=moved,
@@ -198,6 +205,19 @@ def _measured(one: Work, op: Op | None, times: list[float], queries: int, peaks:
     )
 
 
+def _beside_others(work: Sequence[Work]) -> set[int]:
+    """The ids of the pieces at some moment of which another ran on the same device."""
+    found, longest = set(), {}
+    for one in sorted(work, key=lambda one: one.start):
+        before = longest.get(one.device)
+        if before is not None and one.start < before.end:
+            # Whatever else is still running at this moment overlaps the one that ends last, and is marked.
+            found |= {id(one), id(before)}
+        if before is None or one.end > before.end:
+            longest[one.device] = one
+    return found
+
+
 def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks | None) -> dict[str, float]:
     """The share of each of the device's peaks."""
     reached = {}
@@ -208,7 +228,7 @@ def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks 
     return reached
 
 
-def _numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
+def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
     """Each with its name and its number among those of that name: its identity across steps."""
     seen = Counter()
     for one in work:
@@ -271,28 +291,52 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
     return before
 
 
-def _sizes_of(work: Work, op: Op | None, args: dict, says: KernelName) -> tuple[Product | Attention | None, int | None]:
-    """What a GEMM or an attention kernel computed, and the bytes that a piece of work has to read and write."""
+def _sizes_of(
+    work: Work, op: Op | None, args: dict, says: KernelName, lesson: Lesson | None
+) -> tuple[Product | Attention | Convolution | None, int | None, str]:
+    """What a GEMM, an attention kernel or a convolution computed, the bytes that it has to move, its type."""
     if work.kind == "memcpy":
         size = _count(args.get("bytes"))
-        return None, size and size * (2 if "DtoD" in work.name else 1)
-    if op is None or says.family not in ("GEMM", "attention", "pointwise"):
-        return None, None
-    asked = op.args
-    dims, types = _dims(asked), asked.get("Input type")
-    item = BYTES_OF.get(types[0]) if isinstance(types, list) and types and isinstance(types[0], str) else None
-    if not dims:
-        return None, None
+        return None, size and size * (2 if "DtoD" in work.name else 1), ""
+    if op is None or says.family not in ("GEMM", "attention", "convolution", "pointwise", "copy"):
+        return None, None, ""
+    tensors = _tensors(op.args)
+    if says.family == "pointwise":
+        return None, _pointwise_bytes(op.name, work.name, tensors), ""
+    if says.family == "copy":
+        return None, _copied_bytes(op.name, tensors), ""
+    shapes, given = [one.shape for one in tensors], op.args.get("Input type")
+    first = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
+    item = BYTES_OF.get(first)
+    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
+    found, types = None, {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
     if says.family == "GEMM":
-        product = _product(op.name, dims)
-        return product, product.elements * item if product and item else None
-    if says.family == "attention":
-        attention = _attention(op.name, dims)
-        return attention, attention.elements * item if attention and item else None
-    return None, _pointwise_bytes(op.name, work.name, dims, item)
+        found = product(op.name, shapes)
+    elif says.family == "convolution":
+        if _alone(work, op, says):
+            found = convolution(op.name, shapes, op.args.get("Concrete Inputs"))
+    elif says.parts.get("does", "forward") != "forward":
+        pass  # it only puts parts together, or goes backward: other arithmetic
+    elif shapes:
+        found = attention(op.name, op.args, shapes, says, lesson.facts if lesson else {})
+    elif lesson and (found := stored(lesson.facts, says)):
+        types = {"bf16": "bf16", "fp16": "fp16"}.get(str(lesson.flags.get("dtype")), "")
+        item = 2 if types else None
+    return found, found.elements * item if found and item else None, types
 
 
-def _product(op: str, dims: list[list[int]]) -> Product | None:
+def _alone(work: Work, op: Op, says: KernelName) -> bool:
+    # Forward, towards the data or towards the weights: an op that starts two kernels of one kind has
+    # split the work between them, and the trace does not tell how.
+    does = says.parts.get("does", "")
+    if does.startswith(kernel_names.SPLIT_K):
+        return False
+    decoded = [kernel_names.decode(one.name) for call in op.children for one in call.work if one is not work]
+    return not any(one.family == "convolution" and one.parts.get("does") == does for one in decoded)
+
+
+def product(op: str, dims: list[list[int]]) -> Product | None:
+    """What a matrix product's op computed, by its inputs' shapes."""
     # Behind the two factors, compiled code names its output; before them, addmm names its bias.
     first = 1 if op in ("aten::addmm", "aten::baddbmm") else 0
     factors = dims[first : first + 2]
@@ -302,38 +346,46 @@ def _product(op: str, dims: list[list[int]]) -> Product | None:
     return Product(math.prod(batch), m, k, factors[1][-1]) if k == factors[1][-2] else None
 
 
-def _attention(op: str, dims: list[list[int]]) -> Attention | None:
-    places = ATTENTION.get(op)
-    if places is None or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
+def _pointwise_bytes(op: str, kernel: str, tensors: Sequence[Tensor]) -> int | None:
+    if not tensors or any(one.item is None for one in tensors):
         return None
-    query, key = dims[:2]
-    batch, heads, sequence = places
-    return Attention(query[batch], query[heads], query[sequence], key[sequence], query[3])
-
-
-def _pointwise_bytes(op: str, kernel: str, dims: list[list[int]], item: int | None) -> int | None:
-    sizes = [math.prod(dim) for dim in dims]
-    if item is None:
-        return None
+    read = sum(one.stored * one.item for one in tensors)
     if op == kernel:  # Inductor's own row names its outputs with its inputs
-        return sum(sizes) * item
+        return read
     inputs = INPUTS.get(op)
-    if inputs is None or not inputs <= len(sizes) <= inputs + 1:
+    if inputs is None or not inputs <= len(tensors) <= inputs + 1:
         return None
-    out = [] if len(sizes) > inputs else [max(sizes)]  # with out= it is among them
-    return (sum(sizes) + sum(out)) * item
+    written = max(math.prod(one.shape) for one in tensors) * max(one.item for one in tensors)
+    return read + (0 if len(tensors) > inputs else written)  # with out= it is among them
 
 
-def _dims(args: dict) -> list[list[int]]:
+def _copied_bytes(op: str, tensors: Sequence[Tensor]) -> int | None:
+    if op != "aten::copy_" or len(tensors) != 2 or any(one.item is None for one in tensors):
+        return None
+    to, source = tensors
+    # Read where it is broadcast from: once.
+    return to.stored * to.item + source.stored * source.item
+
+
+def dims_of(args: dict) -> list[list[int]]:
     """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
-    dims = args.get("Input Dims")
+    return [one.shape for one in _tensors(args)]
+
+
+def _tensors(args: dict) -> list[Tensor]:
+    dims, types, strides = (args.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
     if not isinstance(dims, list):
         return []
-    return [
-        dim
-        for dim in dims
-        if isinstance(dim, list) and dim and all(type(size) is int and 0 <= size < 2**40 for size in dim)
-    ]
+    types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
+    strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
+    found = []
+    for shape, type_name, stride in zip(dims, types, strides, strict=True):
+        if isinstance(shape, list) and shape and all(type(size) is int and 0 <= size < 2**40 for size in shape):
+            same = isinstance(stride, list) and len(stride) == len(shape)
+            distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
+            item = BYTES_OF.get(type_name) if isinstance(type_name, str) else None
+            found.append(Tensor(shape, math.prod(distinct), item))
+    return found
 
 
 def _count(value: object) -> int | None:

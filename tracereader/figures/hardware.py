@@ -50,4 +50,4 @@ def peaks_of(device: str) -> Peaks | None:
 
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
     """The arithmetic peak for the element type that a kernel's name tells; None where it tells none."""
-    return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types)
+    return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())

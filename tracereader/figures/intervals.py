@@ -1,7 +1,8 @@
 """Unions and differences of intervals of whole nanoseconds: busy time is a union, never a sum."""
 
+import bisect
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
@@ -55,3 +56,24 @@ def gaps(covered: Intervals, start: int, end: int) -> Intervals:
     """What lies between the covered intervals of a window."""
     edges = [start, *(edge for one in covered for edge in one), end]
     return [(left, right) for left, right in list(pairwise(edges))[::2] if right > left]
+
+
+def both(one: Intervals, other: Intervals) -> Intervals:
+    """What both cover."""
+    return minus(one, minus(one, other))
+
+
+class Lengths:
+    """How much of any stretch disjoint intervals cover, for two bisections a question."""
+
+    def __init__(self, intervals: Intervals):
+        self.starts = [start for start, _ in intervals]
+        self.ends = [end for _, end in intervals]
+        self.before = list(accumulate((end - start for start, end in intervals), initial=0))
+
+    def between(self, start: int, end: int) -> int:
+        return max(0, self._until(end) - self._until(start))
+
+    def _until(self, time: int) -> int:
+        index = bisect.bisect_right(self.starts, time)
+        return self.before[index] - max(0, self.ends[index - 1] - time) if index else 0

@@ -1,6 +1,7 @@
 """Where in the program a step's time goes: by its labels (phases), and by the modules that asked for the work."""
 
 import bisect
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
@@ -9,7 +10,10 @@ import msgspec
 
 from tracereader.trace import STEP, Op, Step, Trace
 
+# What torch itself labels: no phase of anybody's step.
+TORCHS_OWN = re.compile(r"FSDP::|(nccl|gloo|mpi|xccl):")
 _start = attrgetter("start")
+NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -43,7 +47,8 @@ def by_label(step: Step) -> tuple[Place, ...]:
     while pending:
         op = pending.pop()
         if op.kind == "label" and not op.name.startswith(STEP):
-            labels.append(op)
+            if not TORCHS_OWN.match(op.name):
+                labels.append(op)
         elif op.kind == "label":
             pending.extend(reversed(op.children))
     labels.sort(key=_start)
@@ -79,13 +84,40 @@ def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
     )
 
 
+def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
+    """The same by the module's class and the class of what it is in, with how many modules that is in one.
+
+    So a model's equal layers are one row: "84 x Linear in Qwen3MLP".
+    """
+    if not trace.modules:
+        return ()
+    gpu, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
+    for one in step.work:
+        around, backward = _modules_around(trace, one.launch)
+        names = [module.name.removeprefix("nn.Module: ") for module in around[-2:]]
+        classes = [NUMBER.sub("", name) for name in reversed(names)]
+        name = " in ".join(classes) + " backward" * backward if names else "no module"
+        gpu[name] += one.dur
+        pieces[name] += 1
+        members[name].add(names[-1] if names else "")
+    return tuple(
+        Place(f"{len(members[name])} x {name}" if len(members[name]) > 1 else name, None, ns / 1e3, pieces[name])
+        for name, ns in sorted(gpu.items(), key=lambda item: -item[1])
+    )
+
+
 def _module_of(trace: Trace, launch: Op | None) -> str | None:
+    around, backward = _modules_around(trace, launch)
+    return around[-1].name.removeprefix("nn.Module: ") + " backward" * backward if around else None
+
+
+def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
+    """The modules around a launch, outermost first, or around its forward op's; whether it is backward's."""
     if launch is None:
-        return None
+        return [], False
     track, time, backward = launch.track, launch.start, False
     for op in launch.above():
         if forward := trace.forward_of.get((op.track, op.start)):
             track, time, backward = *forward, True
             break
-    around = innermost(trace.modules.get(track, ()), time)
-    return around[-1].name.removeprefix("nn.Module: ") + " backward" * backward if around else None
+    return innermost(trace.modules.get(track, ()), time), backward

@@ -6,10 +6,24 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.decoding import (
+    Decoding,
+    Unneeded,
+    WeightReads,
+    decoding,
+    same_in_all_steps,
+    unneeded,
+    weight_reads,
+)
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
-from tracereader.figures.places import Place, by_label, by_module
+from tracereader.figures.layers import layer_names
+from tracereader.figures.places import Place, by_label, by_module, by_module_class
+from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.training import Training, training
+from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
@@ -28,6 +42,7 @@ class Call(msgspec.Struct, frozen=True):
     depth: int
     us: float
     self_us: float
+    layer: str | None  # of the model: see layers.py
     launched: list[str]
     reaches_gpu: bool
 
@@ -75,10 +90,12 @@ class Summary(msgspec.Struct, frozen=True):
     trace: str
     lesson: dict | None
     devices: list[str]
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
     world_size: int | None
     has_steps: bool
     shapes_recorded: bool
+    peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
     left_out: list[str]  # steps so full of first use that they would hide what the rest is like
@@ -90,8 +107,19 @@ class Summary(msgspec.Struct, frozen=True):
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
+    by_module_class: tuple[Place, ...]  # the same, equal modules in one
+    training: Training
     gpu_work: tuple[GpuWork, ...]
+    repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
+    weight_reads: tuple[WeightReads, ...]
+    unneeded: Unneeded
+    same_in_all_steps: bool | None  # the GPU work; None of a single step
+    decoding: Decoding | None  # where the run told what a language model's step reads
     kernels: tuple[KernelTimes, ...]
+    unfused: tuple[Unfused, ...]  # attention of the step whose scores go through memory
+    hidden_copies: tuple[HiddenCopy, ...]  # of the step
+    mask_made: MaskMade | None
+    cast_products: CastProducts | None
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
@@ -129,30 +157,43 @@ class Summary(msgspec.Struct, frozen=True):
         return sum(one.kind == kind for one in self.gpu_work)
 
 
+def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
+    """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
+    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
+    spoken_of = trace.steps[first_use:]
+    ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
+    return spoken_of, min(one.start for one in spoken_of), max(ends)
+
+
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Measure a trace. step: the one to speak of; a typical one where None."""
     usual = typical(trace)  # once: of a trace without GPU work it counts every op
     step = step or usual
     facts = step_facts(trace, usual)
-    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
-    spoken_of = trace.steps[first_use:]
-    launched = [one for some in spoken_of for one in some.work]
-    start = min(one.start for one in spoken_of)
-    end = max([one.end for one in spoken_of] + [one.end for one in launched])
+    spoken_of, start, end = window(trace, usual)
+    first_use = len(trace.steps) - len(spoken_of)
     wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
     steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
-    chain = _chain(step)
+    layers = layer_names(trace, step)
+    chain = _chain(step, layers)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
+    lesson = _lesson(trace)
+    measured = tuple(
+        msgspec.structs.replace(row, layer=layers.get(id(one)))
+        for row, one in zip(gpu_work(trace, step), step.work, strict=True)
+    )
     return Summary(
         trace=str(trace.path),
-        lesson=_lesson(trace),
+        lesson=lesson,
         devices=list(trace.devices),
+        compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
         shapes_recorded=trace.has_shapes,
+        peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
         steps=facts,
         left_out=[one.name for one in trace.steps[:first_use]],
@@ -164,8 +205,19 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),
-        gpu_work=gpu_work(trace, step),
+        by_module_class=by_module_class(trace, step),
+        training=training(trace, step),
+        gpu_work=measured,
+        repeats=repeats(step.work, measured),
+        weight_reads=weight_reads(trace, step, measured),
+        unneeded=unneeded(step, measured),
+        same_in_all_steps=same_in_all_steps(trace),
+        decoding=decoding(trace, lesson),
         kernels=kernel_times(trace),
+        unfused=unfused(step),
+        hidden_copies=hidden_copies(step),
+        mask_made=mask_made(trace, step),
+        cast_products=cast_products(step),
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
         ops=_times(chain, "op"),
@@ -179,7 +231,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _chain(step: Step) -> tuple[Call, ...]:
+def _compute_capability(trace: Trace) -> str | None:
+    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
+    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
+        return None
+    return "{}{}".format(*found.pop())
+
+
+def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
     below = set()  # the ids of what launched work, and of all that encloses it
     for one in step.work:
         op = one.launch
@@ -187,7 +246,16 @@ def _chain(step: Step) -> tuple[Call, ...]:
             below.add(id(op))
             op = op.parent
     return tuple(
-        Call(op.name, op.kind, depth, op.us, self_us(op), [one.name for one in op.work], id(op) in below)
+        Call(
+            name=op.name,
+            kind=op.kind,
+            depth=depth,
+            us=op.us,
+            self_us=self_us(op),
+            layer=layers.get(id(op)),
+            launched=[one.name for one in op.work],
+            reaches_gpu=id(op) in below,
+        )
         for op, depth in step.dispatch()
     )
 
@@ -223,6 +291,11 @@ def _final_sync_us(trace: Trace) -> float | None:
     end = max(step.end for step in trace.steps)
     sync: Op | None = next((op for op in trace.outside if "DeviceSynchronize" in op.name and op.start >= end), None)
     return sync.us if sync else None
+
+
+def _peak_bytes(trace: Trace) -> int | None:
+    """The most that was allocated at once, of a GPU where one worked; only with memory profiling."""
+    return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
 
 
 def _lesson(trace: Trace) -> dict | None:

@@ -81,3 +81,13 @@ def listed(names) -> str:
 def counted(count: int, what: str, several: str = "") -> str:
     """1 kernel, 2 kernels."""
     return f"{count:,} {what if count == 1 else several or what + 's'}"
+
+
+def duration(us: float) -> str:
+    """With its unit: µs to one decimal below a millisecond, then ms."""
+    return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+
+
+def megabytes(count: int) -> str:
+    """Bytes in decimal units, as memory bandwidth is quoted."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -5,7 +5,7 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
 
 
@@ -102,17 +102,17 @@ def duration_varies() -> Finding:
     def judge(summary):
         # Each place in the step is compared with itself: one name may do different work at each.
         widest = max(
-            # A collective's time is its peers', too.
+            # A collective's time is its peers', too; and what runs beside other work shares the chip with it.
             (
                 one
                 for one in summary.gpu_work
-                if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication"
+                if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication" and one.ran_alone
             ),
             key=lambda one: one.high_us / one.low_us,
             default=None,
         )
         if widest is None:
-            return Verdict(None, "nothing of 5 µs or more in three steps")
+            return Verdict(None, "nothing of 5 µs or more that ran alone in three steps")
         seen = (
             f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
             f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
@@ -224,12 +224,17 @@ def product_sizes(m: int, k: int, n: int) -> Finding:
 @recordable
 def fused_into_one(maker: str, *words: str) -> Finding:
     def judge(summary):
+        if not summary.has_gpu_work:  # Inductor's C++ kernels are rows of the CPU lane
+            written = {name: op for name, op in summary.ops.items() if "cpp_fused" in name}
+            seen = listed(f"{short(name, 60)} {op.self_us:,.1f} µs" for name, op in written.items())
+            merged = [name for name in written if all(word in name for word in words)]
+            return Verdict(len(merged) == 1, seen) if written else Verdict(None, NO_GPU)
         others = [one for one in _kernels(summary) if one.family != "GEMM"]
         seen = listed(f"{short(one.name, 60)} {one.us:.1f} µs" for one in others)
         return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
 
     merged = " and ".join(words) + (" are" if len(words) > 1 else " is")
-    return Finding(f"{merged} one kernel, written by {maker}", judge, needs_gpu=True)
+    return Finding(f"{merged} one kernel, written by {maker}", judge)
 
 
 def fused() -> Finding:

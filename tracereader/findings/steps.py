@@ -277,15 +277,11 @@ def final_sync() -> Finding:
 
 def synchronization() -> Finding:
     def judge(summary):
-        waits = {
-            name: us for name, us in summary.idle_in.items()
-            if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpyWithStream")
-        }  # fmt: skip
-        if not waits:
-            return Verdict(False, "")
-        us = sum(waits.values())
-        seen = f"{us:,.1f} µs of a step, in {listed(waits)}"
-        return Verdict(us > 5, seen, cost_us=us)  # a launch alone takes that long
+        syncs = [one for one in summary.training.syncs if one.idle_us]
+        us = sum(one.idle_us for one in syncs)
+        calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
+        # A launch alone takes 5 µs.
+        return Verdict(us > 5, f"idle {us:,.1f} µs of a step, from there to its next work: {calls}", cost_us=us)
 
     return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
 

@@ -6,28 +6,38 @@ from collections.abc import Sequence
 import msgspec
 
 from tracereader.figures import Summary
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
+from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Finding
 from tracereader.show.report import View
+from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
+    "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out"),
-    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module"),
+    "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
+    "repeats": ("repeats",),
+    "training": ("training",),
     "kernels": ("kernels",),
     "cpu": ("ops", "runtime"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
+    "starts": ("starts",),
+    "series": ("series",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled"),
-}
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled",
+                 "unfused", "hidden_copies", "mask_made", "cast_products"),
+}  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "typical_step", "window_us")  # fmt: skip
 
 
-def as_json(summary: Summary, guesses: Sequence[Finding], view: View) -> str:
+def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1."""
     document = msgspec.to_builtins(summary)
     for step, measured in zip(summary.steps, document["steps"], strict=True):
@@ -35,14 +45,23 @@ def as_json(summary: Summary, guesses: Sequence[Finding], view: View) -> str:
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": evidence}
-        for one, evidence in cheatsheet.found(summary)
+        {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
         {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
         for guess in guesses
         for verdict in (guess.ask(summary),)
     ]
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    measured_here = {
+        "table": lambda: profiler_table(trace),
+        "starts": lambda: starts(trace, step),
+        "series": lambda: series(trace, step, summary.left_out),
+    }
+    for section, measure in measured_here.items():
+        if view.shows(section):
+            document[section] = msgspec.to_builtins(measure())
     if view.only:
         wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
         document = {key: value for key, value in document.items() if key in wanted}

@@ -1,5 +1,6 @@
 """Several runs side by side: their figures, where the difference lies, what changed and what stayed the same."""
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -7,18 +8,20 @@ from rich.table import Table
 
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
+from tracereader.findings import cheatsheet, steps
 from tracereader.show.report import FAMILY_WORDS, View
-from tracereader.show.text import Name, console, plain, print_columns, ratio, us
+from tracereader.show.text import Name, console, plain, print_columns, printable, ratio, size, us
 
-SECTIONS = ("steps", "gpu", "cpu", "work", "chain")
+SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
+FEW = 4  # runs up to which there is room for all that changed
 
 
 def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False) -> None:
     """Several runs, each set against the first, or against the one before it.
 
-    Of a report's sections, steps has the figures, gpu the time by family, cpu the ops' own time, work what
-    changed in the GPU work and chain in the ops. Raises BadInput.
+    Of a report's sections, steps has the figures, short what changed and what each shows most, gpu the time
+    by family, cpu the ops' own time, work what changed in the GPU work and chain in the ops. Raises BadInput.
     """
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
@@ -27,6 +30,9 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         wanted = [name for name in wanted if name != "gpu"]
     elif not view.only and not view.all:
         wanted = [name for name in wanted if name != "cpu"]
+    many = len(summaries) > FEW and not (view.only or view.all)
+    if many:
+        wanted = [name for name in wanted if name not in ("work", "chain")]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
     devices = [", ".join(dict.fromkeys(one.devices)) or "CPU only" for one in summaries]
@@ -37,7 +43,8 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
     else:
         out.print(f"[bold]{plain(devices[0])}[/bold]")
     sections = {
-        "steps": lambda: _figures(out, sides, before, "typical step" if view.step is None else f"step #{view.step}"),
+        "steps": lambda: _figures(out, sides, "typical step" if view.step is None else f"step #{view.step}"),
+        "short": lambda: _in_short(out, sides),
         "gpu": lambda: _times(out, sides, "GPU µs of a step, by family", [_by_family(one) for one in summaries], view),
         "cpu": lambda: _times(out, sides, "CPU µs of a step, ops' own", [_by_op(one) for one in summaries], view),
     }
@@ -49,27 +56,45 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         if set(wanted) & set(sections):
             out.print()
         _differences(out, sides, before, "work" in wanted, "chain" in wanted)
+    if many:
+        out.print()
+        out.print("more: --only work,chain (all that changed, and what stayed the same)")
 
 
-def _figures(out: Console, sides: Sequence[compare.Side], before: bool, title: str) -> None:
+def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
+    """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
+    gpu = any(side.summary.has_gpu_work for side in sides)
+    memory = any(side.peak_bytes for side in sides)
+    multiples = ["of 1st", "of prev."] if len(sides) > 2 else [""]
+    heads = [title, "CPU µs", *multiples, "1st step"]
+    heads += ["GPU busy", *multiples, "launches", "kernels", "copies", "memsets"] if gpu else []
     rows = []
     for number, side in enumerate(sides):
-        one, base = side.summary, sides[max(0, number - 1) if before else 0].summary
-        first = one.steps[0].cpu_us
-        rows.append(
-            [
-                Name(f"{number + 1} {side.name}"),
-                us(one.chosen.cpu_us),
-                ratio(one.chosen.cpu_us, base.chosen.cpu_us),
-                us(first),
-                us(one.chosen.gpu_busy_us),
-                ratio(one.chosen.gpu_busy_us, base.chosen.gpu_busy_us),
-                str(one.chosen.launches),
-                *(str(one.count(kind)) for kind in ("kernel", "memcpy", "memset")),
-            ]
-        )
-    heads = [title, "CPU µs", "", "1st step", "GPU busy", "", "launches", "kernels", "copies", "memsets"]
-    print_columns(out, heads, rows)
+        one = side.summary
+        others = [sides[0].summary, sides[max(0, number - 1)].summary][: len(multiples)]
+        row = [Name(f"{number + 1} {side.name}"), us(one.chosen.cpu_us)]
+        row += [ratio(one.chosen.cpu_us, base.chosen.cpu_us) for base in others]
+        row.append(us(one.steps[0].cpu_us))
+        if gpu:
+            row.append(us(one.chosen.gpu_busy_us))
+            row += [ratio(one.chosen.gpu_busy_us, base.chosen.gpu_busy_us) for base in others]
+            row += [str(one.chosen.launches), *(str(one.count(kind)) for kind in ("kernel", "memcpy", "memset"))]
+        rows.append(row + [size(side.peak_bytes) if side.peak_bytes else "–"] * memory)
+    print_columns(out, heads + ["memory"] * memory, rows)
+
+
+def _in_short(out: Console, sides: Sequence[compare.Side]) -> None:
+    """Of each run what it does that the one before did not, and what costs it most."""
+    out.print("[bold]against the run before, and what each shows most[/bold]")
+    for number, side in enumerate(sides):
+        on_gpu = side.summary.has_gpu_work
+        told = [compare.change(sides[number - 1], side)] if number else [compare.setup(side)] if on_gpu else []
+        told += [": ".join(steps.waiting(side.summary))] if on_gpu else []
+        told += cheatsheet.reveals(side.summary)
+        out.print(f"{number + 1} {plain(side.name)}")
+        for text in told:
+            wrapped = textwrap.wrap(printable(text), out.width - 4, break_long_words=False, break_on_hyphens=False)
+            out.print("\n".join(f"    {plain(line)}" for line in wrapped))
 
 
 def _by_family(summary: Summary) -> dict[str, float]:

@@ -1,12 +1,17 @@
 """One step as the lanes that Perfetto shows, in characters: CPU slices nested, GPU work below."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tracereader.trace import Op, Step, Work, kernel_names
 
 # Depth past which nesting is no longer drawn: the rungs need 9.
 MAX_ROWS = 12
+
+
+# What a collective is drawn with while it waits for another rank.
+WAITS = "."
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,29 @@ class Glyphs:
     unit: str
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A stretch of the GPU's lane with a name; ns."""
+
+    name: str
+    start: int
+    end: int
+
+
 UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
 ASCII = Glyphs(start="[", fill="=", tiny="|", tick="+", unit=" us")
 
 
-def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
-    """The lines of the picture, at most `width` wide.
+def draw(
+    step: Step,
+    width: int,
+    glyphs: Glyphs,
+    marks: Sequence[Mark] = (),
+    layers: Mapping[int, str] = MappingProxyType({}),
+) -> list[str]:
+    """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
+
+    layers: names of layers by a slice's id, which come first.
 
     A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
     of its row.
@@ -43,17 +65,46 @@ def draw(step: Step, width: int, glyphs: Glyphs) -> list[str]:
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for number, rows in enumerate(_cpu_rows(step)):
-        for depth, row in enumerate(rows[:MAX_ROWS]):
+        # Below slices too narrow for a name there are only narrower ones.
+        widest = [max(column(one.end) - column(one.start) for one in row) for row in rows]
+        drawn = min(MAX_ROWS, next((depth + 1 for depth, width in enumerate(widest) if width < 4), MAX_ROWS))
+        for depth, row in enumerate(rows[:drawn]):
             title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
-            lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs))
-        if len(rows) > MAX_ROWS:
-            lines.append(" " * margin + f"({len(rows) - MAX_ROWS} deeper rows not drawn)")
+            lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs, layers))
+        if len(rows) > drawn:
+            lines.append(" " * margin + f"({len(rows) - drawn} deeper rows not drawn)")
     streams: dict[tuple, list[Work]] = {}
     for one in step.work:
         streams.setdefault(one.track, []).append(one)
     for number, work in enumerate(streams.values()):
         title = "GPU" if number == 0 else f"GPU {number + 1}"
-        lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs))
+        lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
+    if marks:
+        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs))
+    return [line.rstrip() for line in lines]
+
+
+def draw_rows(
+    rows: Sequence[tuple[str, Sequence[tuple[int, int, str, bool]]]], width: int, glyphs: Glyphs
+) -> list[str]:
+    """Titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
+    pieces = [one for _, row in rows for one in row]
+    margin = max([6, *(len(title) + 1 for title, _ in rows)])
+    columns = width - margin - 14
+    if not pieces or columns < 20:
+        return []
+    start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
+    scale = columns / max(1, end - start)
+
+    def column(time: int) -> int:
+        return min(columns, max(0, round((time - start) * scale)))
+
+    lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
+    for title, row in rows:
+        slices = [
+            Op(name, "wait" if waits else "row", left, right - left, (), None) for left, right, name, waits in row
+        ]
+        lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
     return [line.rstrip() for line in lines]
 
 
@@ -68,7 +119,13 @@ def _cpu_rows(step: Step) -> list[list[list[Op]]]:
     return list(threads.values())
 
 
-def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> str:
+def _row(
+    slices: Sequence[Op | Work | Mark],
+    column,
+    columns: int,
+    glyphs: Glyphs,
+    layers: Mapping[int, str] = MappingProxyType({}),
+) -> str:
     cells = [" "] * columns
     free, hidden = 0, 0
     for one in sorted(slices, key=lambda one: one.start):
@@ -79,10 +136,13 @@ def _row(slices: Sequence[Op | Work], column, columns: int, glyphs: Glyphs) -> s
             hidden += 1
             continue
         room = min(right, columns) - left
-        if room == 1:
+        if one.kind == "wait":
+            cells[left : left + room] = WAITS * room
+        elif room == 1:
             cells[left] = glyphs.tiny
         else:
-            name = kernel_names.short(one.name.removeprefix("aten::"), max(1, room - 1)) if room > 3 else ""
+            name = " ".join(word for word in (layers.get(id(one)), one.name.removeprefix("aten::")) if word)
+            name = kernel_names.short(name, max(1, room - 1)) if room > 3 else ""
             cells[left : left + room] = (glyphs.start + name).ljust(room, glyphs.fill)
         free = left + room
     return "".join(cells) + (f" +{hidden} too short" if hidden else "")

@@ -136,10 +136,10 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, trace: Path, perfetto: str = ORIGIN):
+    def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None):
         super().__init__(("127.0.0.1", 0), Handler)
         # Read once: what is served is what was reported on, whatever becomes of the file.
-        self.content = trace.read_bytes()
+        self.content = trace.read_bytes() if content is None else content
         self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
         self.perfetto = perfetto
         self.token = secrets.token_urlsafe(24)
@@ -153,10 +153,13 @@ class Server(ThreadingHTTPServer):
         pass  # a browser that hung up
 
 
-def hand_over(trace: Path, timeout_s: float = TIMEOUT_S) -> bool:
-    """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it."""
+def hand_over(trace: Path, content: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bool:
+    """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it.
+
+    content: what to hand over where that is no file's; `trace` is its name then.
+    """
     out = console()
-    with raised(), Server(trace) as server:
+    with raised(), Server(trace, content=content) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
             # Inside, since Ctrl-C may come as soon as its last line is read.

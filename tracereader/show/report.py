@@ -1,9 +1,8 @@
 """What one trace shows, from the file alone."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +11,35 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.layers import layer_names
+from tracereader.figures.repeats import repeated_names
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
 from tracereader.figures.summary import Call
-from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import NO_GPU, Finding, counted
-from tracereader.show import lanes, references
-from tracereader.show.text import Name, console, percent, plain, print_columns, rate, shown_path, size, time, us
+from tracereader.figures.table import profiler_table
+from tracereader.findings import cheatsheet, decoding, steps
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
+from tracereader.show import lanes, references, repeats, training
+from tracereader.show import series as series_of
+from tracereader.show import starts as starts_of
+from tracereader.show import table as table_of_torch
+from tracereader.show.text import (
+    Name,
+    ascii_only,
+    console,
+    head,
+    lines_of,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    rate,
+    seconds,
+    shown_path,
+    size,
+    time,
+    us,
+)
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import KernelName, labels, short
@@ -26,18 +49,28 @@ LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
+# Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
+LINES = 80
+SHARES = (1.0, 0.6, 0.4, 0.2)
+# Left out, the first one first, where even the least of every table is too long.
+LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
 NAMES_SHOWN = 5
+PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "work", "chain")
+BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+
+
+Shown = tuple[cheatsheet.Pattern, Verdict]
 
 
 @dataclass(frozen=True)
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
-    all: every section and row. brief: what a numbered script shows of its own run.
+    all: every section and row. brief: what a numbered script shows of its own run. share: of the rows that a table
+    shows where there is room.
     """
 
     only: Sequence[str] | None = None
@@ -45,6 +78,7 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
+    share: float = 1.0
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
@@ -57,7 +91,7 @@ class View:
 
     def most(self, rows: int) -> int | None:
         """How many rows of something to show; None: all."""
-        return None if self.all else rows
+        return None if self.all else max(1, round(rows * self.share))
 
 
 def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
@@ -96,46 +130,97 @@ def explain_file(path: Path, view: View) -> None:
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
     wanted = {name for name in SECTIONS if view.shows(name)}
-    if not (view.lanes or view.only or view.step is not None or sys.stdout.isatty()):
+    if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names"}
+        wanted -= {"kernels", "work", "names", "starts"}
     small = len(summary.gpu_work) <= SMALL
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(trace.steps) < series_of.ENOUGH:
+            wanted.discard("series")
     if not (view.only or view.all):
         # A small step is shown piece by piece, a large one by name and family.
         wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if not repeats.told(summary):
+        wanted.discard("repeats")
+    if not training.tells(summary):
+        wanted.discard("training")
     guesses = guesses_of(trace)
     if not guesses:
         wanted.discard("guesses")
-    sections: dict[str, Callable[[Console], None]] = {
-        "short": lambda out: _in_short(out, summary),
-        "guesses": lambda out: _verdicts(out, guesses, summary, view),
-        "steps": lambda out: _steps(out, summary, view),
-        "lanes": lambda out: _lanes(out, trace, summary),
-        "gpu": lambda out: _gpu_time(out, summary, view),
-        "kernels": lambda out: _kernels(out, summary, view),
-        "cpu": lambda out: _cpu(out, summary, view),
-        "work": lambda out: _gpu_work(out, summary, view),
-        "names": lambda out: _names(out, summary, view),
-        "chain": lambda out: _chain(out, summary, view),
-        "patterns": lambda out: _patterns(out, summary, view),
-    }
+    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    found = cheatsheet.found(summary)
+    over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    out.print()
-    _header(out, summary)
-    for name in SECTIONS:
-        if name in wanted:
-            out.print()
-            sections[name](out)
-    left_out = [name for name in SECTIONS if name not in wanted and name in sections and name != "lanes"]
-    if view.brief and not view.only and left_out:
+    sections: dict[str, Callable[[View], None]] = {
+        "short": lambda view: _in_short(out, summary, found, view),
+        "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
+        "guesses": lambda view: _verdicts(out, guesses, summary, view),
+        "steps": lambda view: _steps(out, summary, view),
+        "lanes": lambda view: _lanes(out, trace, summary),
+        "gpu": lambda view: _gpu_time(out, summary, view),
+        "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
+        "repeats": lambda view: repeats.table(out, summary),
+        "kernels": lambda view: _kernels(out, summary, view),
+        "cpu": lambda view: _cpu(out, summary, view),
+        "work": lambda view: _gpu_work(out, summary, view),
+        "names": lambda view: _names(out, summary, view),
+        "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
+        "series": lambda view: series_of.show(
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
+        ),
+        "chain": lambda view: _chain(out, summary, view),
+        "patterns": lambda view: _patterns(out, summary, found, view),
+    }
+
+    def written(view: View) -> dict[str, str]:
+        found = {}
+        with out.capture() as top:
+            if not view.brief:
+                out.print()
+            _header(out, summary, view)
+        for name in SECTIONS:
+            if name in wanted:
+                with out.capture() as section:
+                    if name != "short" or not view.brief:
+                        out.print()
+                    sections[name](view)
+                found[name] = section.get()
+        return {"head": top.get(), **found}
+
+    fitted = view.brief or view.all or view.only
+    parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
+    out.file.write("".join(parts.values()))
+    if left_out:
+        out.print(f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)")
+    if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
 
 
-def _header(out: Console, summary: Summary) -> None:
+def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
+    """The report with as much of every table as fits into LINES, and the sections that had to be left out."""
+    for share in SHARES:
+        parts = written(replace(view, share=share))
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES:
+            return parts, []
+    left_out = []
+    for name in LEFT_OUT_FIRST:
+        if sum(lines_of(part, width) for part in parts.values()) <= LINES - 2:  # what is left out is said, too
+            break
+        if parts.pop(name, None):
+            left_out.append(name)
+    return parts, left_out
+
+
+def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
     words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
@@ -154,6 +239,9 @@ def _header(out: Console, summary: Summary) -> None:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
+    took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
+    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
+        words.append(f"first call {seconds(took)}")
     out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
     if summary.left_out:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
@@ -161,7 +249,7 @@ def _header(out: Console, summary: Summary) -> None:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
 
 
-def _in_short(out: Console, summary: Summary) -> None:
+def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -180,7 +268,8 @@ def _in_short(out: Console, summary: Summary) -> None:
             for one in summary.families[:4]
             if one.share >= 0.005
         ]
-        lines.append(f"of the GPU's time: {', '.join(shares)}")
+        if not view.brief:
+            lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
         ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
         if ops:
@@ -188,9 +277,12 @@ def _in_short(out: Console, summary: Summary) -> None:
                 "ops by their own time, of a step: "
                 + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
             )
-    lines += [f"{plain(pattern.see)}: {plain(verdict.evidence)}" for pattern, verdict in cheatsheet.costliest(summary)]
+    lines += [plain(line) for line in decoding.in_words(summary)]
+    lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
+    if view.brief and (means := cheatsheet.what_to_do(summary)):
+        lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
-        out.print(f"{'[bold]in short[/bold]' if not number else '        '}   {line}")
+        paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -208,16 +300,19 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     shown.append(("the whole window", us(window), "100%"))
-    head = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (head, "µs", "share"), shown)
+    title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
+    print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
-    for head, places in (("GPU work of a step, summed by label", summary.by_label), ("by module", summary.by_module)):
+    for title, places in (
+        ("GPU work of a step, summed by label", summary.by_label),
+        ("by module", summary.by_module_class),
+    ):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
-            print_columns(out, (head, "GPU µs", "pieces", "CPU µs"), rows)
+            print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
             _and_more(out, len(places), len(rows))
     if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
         return  # the answer has the families already
@@ -247,20 +342,20 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
         for one in shown
     ]
     heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
-    print_columns(out, heads, rows, left=(0, 1))
+    print_columns(out, heads, rows, left=(0, 1), section="kernels")
     _and_more(out, len(summary.kernels), len(rows))
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
     """The ops' own time; calls of the driver apart, since many of them wait."""
-    for head, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
+    for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         rows = [
             (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
             for name, one in ordered[: view.most(ROWS_SHOWN)]
         ]
         if rows:
-            print_columns(out, (head, "self µs", "total µs", "calls"), rows)
+            print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             _and_more(out, len(ordered), len(rows))
 
 
@@ -275,7 +370,8 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     if gpu:
         heads += ["launches", "GPU busy", "span", "idle", "to start"]  # from the first launch
     found = summary.steps
-    shown = found if view.all or len(found) <= STEPS_SHOWN else found[: STEPS_SHOWN - 3]
+    most = view.most(STEPS_SHOWN)
+    shown = found if most is None or len(found) <= max(3, most) else found[: max(3, most - 3)]
     rows = []
     for one in shown:
         row = [
@@ -287,47 +383,62 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
             row += [str(one.launches), us(one.gpu_busy_us), us(one.gpu_span_us), percent(one.gpu_idle_share)]
             row += [us(one.launch_to_start_us)]
         rows.append(row)
-    print_columns(out, heads, rows)
+    print_columns(out, heads, rows, section="steps")
     if len(shown) < len(found):
         out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_median is not None][:3]:
         why = steps.cause(summary, one)
-        out.print(
+        paragraph(
+            out,
             f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
-            + (f": {plain(why)}" if why else "; the trace does not show why")
+            + (f": {plain(why)}" if why else "; the trace does not show why"),
+            rest="  ",
         )
+
+
+def lane_glyphs(out: Console) -> lanes.Glyphs:
+    """What lanes are drawn with on this terminal."""
+    return lanes.ASCII if ascii_only(out) else lanes.UNICODE
+
+
+def lanes_wanted(view: View) -> bool:
+    """Whether lanes are drawn: at a terminal, or where something asks for them."""
+    return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
 
 
 def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
     step = next(step for step in trace.steps if step.name == summary.typical_step)
-    ascii_only = (
-        out.is_dumb_terminal
-        or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
-    )
-    drawn = lanes.draw(step, out.width, lanes.ASCII if ascii_only else lanes.UNICODE)
+    named = layer_names(trace, step)
+    drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary), named)
     if drawn:
-        out.print(f"[bold]lanes of step {plain(step.number)}[/bold]")
+        out.print(head(f"lanes of step {plain(step.number)}", "lanes"))
         for line in drawn:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
 
 def _gpu_work(out: Console, summary: Summary, view: View) -> None:
-    shown = summary.gpu_work[: view.most(LINES_SHOWN)]
-    named = labels([one.name for one in shown], 60)
-    rows = [
-        (
-            Name(named[one.name]),
-            Name(short(one.asked_by, 28)),
-            us(one.us),
-            f"{us(one.low_us)}–{us(one.high_us)}",
-            one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-            _footprint(one),
-        )
-        for one in shown
-    ]
+    """Piece by piece; what repeats is shown once unless all is asked for."""
+    folded = not view.all and bool(repeats.told(summary))
+    listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
+    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
+    named = labels([one.work.name for one in shown if one.work], 60)
+    rows = []
+    for row in shown:
+        if one := row.work:
+            rows.append(
+                (
+                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
+                    Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
+                    us(one.us),
+                    f"{us(one.low_us)}–{us(one.high_us)}",
+                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
+                    _footprint(one),
+                )
+            )
+        else:
+            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
         "from",
@@ -336,8 +447,8 @@ def _gpu_work(out: Console, summary: Summary, view: View) -> None:
         "launched by",
         "regs, shared, grid x block",
     )
-    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5))
-    _and_more(out, len(summary.gpu_work), len(rows))
+    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
+    _and_more(out, len(listed), len(rows))
 
 
 def _footprint(one: GpuWork) -> str:
@@ -351,12 +462,14 @@ def _names(out: Console, summary: Summary, view: View) -> None:
     said: dict[str, list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault(one.name, []).append(one)
-    out.print("[bold]what the names say[/bold]")
+    out.print(head("what the names say", "names"))
     for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
+        layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(short(name, out.width - 4))}")
-        out.print(f"      {plain('; '.join([str(says), *_measured(same), *_occupancy(same[0])]))}")
-    _and_more(out, len(said), len(said) if view.all else NAMES_SHOWN)
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
+        paragraph(out, plain(told), " " * 6, " " * 6)
+    _and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:
@@ -371,13 +484,23 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
         elif heads := one.attention:
             found[heads] = (
                 f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP without a mask"
-                + (f" at {rate(one.tflops)} TFLOP/s" if one.tflops else "")
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
+            )
+        elif conv := one.convolution:
+            found[(*conv.data, *conv.filter)] = (
+                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
+                f"{conv.flops / 1e9:,.1f} GFLOP"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
 
 
 def _occupancy(one: GpuWork) -> list[str]:
@@ -385,7 +508,11 @@ def _occupancy(one: GpuWork) -> list[str]:
     if found is None:
         return []
     told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    return [f"occupancy at most {found.limit:.0%}, limited by {found.limited_by}{told}"]
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
 
 
 def _of_roof(one: GpuWork) -> str:
@@ -397,12 +524,14 @@ def _chain(out: Console, summary: Summary, view: View) -> None:
     """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
     folded = not view.all and len(summary.chain) > LINES_SHOWN
     step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(f"[bold]dispatch chain of {step}{', into what takes longest' * folded}[/bold]")
+    out.print(head(f"dispatch chain of {step}{', into what takes longest' * folded}", "chain"))
     if folded:
         _folded_chain(out, summary.chain, 0, len(summary.chain))
         return
     for call in summary.chain:
         line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
+        if call.layer:
+            line += f"  {plain(call.layer)}"
         if call.launched:
             names = " + ".join(short(name, 48) for name in call.launched[:4])
             more = f" + {len(call.launched) - 4} more" if len(call.launched) > 4 else ""
@@ -419,6 +548,8 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
+        if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
+            calls, end = _median_stretch(out, chain, calls, end, found)
         by_name: dict[str, list[int]] = {}
         for index in calls:
             by_name.setdefault(chain[index].name, []).append(index)
@@ -426,54 +557,89 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
             times = f"{len(same):,} x " if len(same) > 1 else ""
-            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]")
+            layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
+            named = f"  {plain(', '.join(layers))}" if layers else ""
+            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
-CALLS_SHOWN, DEPTHS_SHOWN = 3, 12
+def _median_stretch(
+    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int]
+) -> tuple[list[int], int]:
+    """Say that calls repeat; those of the stretch with the median time, and where it ends."""
+    first, length, times = found
+    stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
+    each = [sum(chain[index].us for index in stretch) for stretch in stretches]
+    middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
+    kept = stretches[middle]
+    indent = "  " * (chain[calls[0]].depth + 1)
+    out.print(f"{indent}{times} x the same {length:,} calls  [dim]{us(sum(each))} µs[/dim], in one of them")
+    return kept, next((index for index in calls if index > kept[-1]), end)
 
 
-def _patterns(out: Console, summary: Summary, view: View) -> None:
+CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
+
+
+def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    explained = view.all or view.only or (len(summary.chain) <= EXPLAINED and not summary.lesson)
-    found = cheatsheet.found(summary)
-    out.print(f"[bold]patterns from the cheatsheet in this trace[/bold]{'' if found else ': none'}")
-    for pattern, evidence in found:
-        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(evidence)})[/dim]")
+    roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
+    explained = view.all or view.only or roomy
+    out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
+    shown = found[: view.most(PATTERNS_SHOWN)]
+    for pattern, verdict in shown:
+        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
         if explained:
             out.print(f"      {plain(pattern.means)}")
+    _and_more(out, len(found), len(shown))
 
 
 def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first."""
-    out.print("[bold]guess first, then look[/bold]")
+    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    brief = (view.brief or view.share < 1) and not (view.all or view.only)
+    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
-        if view.all or view.only or not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
-            out.print(f"       {plain(verdict.why_not)}")
+            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary)
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary) -> None:
+def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
+    """How many guesses the trace bears out."""
+    holds = [verdict.holds for _, verdict in answers]
+    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
+    broken = "; not these:" if False in holds else ""
+    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
     if reference is None:
         out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
         return
     gpu = summarize(read(reference))
-    out.print(f"  {len(guesses)} more about the GPU: this run was on the CPU. The same on {plain(gpu.devices[0])},")
-    out.print(f"  by the reference trace {plain(shown_path(reference))}:")
-    for guess in guesses:
-        verdict = guess.ask(gpu)
-        out.print(f"  {MARKS[verdict.holds]}  {plain(guess.text)}")
+    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    where = f"{plain(gpu.devices[0])}, by its reference trace"
+    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
+    if brief:
+        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
+    else:
+        out.print(f"{line} {plain(shown_path(reference))}:")
+    for guess, verdict in answers:
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if not verdict.holds:
-            out.print(f"       [dim]{plain(verdict.evidence)}[/dim]")
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
 
 
 GPU_REFERENCE = "nvidia-h200"

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from tracereader.command import printable
 from tracereader.trace.kernel_names import cut
@@ -29,9 +30,45 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
 
+def ascii_only(out: Console) -> bool:
+    """Whether pictures have to do without characters of their own."""
+    return (
+        out.is_dumb_terminal
+        or not (out.encoding or "").lower().startswith("utf")
+        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
+    )
+
+
 def plain(text: str) -> str:
     """Somebody else's text, to stand between our own markup."""
     return escape(printable(text))
+
+
+GLOSSARY = Path(__file__).resolve().parents[2] / "docs/glossary.md"
+
+
+def head(title: str, section: str) -> str:
+    """Markup of a section's head: where the terminal can, a link to what its words mean."""
+    # The reader alone comes without the pages.
+    return f"[bold][link={GLOSSARY.as_uri()}#{section}]{title}[/link][/bold]" if GLOSSARY.is_file() else bold(title)
+
+
+def bold(text: str) -> str:
+    return f"[bold]{text}[/bold]"
+
+
+def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> None:
+    """A sentence, at a terminal broken between words and indented; in a pipe one line, for grep.
+
+    first, rest: markup before its first line, and plain text before the others.
+    """
+    if out.width >= PIPE_WIDTH and not out.is_terminal:
+        out.print(first + markup)
+        return
+    start = Text.from_markup(first)
+    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, out.width - len(start)))):
+        line.rstrip()
+        out.print(Text(rest) + line if number else start + line)
 
 
 class Name(str):
@@ -39,9 +76,16 @@ class Name(str):
 
 
 def print_columns(
-    out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+    out: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: Sequence[int] = (0,),
+    section: str = "",
 ) -> None:
-    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first."""
+    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first.
+
+    section: of a report, to whose words its first line leads.
+    """
     rows = [[Name(printable(cell)) if isinstance(cell, Name) else printable(cell) for cell in row] for row in rows]
     heads = [printable(head) for head in heads]
     widths = _widths(heads, rows)
@@ -54,9 +98,15 @@ def print_columns(
         widths[widest] -= 1
     cells = [[cut(cell, widths[i]) if isinstance(cell, Name) else cell for i, cell in enumerate(row)] for row in rows]
     widths = _widths(heads, cells)
-    out.print(f"[bold]{_line(heads, widths, left)}[/bold]" if heads[0] else _line(heads, widths, left))
+    line = _line(heads, widths, left)
+    out.print((head(line, section) if section else bold(line)) if heads[0] else line)
     for row in cells:
         out.print(_line(row, widths, left))
+
+
+def lines_of(text: str, width: int) -> int:
+    """How many lines of a terminal what was written takes: a long line goes on in the next one."""
+    return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

@@ -58,6 +58,8 @@ class _File(msgspec.Struct):
     device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
     lesson: msgspec.Raw = msgspec.Raw(b"null")
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
+    base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=msgspec.Raw(b"null"))
+    host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
 
 
 class _ExactFile(_File):
@@ -73,12 +75,14 @@ class Document:
     device_properties: object
     lesson: object  # what a numbered script stored
     distributed: object
+    base: object  # ns since 1970 that its stamps count from
+    host: object
     shapes_recorded: bool
 
 
 def load(path: Path, limit: int) -> Document:
     """The file's events and what stands beside them. Raises TraceError."""
-    data = _bytes(path, limit)
+    data = json_of(path, limit)
     _require_memory(path, data, BYTES_PER_OBJECT)
     exact = False
     try:
@@ -94,11 +98,14 @@ def load(path: Path, limit: int) -> Document:
         device_properties=decoded(found.device_properties),
         lesson=decoded(found.lesson),
         distributed=decoded(found.distributed),
+        base=decoded(found.base),
+        host=decoded(found.host),
         shapes_recorded=b'"Input Dims"' in data,
     )
 
 
-def _bytes(path: Path, limit: int) -> bytes:
+def json_of(path: Path, limit: int) -> bytes:
+    """What the file holds, unpacked. Raises TraceError."""
     try:
         return _unpacked(path, limit)
     except FileNotFoundError:
@@ -183,6 +190,8 @@ def _any_json(path: Path, data: bytes) -> _File:
             ("device_properties", "deviceProperties"),
             ("lesson", "lesson"),
             ("distributed", "distributedInfo"),
+            ("base", "baseTimeNanoseconds"),
+            ("host", "host_name"),
         )
     }
     return _File(events=events, **beside)

@@ -48,8 +48,8 @@ TYPES = {
 class KernelName:
     """family: one of FAMILIES. `other`: the maker is known, but the job is none of the families or not said.
 
-    pointwise: each output element by itself, casts and strided copies among them. copy: elements moved, nothing
-    computed (a driver's copy, concatenation, a gather or scatter, another layout). reduction: softmax, loss and
+    pointwise: each output element by itself. copy: elements moved, nothing computed (a driver's copy, a cast,
+    concatenation, a gather or scatter, another layout). reduction: softmax, loss and
     pooling too. parts: what the name says, each under the field's word for it (tile, stages, layout, …).
     """
 
@@ -74,7 +74,7 @@ def decode(name: str) -> KernelName:
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
     maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
     family, does = next(((family, does) for pattern, family, does in JOBS if pattern.search(own)), ("other", ""))
-    if not maker and family != "other" and HAND_WRITTEN.search(own):
+    if not maker and family != "other" and (own != text or HAND_WRITTEN.search(own)):
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
         return KernelName(UNKNOWN, "", {})
@@ -217,6 +217,7 @@ def _cutlass3x(match, text):
         f"CUTLASS 3, sm {match['sm']}",
         {
             "types": SHORT_TYPES.get(inputs[1], inputs[1]) if inputs else "",
+            "on": CUDA_CORES if rest.startswith("simt_sgemm") else "",
             "instruction": mma[2] if mma else "",
             "tile": tiles[0][0] if tiles else "",
             "K block": tiles[0][1] if tiles else "",
@@ -226,6 +227,8 @@ def _cutlass3x(match, text):
     )
 
 
+# A product of fp32 that is no TF32 (ffma, simt, sgemm without an instruction's shape): tensor cores have none.
+CUDA_CORES = "CUDA cores"
 # What the letters before gemm say of the types: d and z are fp64, c and z complex, h fp16, i int8.
 LETTERS = {"d": "fp64", "z": "complex fp64", "c": "complex fp32", "gc": "complex fp32", "h": "fp16", "i": "int8"}
 
@@ -243,6 +246,7 @@ def _mma_parts(rest: str) -> dict[str, str]:
         types = types.replace("fp32", "TF32")
     return {
         "types": types,
+        "on": CUDA_CORES if types == "fp32" and not mma and re.search(r"simt|(?:^|_)sgemm|ffma", rest) else "",
         "instruction": "x".join(_mma_shape(mma)),
         "sums in": "fp32" if sums.startswith("s") and mma else "",
         "tile": tile,
@@ -268,16 +272,19 @@ def _xmma(match, text):
     layout = re.search(r"_([ntc]{2})_[nt]_", text)
     types = re.search(r"_(cf32|cf64|bf16|f16|f32|f64|tf32|i8|e4m3|e5m2)", text)
     convolves = re.search(CONVOLVES, text)
+    does = CONVOLVING.get(convolves[0], "") if convolves else ""
     return (
         "convolution" if convolves else "GEMM",
         f"{'cuDNN' if convolves else 'cuBLAS'} xmma, sm {match['sm']}",
         {
             "types": "TF32" if "_tf32" in text else SHORT_TYPES.get(types[1], types[1]) if types else "",
+            "on": CUDA_CORES if re.search(r"_f32f32_f32f32_f32_\w*_ffma", text) else "",
             "tile": tile[1] if tile else "",
             "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
             "epilogue": _epilogue(text.split("_")),
             "layout": layout[1] if layout else "",
-            "does": CONVOLVING.get(convolves[0], "") if convolves else "",
+            # Beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
+            "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
         },
     )
 
@@ -290,6 +297,11 @@ def _convolution(match, text):
     way = re.search("fprop|dgrad|wgrad", text)
     parts = _mma_parts(match["rest"].replace("fprop", "gemm").replace("dgrad", "gemm").replace("wgrad", "gemm"))
     return "convolution", "cuDNN", {"does": CONVOLVING[way[0]] if way else "", **parts}
+
+
+def _implicit_gemm(match, text):
+    parts = {"types": "TF32" if "tfloat32_t" in text else "", "does": CONVOLVING[match["way"].lower()]}
+    return "convolution", "CUTLASS", parts
 
 
 TENSILE_TYPES = {
@@ -312,7 +324,7 @@ def _tensile(match, text):
     return "GEMM", "rocBLAS/hipBLASLt Tensile", parts
 
 
-SPLIT_K = "adds the parts of a split-K GEMM"
+SPLIT_K = "adds the parts of a split-K product"
 # Ops whose own names hold underscores; any other word of a fused name is an op by itself.
 COMPOUND_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
@@ -429,6 +441,7 @@ def _aten(family: str):
 ATEN_OPERATIONS = (
     ("group_norm|batch_norm", "normalization"),
     (r"amp_|.*non_finite", "optimizer"),
+    (r"(?:\w+_)?copy$", "copy"),
 )
 
 
@@ -451,10 +464,26 @@ def _aten_reduction(match, text):
 
 def _softmax(match, text):
     # softmax_warp_forward<input, output, accumulated, log2 of the length, is log softmax, is masked>
-    flag = re.search(r"softmax_warp_\w+<(?:[^,<>]+,){4}\s*(true|1)\b", text)
-    log = "log softmax" if flag or "LogSoftMax" in text else "softmax"
+    flags = re.search(r"softmax_warp_\w+<(?:[^,<>]+,){3}\s*(\d+),\s*(true|false|0|1)\b", text)
+    log = "log softmax" if (flags and flags[2] in ("true", "1")) or "LogSoftMax" in text else "softmax"
     way = "backward" if re.search("[Bb]ackward", match["name"]) else "forward"
-    return "reduction", "ATen", {"does": f"{log}, {way}", "types": _types(text, match.end("name"))}
+    longest = 2 ** min(int(flags[1]), 40) if flags else 0
+    return (
+        "reduction",
+        "ATen",
+        {
+            "does": f"{log}, {way}",
+            "types": _types(text, match.end("name")),
+            "rows of": f"{longest // 2 + 1} to {longest}" if longest > 1 else "",
+        },
+    )
+
+
+def _triangle(match, text):
+    # triu_tril_kernel<type, index, upper, elements a thread, in place>
+    upper = re.search(r"triu_tril_kernel<[^,<>]+,[^,<>]+,\s*(true|false|0|1)\b", text)
+    does = "triu or tril" if not upper else "triu" if upper[1] in ("true", "1") else "tril"
+    return "pointwise", "ATen", {"does": does, "types": _types(text, match.end("name"))}
 
 
 OPTIMIZERS = r"(Adam|SGD|Sgd|Adagrad|LAMB|Lamb|NovoGrad|Lion|RMSprop|Adadelta)"
@@ -519,24 +548,78 @@ def _flash(match, text):
     """flash-attention 2, whose traits are <head size, block M, block N, warps, …, type>."""
     traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<(\d+), (\d+), (\d+), (\d+),", text)
     typed = re.search("bfloat16_t|half_t|float_e4m3_t", text)
-    # After the traits: dropout, causal, …; where K and V are split over blocks, causal comes first.
-    flags = re.search(r">, *(true|false|[01])\b, *(true|false|[01])\b", text)
-    on = [flag in ("true", "1") for flag in flags.groups()] if flags else [False, False]
+    # After the traits: dropout, causal, window, …; where K and V are split over blocks, causal comes first.
+    flags = re.search(r">((?:, *(?:true|false|[01])\b){2,})", text)
+    on = [flag in ("true", "1") for flag in re.findall(r"true|false|[01]", flags[1])] if flags else [False, False]
     split = "splitkv" in match[0]
+    window = on[1 if split else 2] if len(on) >= 6 else False  # before 2.3 there was none
     parts = {"does": _way(match[0])}
     if traits:
         parts |= {"head size": traits[1], "tile": f"{traits[2]}x{traits[3]}", "warps": traits[4]}
     parts["types"] = {"bfloat16_t": "bf16", "half_t": "fp16", "float_e4m3_t": "fp8"}[typed[0]] if typed else ""
     if re.search("flash_fwd_kernel|splitkv_kernel|dq_dk_dv", match[0]) and flags:
         parts["causal"] = "yes" if on[0 if split else 1] else "no"
+        parts["window"] = "yes" if window else ""
         parts["dropout"] = "yes" if on[0] and not split else ""
     return "attention", "flash attention", parts
 
 
+# CollectiveMainloopFwdSm90<stages, cluster, tile (M, N, head size), …, element, sums, architecture, causal, window, …>
+FLASH_3 = re.compile(
+    r"CollectiveMainloopFwdSm90<(?P<stages>\d+), *cute::tuple<(?P<cluster>[^>]*>(?:, *[^>]*>){2}) *>, *"
+    r"cute::tuple<(?P<tile>[^>]*>(?:, *[^>]*>){2}) *>, *\d+, *(?P<type>[\w:]+), *float, *cutlass::arch::Sm\d+, *"
+    r"(?P<causal>true|false|[01]), *(?P<window>true|false|[01])\b"
+)
+
+
 def _flash_newer(match, text):
-    """flash-attention 3 (Hopper's C++) and 4 (CuTe DSL)."""
+    """flash-attention 3 (Hopper's C++), whose forward kernel's name tells its tiles, and 4 (CuTe DSL)."""
     sm = re.search(r"[Ss]m(\d{2,3})", text)
-    return "attention", "flash attention", {"does": _way(text), "for": f"sm {sm[1]}" if sm else ""}
+    parts = {"does": "adds the parts of split keys"} if "FwdCombine" in match[0] else {"does": _way(text)}
+    parts["for"] = f"sm {sm[1]}" if sm else ""
+    if found := FLASH_3.search(text):
+        m, n, head = re.findall(r"\d+", found["tile"])
+        parts |= {
+            "head size": head,
+            "tile": f"{m}x{n}",
+            "stages": found["stages"],
+            "cluster": "x".join(re.findall(r"\d+", found["cluster"])),
+            "types": TYPES.get(found["type"], ""),
+            "causal": "yes" if found["causal"] in ("true", "1") else "no",
+            "window": "yes" if found["window"] in ("true", "1") else "",
+        }
+    return "attention", "flash attention", parts
+
+
+def _flashinfer(match, text):
+    """FlashInfer's prefill: KernelTraits<mask (none, causal, custom, …), queries of a tile, …, type of Q, K, V, …>."""
+    traits = re.search(r"KernelTraits<\(flashinfer::MaskMode\)(\d), *(\d+)u?", text)
+    typed = re.search(r"__nv_bfloat16|__half|__nv_fp8_e4m3", text)
+    return "attention", "FlashInfer", {
+        "does": _words(match[0]),
+        "queries of a tile": traits[2] if traits else "",
+        "types": {"__nv_fp8_e4m3": "fp8"}.get(typed[0]) or TYPES[typed[0]] if typed else "",
+        "causal": {"0": "no", "1": "yes"}.get(traits[1], "") if traits else "",
+    }  # fmt: skip
+
+
+def _aiter(match, text):
+    """AITER's assembly: fmha_fwd_hd128_bf16_causal_rtne (which rounding) …"""
+    head = re.search(r"_hd(\d+)", text)
+    words = text.split("_")
+    return "attention", "AITER", {
+        "does": _way(text),
+        "head size": head[1] if head else "",
+        "types": next((word for word in words if word in ("bf16", "fp16", "fp8")), ""),
+        "causal": "yes" if "causal" in words else "",
+    }  # fmt: skip
+
+
+def _composable(match, text):
+    # TileFmhaShape<sequence<queries, keys, …>>
+    tile = re.search(r"TileFmhaShape<ck_tile::sequence<(\d+), *(\d+)", text)
+    does = "split keys" if "SplitKV" in match[0] else "another layout" if "AppendKV" in match[0] else _way(match[0])
+    return "attention", "Composable Kernel", {"does": does, "tile": f"{tile[1]}x{tile[2]}" if tile else ""}
 
 
 def _cudnn_attention(match, text):
@@ -630,13 +713,18 @@ READERS = tuple(
         # attention
         (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
         (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
-        (r"FlashAttn(?:Fwd|Bwd)|FlashAttentionForward|FlashAttentionBackward|flash_(?:fwd|bwd)_sm\d", _flash_newer),
+        (r"FlashAttn(?:Fwd|Bwd)\w{0,20}|FlashAttentionForward|FlashAttentionBackward|flash_(?:fwd|bwd)_sm\d",
+         _flash_newer),
+        (r"^flashinfer::\w{0,40}(?:Prefill|Decode)\w{0,40}(?=<|$)", _flashinfer),
+        (r"^aiter::fmha_(?:fwd|bwd)_\w+", _aiter),
+        (r"(?<![A-Za-z])Fmha(?:Fwd|Bwd)\w{0,40}?Kernel", _composable),
         (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
         (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
         # convolutions, before the GEMMs that they are made of
         (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
         (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
          _convolution),
+        (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
         # GEMMs
         (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
          r"(?P<rest>\w+)", _nvjet),
@@ -659,6 +747,7 @@ READERS = tuple(
         (r"(?P<name>\bkernelPointwiseApply\d)", _aten("pointwise")),
         (r"\bat::native::(?P<name>reduce_kernel)", _aten_reduction),
         (r"^(?:at::native::)?(?P<name>softmax_warp_(?:for|back)ward|cunn_(?:Spatial)?SoftMax\w*)", _softmax),
+        (r"^at::native::(?P<name>triu_tril_kernel)", _triangle),
     )
 )  # fmt: skip
 
@@ -680,17 +769,20 @@ MAKERS = tuple(
         (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
         (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
          r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
+        (r"^sglang::", "SGLang"),
+        (r"^vision::|^nms_kernel_impl|^(?:ps_)?roi_", "torchvision"),
         (r"^marlin|^Marlin", "Marlin"),
         (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
         (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
-        (r"^tensorrt_llm::|^fmhaSm\d|^trtllm|^moe::dev::", "TensorRT-LLM"),
+        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
+         "TensorRT-LLM"),
         (r"^transformer_engine::|^nvte_", "Transformer Engine"),
         (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
          r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
         (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
         (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
         (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
-        (r"^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
+        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
         (r"^(?:MIOpen|miopen|Sp3Asm|igemm_(?:fwd|bwd|wrw)|naive_conv|SubTensorOp|batched_transpose|Op\dTensor|mlir_gen)",
          "MIOpen"),
         (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
@@ -713,7 +805,7 @@ MAKERS = tuple(
     )
 )  # fmt: skip
 
-# A name without a known maker is read by its words only where it looks like a kernel's.
+# A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
 HAND_WRITTEN = re.compile(r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel")
 
 # What a function's own name says that it does, first match wins. does: "" for the name's own words.
@@ -721,12 +813,12 @@ JOBS = tuple(
     (re.compile(pattern, re.IGNORECASE), family, does)
     for pattern, family, does in (
         (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
-        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall", "communication", "AllToAll"),
+        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
         (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
          r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
         (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
          r"copy_page|cache_kernel", "copy", "into the KV cache"),
-        (r"adam|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
+        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
          r"non_finite", "optimizer", ""),
         (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
          "batch norm"),
@@ -738,7 +830,10 @@ JOBS = tuple(
          r"vol2col|vol2im|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
          r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
         (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
+        (r"hadamard", "other", "Hadamard transform"),
         # what surrounds attention and experts, before the words that name those
+        (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
+        (r"expandInputRows", "copy", "rows to their experts"),
         (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
          r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
          r"rms_fp8|_norm_|add_norm|fused_norm|welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
@@ -757,7 +852,7 @@ JOBS = tuple(
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),
         (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
-        (r"pool|adaptive_?(?:average|max)", "reduction", "pooling"),
+        (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
         (r"dropout", "pointwise", "dropout"),
         (r"act_and_mul|silu|gelu|relu|glu|swish|sigmoid|tanh|activation", "pointwise", ""),
         (r"fill|memset", "pointwise", "fill"),

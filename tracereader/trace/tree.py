@@ -94,6 +94,16 @@ class Work(_Slice, eq=False):
     launch: Op | None = None
 
 
+class Memory(msgspec.Struct, eq=False):
+    """An allocation or a free (bytes below zero) that a thread asked for, and what is allocated after it."""
+
+    time: int
+    track: tuple
+    bytes: int
+    total: int
+    device: int  # -1: the CPU
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One recorded step, or the whole of a trace that has none."""
@@ -147,10 +157,11 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process of a distributed run this trace is of."""
+    """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
 
     rank: int
     world_size: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +170,15 @@ class Trace:
 
     path: Path
     zero_us: int  # what its stamps count from
+    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are told apart
+    host: str | None  # where it was recorded, if it tells
     steps: tuple[Step, ...]
     has_steps: bool
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
+    spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
+    memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
@@ -201,7 +216,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _built(path: Path, document: Document) -> Trace:
-    ops, work, spans, overheads, modules, flows, zeroed = [], [], [], [], [], [], 0
+    ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
     not_known = Counter()
@@ -211,6 +226,8 @@ def _built(path: Path, document: Document) -> Trace:
         if event.ph != "X":
             if event.cat == "fwdbwd":
                 flows.append(event)
+            elif event.name == "[memory]":
+                memory.append(event)
             continue
         kind = KINDS.get(event.cat)
         if kind is None:
@@ -237,6 +254,11 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Op(event.name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
+        if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
+            raise TraceError(
+                f"{path}: PyTorch's profiler recorded no op and no GPU work in it (exported outside the schedule's "
+                "active steps, where on_trace_ready would not be? or the work ran in a thread that it does not watch?)"
+            )
         raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
     if not ops and not work:
         raise TraceError(f"{path}: all {zeroed} events have time stamp and duration zero (pytorch issue 188481)")
@@ -257,15 +279,19 @@ def _built(path: Path, document: Document) -> Trace:
     return Trace(
         path=path,
         zero_us=zero,
+        base_ns=document.base if type(document.base) is int else 0,
+        host=document.host if isinstance(document.host, str) and document.host else None,
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
+        spans=tuple(spans),
+        memory=_memory(memory, zero),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
-        forward_of=_forward_of(flows, zero) if modules else {},
+        forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work),
         device_properties=properties,
         lesson=_lesson(document.lesson),
@@ -363,6 +389,19 @@ def _link(ops: list[Op], work: list[Work]) -> int:
     return unlaunched
 
 
+def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
+    found = []
+    for event in events:
+        args = decoded(event.args)
+        if not isinstance(args, dict) or not _is_time(event.ts):
+            continue
+        size, total, device = (args.get(name) for name in ("Bytes", "Total Allocated", "Device Id"))
+        if type(size) is type(total) is type(device) is int and abs(total) < 2**60:
+            time = round((event.ts - zero) * 1000)
+            found.append(Memory(time, (event.pid, event.tid), size, total, device))
+    return tuple(sorted(found, key=lambda one: one.time))
+
+
 def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     """From autograd's flow events: the forward op, by thread and start, that each backward op belongs to."""
     ends: dict[str, dict] = {"s": {}, "f": {}}
@@ -437,5 +476,8 @@ def _lesson(found: object) -> Lesson | None:
 def _rank(found: object) -> Rank | None:
     if not isinstance(found, dict):
         return None
-    rank, size = found.get("rank"), found.get("world_size")
-    return Rank(rank, size) if type(rank) is type(size) is int and 0 <= rank < size < 2**31 else None
+    rank, size, groups = found.get("rank"), found.get("world_size"), found.get("pg_config")
+    if not (type(rank) is type(size) is int and 0 <= rank < size < 2**31):
+        return None
+    sizes = [one.get("pg_size") for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    return Rank(rank, size, tuple(one for one in sizes if type(one) is int))

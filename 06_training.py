@@ -1,0 +1,315 @@
+"""Rung 6: one training step, on one device and on several.
+
+You will see how a step divides into forward, backward and optimizer, what checkpointing, another
+optimizer loop or a slow data loader do to it, and, with several GPUs, who waits for whom.
+
+  uv run 06_training.py --warmup
+  uv run torchrun --nproc-per-node 2 06_training.py --warmup --parallel ddp
+  uv run torchrun --nproc-per-node 2 06_training.py --parallel ddp --slow 1 --device cpu
+"""
+
+from common.distributed import place, processes
+from common.flags import BadInput, answer_before_torch, flag, not_negative, parse, positive
+from tracereader import expect
+
+FLAGS = (
+    flag("--layers", "decoder blocks (12; on a CPU 2)", shape=True, type=positive, default=12, on_cpu=2),
+    flag("--dim", "width of a token, in heads of 64 (1024; on a CPU 128)", shape=True, type=positive, default=1024,
+         on_cpu=128),
+    flag("--seq", "tokens in a sequence (1024; on a CPU 128)", shape=True, type=positive, default=1024, on_cpu=128),
+    flag("--batch", "sequences of one forward, on each rank (8; on a CPU 2)", shape=True, type=positive, default=8,
+         on_cpu=2),
+    flag("--optimizer", "adamw or sgd (adamw)", tag="{}", choices=("adamw", "sgd")),
+    flag("--fused", "the optimizer as one kernel for many tensors", tag="fused", action="store_true"),
+    flag("--foreach", "as one kernel an operation for many tensors: torch's choice on a GPU", tag="foreach",
+         action="store_true"),
+    flag("--for-loop", "tensor by tensor: torch's choice on a CPU", tag="forloop", action="store_true"),
+    flag("--checkpoint", "recompute each block in the backward instead of keeping what it computed", tag="checkpoint",
+         action="store_true"),
+    flag("--accumulate", "forwards and backwards before one optimizer step (1)", tag="accumulate{}", type=positive,
+         default=1),
+    flag("--loader", "batches from a DataLoader, whose samples take MS milliseconds of a core each (2 when left out)",
+         tag="loader{}", nargs="?", const=2, type=not_negative, metavar="MS"),
+    flag("--workers", "processes that make the loader's samples; 0: the training one does (2)", tag="workers{}",
+         type=not_negative, default=2),
+    flag("--no-pin", "leave the loader's batches in memory that the system may move", tag="nopin", action="store_true"),
+    flag("--blocking", "wait for each copy of a batch to the GPU", tag="blocking", action="store_true"),
+    flag("--parallel", "ddp (a whole model on each rank) or fsdp (a part of it), under torchrun", tag="{}",
+         choices=("ddp", "fsdp"), default=None, metavar="HOW"),
+    flag("--bucket-mb", "gradients that DDP sends at once (1 at first, then 25)", tag="bucket{}", type=positive,
+         metavar="MB"),
+    flag("--slow", "this rank does 60 more matrix products in its forward", tag="slow{}", type=not_negative,
+         metavar="RANK"),
+    flag("--timeout", "that long a rank waits for another (60)", type=positive, default=60, metavar="S"),
+)  # fmt: skip
+
+
+def flags(argv=None):
+    args = parse(argv, __doc__, __file__, *FLAGS)
+    here = place()
+    if args.parallel and not here:
+        raise BadInput(f"--parallel {args.parallel} is for several processes: torchrun --nproc-per-node 2 {__file__} …")
+    if here and not args.parallel:
+        raise BadInput("several processes train one model with --parallel ddp or --parallel fsdp: choose one")
+    if here and args.guess:
+        raise BadInput("--guess asks one reader, and here are several processes: leave it out")
+    if args.slow is not None and (not here or args.slow >= here.world_size):
+        raise BadInput(f"--slow {args.slow}: there is no such rank{f' of {here.world_size}' if here else ' of one'}")
+    if args.bucket_mb is not None and args.parallel != "ddp":
+        raise BadInput("--bucket-mb belongs to --parallel ddp: FSDP sends a block's gradients at a time")
+    if args.fused + args.foreach + args.for_loop > 1:
+        raise BadInput("--fused, --foreach and --for-loop are three ways to do one thing: choose one")
+    if args.loader is None and (args.workers != 2 or args.no_pin or args.blocking):
+        raise BadInput("--workers, --no-pin and --blocking say how batches are loaded: they need --loader")
+    if args.dtype == "fp16":
+        raise BadInput("--dtype fp16: its gradients vanish without loss scaling, which this step has not: take bf16")
+    return args
+
+
+answer_before_torch(flags, __file__)
+
+import contextlib
+import itertools
+import signal
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from common.harness import profiler, save, warm_up
+from common.lesson import lesson
+
+VOCABULARY = 32_000
+LEARNING_RATE = 1e-3
+MORE_PRODUCTS = 60
+# The losses of so many steps are computed again the plain way. They fall, so a wrong gradient shows in the next one.
+CHECKED_STEPS = 5
+
+
+class Block(nn.Module):
+    def __init__(self, dim, **factory):
+        super().__init__()
+        self.heads = dim // 64 if dim % 64 == 0 else 1
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim, **factory), nn.LayerNorm(dim, **factory)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, **factory), nn.Linear(dim, dim, **factory)
+        self.up, self.down = nn.Linear(dim, 4 * dim, **factory), nn.Linear(4 * dim, dim, **factory)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Decoder(nn.Module):
+    """Its forward is the loss: how badly each token is foretold from those before it."""
+
+    def __init__(self, layers, dim, seq, recompute, **factory):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, dim, **factory), nn.Embedding(seq, dim, **factory)
+        self.blocks = nn.ModuleList(Block(dim, **factory) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim, **factory), nn.Linear(dim, VOCABULARY, bias=False, **factory)
+        self.recompute = recompute
+
+    def forward(self, tokens):
+        x = self.tokens(tokens[:, :-1]) + self.places.weight
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Samples(Dataset):
+    """One rank's sequences, the same ones in every step, so that the loss falls."""
+
+    def __init__(self, args, rank, samples):
+        self.rank, self.seed, self.seq, self.samples = rank, args.seed, args.seq, samples
+        self.distinct, self.cost_s = args.batch * args.accumulate, (args.loader or 0) / 1000
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, number):
+        done = time.perf_counter() + self.cost_s
+        number %= self.distinct
+        chosen = torch.Generator().manual_seed(hash((self.seed, self.rank, number)) % 2**63)
+        tokens = torch.randint(VOCABULARY, (self.seq + 1,), generator=chosen)
+        while time.perf_counter() < done:  # a core is busy, as with a tokenizer
+            pass
+        return tokens
+
+
+def build(args):
+    torch.manual_seed(args.seed)
+    return (Decoder(args.layers, args.dim, args.seq, args.checkpoint, device=args.device, dtype=args.dtype),)
+
+
+def batches(args, rank):
+    """A step's batches on the device, over and over."""
+    samples = Samples(replace(args, loader=None), rank, args.batch * args.accumulate)
+    made = torch.stack([samples[number] for number in range(len(samples))]).to(args.device)
+    return itertools.cycle(made.split(args.batch))
+
+
+def loaded(args, rank):
+    """The same batches, made by the loader while the run goes on."""
+    calls = (args.warmup + args.wait + args.schedule_warmup + args.active) * args.accumulate
+    loader = DataLoader(
+        Samples(args, rank, calls * args.batch),
+        batch_size=args.batch,
+        num_workers=args.workers,
+        worker_init_fn=leave_ctrl_c_to_the_run,
+        pin_memory=args.device.type == "cuda" and not args.no_pin,
+    )
+    return (batch.to(args.device, non_blocking=not args.blocking) for batch in loader)
+
+
+def leave_ctrl_c_to_the_run(worker):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def optimizer_of(args, model):
+    how = {name: True for name in ("fused", "foreach") if getattr(args, name)}
+    if args.for_loop:
+        how = {"fused": False, "foreach": False}
+    make = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.SGD
+    return make(model.parameters(), lr=LEARNING_RATE, **how)
+
+
+def spread(args, model):
+    """The model as this rank has it, and what a step calls."""
+    if args.parallel == "fsdp":
+        mesh = init_device_mesh(args.device.type, (args.ranks.world_size,))
+        for block in model.blocks:
+            if args.compile:
+                block.compile(mode=args.compile)
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), model
+    if args.parallel == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
+    return model, torch.compile(model, mode=args.compile) if args.compile else model
+
+
+def exchanging(args, model, last):
+    """Where these gradients are not the step's last ones, keep them on this rank."""
+    if args.parallel == "fsdp":
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if args.parallel == "ddp" and not last else contextlib.nullcontext()
+
+
+def profiled(args, model):
+    rank = args.ranks.rank if args.ranks else 0
+    model, fn = spread(args, model)
+    optimizer = optimizer_of(args, model)
+    feed = batches(args, rank) if args.loader is None else loaded(args, rank)
+    # A CUDA graph writes each loss over the one before it.
+    keep = torch.clone if args.compile in ("reduce-overhead", "max-autotune") else lambda loss: loss
+    losses = []
+    if args.slow == rank:
+        matrix = torch.randn(4 * args.dim, 4 * args.dim, device=args.device, dtype=args.dtype)
+
+    def one_step():
+        for number in range(1, args.accumulate + 1):
+            tokens = next(feed)
+            with exchanging(args, model, last=number == args.accumulate):
+                with record_function("forward"):
+                    if args.slow == rank:
+                        for _ in range(MORE_PRODUCTS):
+                            matrix @ matrix
+                    loss = fn(tokens)
+                with record_function("backward"):
+                    (loss / args.accumulate if args.accumulate > 1 else loss).backward()
+            if len(losses) < CHECKED_STEPS * args.accumulate:
+                losses.append(keep(loss))
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    steps = warm_up(one_step, args)
+    with profiler(args) as prof:
+        for step in steps:
+            step()
+            prof.step()
+    found = over_all_ranks(args, torch.stack(losses).detach())
+    facts = {
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "tokens": args.batch * args.seq * args.accumulate,  # of a rank's step
+        "losses": [round(loss, 4) for loss in found.tolist()],
+    }
+    reference = None if rank or is_plain(args) else lambda: plain_losses(args, len(losses))
+    return save(prof, args, steps, found, reference, {"training": facts}, against="plain training")
+
+
+def is_plain(args):
+    special = args.compile or args.checkpoint or args.loader is not None or args.parallel
+    return not (special or args.fused or args.foreach or args.for_loop)
+
+
+def over_all_ranks(args, losses):
+    if args.ranks:
+        dist.all_reduce(losses)
+        losses /= args.ranks.world_size
+    return losses
+
+
+@torch.enable_grad()
+def plain_losses(args, count):
+    """The same training again: eager, on one device, on every rank's batches in turn, nothing recomputed."""
+    args = replace(args, checkpoint=False, fused=False, foreach=False, for_loop=False)
+    (model,) = build(args)
+    optimizer = optimizer_of(args, model)
+    feeds = [batches(args, rank) for rank in range(args.ranks.world_size if args.ranks else 1)]
+    losses = []
+    for done in range(1, count + 1):
+        parts = []
+        for feed in feeds:
+            loss = model(next(feed))
+            (loss / len(feeds) / args.accumulate).backward()
+            parts.append(loss.detach())
+        losses.append(torch.stack(parts).mean())
+        if done % args.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def what_we_guess(args):
+    here = place()
+    loads = args.loader is not None and not args.workers
+    waits = here and args.slow not in (None, here.rank)
+    if loads:
+        yield expect.starving()
+    elif not waits:
+        # FSDP launches for each block what DDP launches once, of a model that one GPU could hold.
+        yield expect.regime_is("overhead-bound" if args.parallel == "fsdp" else "GPU-bound")
+    yield expect.records_steps(args.wait + args.schedule_warmup, args.active)
+    if args.checkpoint:
+        yield expect.recomputation()
+    if args.for_loop:
+        yield expect.optimizer_for_loop()
+    if not args.parallel and not args.checkpoint:
+        yield expect.backward_is_twice_the_forward()
+    if waits:
+        yield expect.busy_while_waiting()
+    elif args.parallel == "ddp" and args.slow is None:
+        # DDP sends a bucket as soon as its gradients are there: the only one when all of them are.
+        yield expect.communication_is_hidden(not one_bucket(args))
+
+
+def one_bucket(args):
+    tokens, places, block = VOCABULARY * args.dim, args.seq * args.dim, 12 * args.dim**2
+    gradients = (2 * tokens + places + args.layers * block) * args.dtype.itemsize
+    return args.bucket_mb is not None and args.bucket_mb * 2**20 > gradients
+
+
+main = lesson(flags, build, profiled, what_we_guess, processes)
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,253 @@
+"""Several processes, one a rank, as torchrun starts them: all of them are there, or all of them end.
+
+NCCL does not notice that a rank is gone, and gloo does not say which. So each rank holds a connection to rank 0, a
+lifeline, which the system breaks when either of the two dies; and its line is told to all. Its thread sleeps in the
+system until then: in a recorded step it does nothing.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from tracereader import interrupts
+from tracereader.command import BadInput, RunFailed, printable
+
+# Torch is imported where it is used: a script's flags ask only for place(), and are answered before it is loaded.
+# Its own account, in many lines, of what is said here in one; read when its libraries are loaded.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+LOOK_EVERY_S = 0.05
+# A collective breaks a little before the lifeline that says why, or after it.
+HEARD_WITHIN_S = 2.0
+GOODBYE = b"goodbye\n"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of how many this one is; of those on this machine, which."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def place() -> Place | None:
+    """What torchrun says of this process in its environment; None where nothing started several. Raises BadInput."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"]
+    except (KeyError, ValueError):
+        raise BadInput(
+            "RANK and WORLD_SIZE are set, and with them LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be: "
+            "start it with torchrun, which sets them all"
+        ) from None
+    if not 0 <= rank < world_size:
+        raise BadInput(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0")
+    return Place(rank, local_rank, world_size)
+
+
+class Ranks:
+    """This process among the others, from the moment on at which all of them are there."""
+
+    def __init__(self, here: Place, run: str, store, peers: dict[int, socket.socket]):
+        self.rank, self.world_size = here.rank, here.world_size
+        self.tags = tuple(f"{run}_x{here.world_size}_rank{rank}" for rank in range(here.world_size))
+        self._store, self._peers = store, peers
+        self._over, self._ending = False, threading.Lock()
+        self._listener = threading.Thread(target=self._listen, name="lifeline", daemon=True)
+        self._listener.start()
+
+    def all_agree(self) -> None:
+        """Wait until every rank has come here; from then on none of them ends another."""
+        agreed = self._store.add("agreed", 1)
+        while agreed < self.world_size:  # as long as it takes: a rank that dies ends this
+            time.sleep(LOOK_EVERY_S)
+            agreed = self._store.add("agreed", 0)
+        with self._ending:
+            self._over = True
+
+    def leave(self) -> None:
+        """Say goodbye. Rank 0, whose store it may be, is the last to go: when the files of all are there."""
+        self._say(GOODBYE)
+        if self.rank == 0:
+            self._listener.join()
+
+    def tell(self, why: str) -> None:
+        """End the other ranks, with this line."""
+        self._say(f"{why}\n".encode())
+
+    def _say(self, line: bytes) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # it is gone
+                peer.sendall(line)
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as connections:
+            for rank, peer in self._peers.items():
+                connections.register(peer, selectors.EVENT_READ, rank)
+            while connections.get_map():
+                for key, _ in connections.select():
+                    heard = _line(key.fileobj)
+                    if heard == GOODBYE or self._over:
+                        connections.unregister(key.fileobj)
+                        continue
+                    why = heard.decode(errors="replace").strip() or f"rank {key.data} has died"
+                    with self._ending:
+                        if self._over:
+                            continue
+                        if self.rank == 0:
+                            self.tell(why)
+                        interrupts.end(f"{printable(why)}; no file was written", 1)
+
+
+def _line(connection: socket.socket) -> bytes:
+    """The next line that it brings; what there is of one where it broke."""
+    heard = b""
+    with contextlib.suppress(OSError):
+        while not heard.endswith(b"\n") and (more := connection.recv(1)):
+            heard += more
+    return heard
+
+
+@contextlib.contextmanager
+def processes(args) -> Iterator:
+    """The flags as this rank has them: its own name in the run's, its own GPU, args.ranks, a process group.
+
+    What fails on one rank in here ends all of them, each with one line that names it. One process alone gets its flags
+    as they are. Raises BadInput and RunFailed.
+    """
+    here = place()
+    if here is None:
+        yield args
+        return
+    import torch
+    import torch.distributed as dist
+
+    store = _store(here, args.timeout)
+    ranks = Ranks(here, args.tag, store, _lifelines(here, store, args.timeout))
+    try:
+        if args.device.type != "cpu":
+            _take_own_device(args.device, here)
+        device = None if args.device.type == "cpu" else torch.device(args.device.type, here.local_rank)
+        dist.init_process_group(
+            {"cuda": "nccl", "xpu": "xccl"}.get(args.device.type, "gloo"),
+            store=dist.PrefixStore("group", store), rank=here.rank, world_size=here.world_size,
+            timeout=timedelta(seconds=args.timeout), device_id=device,
+        )  # fmt: skip
+        yield replace(args, ranks=ranks, tag=ranks.tags[here.rank])
+        dist.destroy_process_group()
+        ranks.leave()
+    except (BadInput, RunFailed) as problem:
+        _end_all(ranks, str(problem), 2 if isinstance(problem, BadInput) else 1)
+    except RuntimeError as problem:
+        if not isinstance(problem, dist.DistError) and "gloo" not in str(problem).lower():
+            ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+            raise
+        time.sleep(HEARD_WITHIN_S)  # if another's death broke it, the lifeline ends this process first
+        waits = f"it waits {args.timeout} s at most"
+        _end_all(ranks, f"a collective failed; {waits} ({_first_line(problem)})", 1)
+    except BaseException as problem:
+        ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+        raise
+
+
+def _end_all(ranks: Ranks, why: str, status: int) -> None:
+    """At once: taking a process group down would wait for the others, who wait for this one."""
+    why = " ".join(why.split())
+    ranks.tell(f"rank {ranks.rank} has failed: {why}")
+    interrupts.end(printable(f"rank {ranks.rank}: {why}"), status)
+
+
+def _store(here: Place, within_s: float):
+    """What all ranks read and write, on the launcher's own server where it has one, else on rank 0's."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves and not _answers(address, port, within_s):
+        raise RunFailed(f"rank 0 has not started within {within_s} s: nobody answers at {address}:{port}")
+    try:
+        store = dist.TCPStore(
+            address, port, is_master=serves, timeout=timedelta(seconds=within_s), wait_for_workers=False
+        )
+    except RuntimeError as problem:
+        doing = "listen" if serves else "meet the others"
+        raise BadInput(f"rank {here.rank} cannot {doing} at {address}:{port}: {_first_line(problem)}") from None
+    return dist.PrefixStore(f"profiling/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _answers(address: str, port: int, within_s: float) -> bool:
+    """Whether somebody does, in time: the store by itself tries for two and a half times as long."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=within_s):
+            return True
+        time.sleep(LOOK_EVERY_S)
+    return False
+
+
+def _first_line(problem: BaseException) -> str:
+    return next(iter(str(problem).splitlines()), type(problem).__name__)
+
+
+def _lifelines(here: Place, store, within_s: float) -> dict[int, socket.socket]:
+    """The connections of this rank, once every rank has started: rank 0's to all others, or the one to rank 0."""
+    if here.rank == 0:
+        listening = socket.create_server(("", 0), backlog=here.world_size)
+        store.set("lifeline", str(listening.getsockname()[1]))
+    _all_started(store, here, within_s)
+    try:
+        if here.rank:
+            # By the address at which the ranks meet: that machine is rank 0's.
+            line = socket.create_connection((os.environ["MASTER_ADDR"], int(store.get("lifeline"))), within_s)
+            line.sendall(f"{here.rank}\n".encode())
+            line.settimeout(None)
+            return {0: line}
+        peers = {}
+        with listening:
+            listening.settimeout(within_s)
+            while len(peers) < here.world_size - 1:
+                line, _ = listening.accept()
+                line.setblocking(True)
+                peers[int(_line(line))] = line
+        return peers
+    except (OSError, ValueError) as problem:
+        raise RunFailed(f"rank {here.rank}: the other ranks started and cannot be reached: {problem}") from None
+
+
+def _all_started(store, here: Place, within_s: float) -> None:
+    """Wait until every rank has come here. Raises RunFailed, which names those that have not."""
+    deadline = time.monotonic() + within_s
+    store.set(f"started/{here.rank}", "")
+    started = store.add("started", 1)
+    missing = [rank for rank in range(here.world_size) if rank != here.rank]
+    with contextlib.suppress(RuntimeError):  # rank 0, whose store it is, has given up a moment before
+        # Looked at, and not waited for, which would leave a signal unanswered.
+        while started < here.world_size and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+            started = store.add("started", 0)
+        missing = [rank for rank in missing if not store.check([f"started/{rank}"])]
+    if missing:
+        named = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        raise RunFailed(f"rank {here.rank}: {named} not started within {within_s} s; nothing was run")
+
+
+def _take_own_device(device, here: Place) -> None:
+    import torch
+
+    module = torch.get_device_module(device)
+    if here.local_rank >= module.device_count():
+        raise BadInput(
+            f"this machine has {module.device_count()} GPUs, and rank {here.rank} would be process "
+            f"{here.local_rank + 1} on it: start fewer with --nproc-per-node"
+        )
+    module.set_device(here.local_rank)

@@ -1,0 +1,400 @@
+"""What the reader says of attention, against the raw events of an H200's traces; and nowhere where there is none."""
+
+import gzip
+import itertools
+import json
+
+import pytest
+from references import OTHERS, REFERENCES, ROOT
+
+from tracereader import cli, expect
+from tracereader.figures import summarize
+from tracereader.findings import attention, cheatsheet
+from tracereader.trace import read
+
+FOLDER = ROOT / "tests/traces"
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def path(name):
+    return FOLDER / f"attention_{name}.json.gz"
+
+
+def raw(name):
+    return json.loads(gzip.decompress(path(name).read_bytes()))
+
+
+def both(name):
+    """A trace as we measure it; of the step spoken of, its ops and, with the op that asked for it, its GPU work."""
+    ours = summarize(read(path(name)))
+    events = [event for event in raw(name)["traceEvents"] if event.get("ph") == "X"]
+    mark = next(e for e in events if e["name"] == ours.typical_step and e["cat"] == "user_annotation")
+    ops = sorted((e for e in events if e["cat"] == "cpu_op" and inside(e, mark)), key=lambda e: e["ts"])
+    by_id = {op["args"]["External id"]: op["name"] for op in ops}
+    work = [(e, by_id[e["args"]["External id"]]) for e in events if e["cat"] in GPU
+            and e["args"].get("External id") in by_id]  # fmt: skip
+    return ours, ops, sorted(work, key=lambda pair: pair[0]["ts"])
+
+
+def inside(event, around):
+    return around["ts"] <= event["ts"] < around["ts"] + around["dur"]
+
+
+def us(value):
+    return pytest.approx(value, abs=0.02)
+
+
+def altered(tmp_path, name, change):
+    """The trace with its document changed, written anew."""
+    document = raw(name)
+    change(document)
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("naive", 4), ("inplace", 3), ("math", 7), ("compiled_naive", 1)])
+def test_unfused_attention_by_what_lies_between_its_products(name, pieces):
+    ours, _, work = both(name)
+    products = [n for n, (e, op) in enumerate(work) if op == "aten::bmm" and e["cat"] == "kernel"]
+    between = [e for e, op in work[products[0] + 1 : products[1]] if op != "aten::bmm"]
+    (found,) = ours.unfused
+    assert found.pieces == len(between) == pieces
+    assert found.us == us(sum(e["dur"] for e in between))
+    assert found.products_us == us(sum(e["dur"] for e, op in work if op == "aten::bmm" and e["cat"] == "kernel"))
+    assert found.scores is None  # no shapes in these traces
+    assert attention.unfused().ask(ours).cost_us == found.us
+
+
+@pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])
+def test_unfused_attention_on_a_cpu(name):
+    """By the ops' own time between the two products: what no op started later inside covers."""
+    ours, ops, work = both(name)
+    first, last = (op for op in ops if op["name"] == "aten::bmm")
+    between = [op for op in ops if first["ts"] + first["dur"] <= op["ts"] < last["ts"]]
+    roots, reached = [], 0.0
+    for op in between:
+        if op["ts"] >= reached:
+            roots.append(op)
+            reached = op["ts"] + op["dur"]
+    # matmul's op around the second product is open when that starts: only what lies before counts.
+    open_at_last = [op for op in between if op["ts"] + op["dur"] > last["ts"]]
+    inner = [op for op in between if open_at_last and inside(op, open_at_last[0]) and op not in open_at_last]
+    within = sum(op["dur"] for op in inner if not any(o is not op and inside(op, o) for o in inner))
+    closed = sum(op["dur"] for op in roots if op not in open_at_last)
+    (found,) = ours.unfused
+    own = ours.ops["aten::matmul"].self_us
+    assert not work and (found.pieces, found.scores) == (0, None)
+    assert closed + within <= found.us + 0.02 <= closed + within + own + 0.04
+    assert attention.mask_remade().ask(ours).holds is (name == "cpu_math")
+    assert attention.hidden_copy().ask(ours).holds is (name == "cpu_naive")
+
+
+# What torch records of these ops of the naive attention, [8, 16, 1024, 64] in bf16.
+Q, SCORES = [8, 16, 1024, 64], [8, 16, 1024, 1024]
+STRIDES = [1024 * 1024 * 16, 1024 * 1024, 1024, 1]
+BF16, BOOL = "c10::BFloat16", "bool"
+SHAPES = {
+    "aten::mul": ([SCORES, []], [BF16, "double"], [STRIDES, []]),
+    "aten::copy_": ([SCORES, SCORES, []], [BF16, BF16, "Scalar"], [STRIDES, STRIDES, []]),
+    "aten::masked_fill_": ([SCORES, SCORES, []], [BF16, BOOL, "Scalar"], [STRIDES, [0, 0, 1024, 1], []]),
+    "aten::_softmax": ([SCORES, [], []], [BF16, "Scalar", "Scalar"], [STRIDES, [], []]),
+}
+PRODUCTS = (
+    [[128, 1024, 64], [128, 64, 1024]],
+    [[128, 1024, 1024], [128, 1024, 64]],
+)
+
+
+def with_shapes(document):
+    products = {}
+    for event in sorted(document["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if event.get("cat") != "cpu_op":
+            continue
+        if event["name"] in SHAPES:
+            dims, types, strides = SHAPES[event["name"]]
+            event["args"] |= {"Input Dims": dims, "Input type": types, "Input Strides": strides}
+        elif event["name"] == "aten::bmm":
+            number = products["bmm"] = products.get("bmm", -1) + 1
+            event["args"] |= {"Input Dims": PRODUCTS[number % 2], "Input type": [BF16, BF16]}
+
+
+def test_how_often_the_scores_are_written_and_read(tmp_path):
+    """Written by the first product, mul, the copy, masked_fill_ and softmax; read by the last four and the second."""
+    ours = summarize(read(altered(tmp_path, "naive", with_shapes)))
+    (found,) = ours.unfused
+    matrix = 8 * 16 * 1024 * 1024 * 2
+    assert (found.scores.bytes, found.scores.written, found.scores.read) == (matrix, 5, 5)
+    assert found.scores.moved == 10 * matrix
+    assert found.scores.at_least == 4 * 8 * 16 * 1024 * 64 * 2
+    (saved,) = summarize(read(altered(tmp_path, "inplace", with_shapes))).unfused
+    assert (saved.scores.written, saved.scores.read) == (4, 4)
+    seen = attention.unfused().ask(ours).evidence
+    assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.7 GB moved" in seen
+
+
+def test_the_hidden_copy():
+    ours, ops, work = both("naive")
+    (out_of_place,) = [op for op in ops if op["name"] == "aten::masked_fill"]
+    (clone,) = [op for op in ops if op["name"] == "aten::clone" and inside(op, out_of_place)]
+    ((copy, _),) = [(e, op) for e, op in work if e["cat"] == "gpu_memcpy"]
+    (found,) = ours.hidden_copies
+    assert (found.op, found.calls, found.copied) == ("aten::masked_fill", 1, 2 * copy["args"]["bytes"])
+    assert found.gpu_us == us(copy["dur"]) and found.cpu_us == us(clone["dur"])
+    verdict = attention.hidden_copy().ask(ours)
+    assert verdict.holds and "aten::masked_fill_ does not" in verdict.evidence
+    assert attention.hidden_copy().ask(both("inplace")[0]).holds is False
+
+
+def test_what_the_math_backend_does_unasked():
+    ours, ops, work = both("math")
+    mask = {"aten::fill_", "aten::tril", "aten::where"}
+    (ones,) = [op for op in ops if op["name"] == "aten::ones"]
+    (softmax,) = [op for op in ops if op["name"] == "aten::_safe_softmax"]
+    # The mask's own: launched before the first product, by these ops.
+    first = next(n for n, (_, op) in enumerate(work) if op == "aten::bmm")
+    made = [e for e, op in work[:first] if op in mask]
+    assert ours.mask_made.pieces == len(made) == 5
+    assert ours.mask_made.gpu_us == us(sum(e["dur"] for e in made))
+    assert ours.mask_made.steps == 3 and ones["ts"] < softmax["ts"]
+    assert ours.mask_made.ops == ("aten::ones", "aten::tril", "aten::scalar_tensor", "aten::where")
+    casts = [e for e, op in work if op == "aten::copy_" and "LoadWithCast" in e["name"]]
+    products = [e for e, op in work if op == "aten::bmm"]
+    assert all("ffma" in e["name"] for e in products)
+    found = ours.cast_products
+    assert (found.casts, found.products) == (len(casts), len(products)) == (3, 2)
+    assert found.cast_us == us(sum(e["dur"] for e in casts))
+    cores = attention.on_cuda_cores().ask(ours)
+    assert cores.holds and cores.cost_us == pytest.approx(sum(e["dur"] for e in products), rel=0.02)
+    for finding in (attention.mask_remade, attention.cast_before_product, attention.for_an_older_gpu):
+        assert finding().ask(ours).holds is True
+    for name in ("naive", "flash", "flex"):
+        assert attention.mask_remade().ask(both(name)[0]).holds is False
+        assert attention.on_cuda_cores().ask(both(name)[0]).holds is not True
+
+
+def test_one_step_does_not_tell_of_every_step(tmp_path):
+    def only_the_second(document):
+        events = [e for e in document["traceEvents"] if e.get("ph") == "X"]
+        mark = next(e for e in events if e["name"] == "ProfilerStep#3" and e["cat"] == "user_annotation")
+        document["traceEvents"] = [e for e in events if inside(e, mark) or e["cat"] in GPU]
+
+    ours = summarize(read(altered(tmp_path, "math", only_the_second)))
+    assert attention.mask_remade().ask(ours).holds is None
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "older", "library", "low"),
+    [
+        ("math", "math", True, False, None),
+        ("efficient", "efficient", True, None, False),
+        ("flash", "flash", None, None, True),
+        ("cudnn", "cudnn", False, True, False),
+        ("auto", "cudnn", False, True, False),
+        ("flex", None, None, None, True),
+        ("naive", None, False, False, None),
+    ],
+)
+def test_verdicts(name, backend, older, library, low):
+    ours = summarize(read(path(name)))
+    assert list(attention.backends(ours)) == ([backend] if backend else [])
+    assert attention.for_an_older_gpu().ask(ours).holds is older
+    assert attention.time_in_a_library().ask(ours).holds is library
+    assert attention.low_occupancy().ask(ours).holds is low
+
+
+@pytest.mark.parametrize(("name", "limit", "by"), [("flash", "12.5%", "registers"),
+                                                   ("cudnn", "18.8%", "registers and shared memory")])  # fmt: skip
+def test_occupancy_of_claims_51_and_55(capsys, name, limit, by):
+    assert cli.main([str(path(name)), "--only", "names"]) == 0
+    screen = capsys.readouterr().out
+    assert f"occupancy at most {limit}, limited by {by}" in screen
+    assert ("13% by the profiler's estimate" in screen) == (name == "flash")
+    assert ("the profiler's 0% is no estimate" in screen) == (name == "cudnn")
+
+
+@pytest.mark.parametrize("file", [*REFERENCES, *OTHERS], ids=lambda file: f"{file.parents[1].name}/{file.stem}")
+def test_no_estimate_goes_with_a_blocks_shared_memory(file):
+    """However a kernel is launched: 0% of each with more than 48 KB a block, of no other that fills half the chip."""
+    ours = summarize(read(file))
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    for event in events:
+        args = event.get("args", {})
+        if event.get("cat") != "kernel" or "blocks per SM" not in args:
+            continue
+        if args["shared memory"] > 48 * 1024:
+            assert args["est. achieved occupancy %"] == 0
+        elif args["blocks per SM"] >= 0.5:
+            assert args["est. achieved occupancy %"] > 0
+    for one in ours.gpu_work:
+        if one.occupancy:
+            assert one.occupancy.not_estimated == (one.shared_memory > 48 * 1024)
+
+
+PLAIN = [file for file in REFERENCES if file.parent.name[:2] in ("01", "02", "03")] + [
+    FOLDER / f"{name}.json.gz"
+    for name in ("blocking", "conv", "memory_bound", "misc", "streams", "train_item", "train_stack")
+]
+
+
+@pytest.mark.parametrize("file", PLAIN, ids=lambda file: f"{file.parents[1].name}/{file.stem}")
+def test_nothing_of_it_where_there_is_no_attention(file):
+    ours = summarize(read(file))
+    assert (ours.unfused, ours.hidden_copies, ours.mask_made, ours.cast_products) == ((), (), None, None)
+    assert not attention.backends(ours)
+
+
+REASON = "Flash attention requires last dimension of inputs to be at most 256"
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"attention": {"refused": {"flash": [REASON]}}}, True),
+        ({"attention": {"refused": {"flash": REASON}}}, False),
+        ({"attention": {"refused": {"flash": [3], "cudnn": []}}}, False),
+        ({"attention": {"refused": [REASON]}}, False),
+        ({"attention": [REASON]}, False),
+        ({}, False),
+    ],
+)
+def test_why_other_backends_were_refused(tmp_path, facts, told):
+    def stored(document):
+        document["lesson"] = {"script": "somebody's", "facts": facts}
+
+    seen = attention.sdpa_runs().ask(summarize(read(altered(tmp_path, "cudnn", stored)))).evidence
+    assert seen == "cudnn in 1 call" + f". flash refused: {REASON}" * told
+
+
+def recorded(op, dims, inputs):
+    def change(document):
+        for event in document["traceEvents"]:
+            if event.get("name") == op:
+                types = [BF16, BF16, BF16]
+                event["args"] |= {"Input Dims": dims, "Input type": types, "Concrete Inputs": inputs}
+
+    return change
+
+
+CUDNN, FLASH = "aten::_cudnn_attention_forward", "aten::_flash_attention_forward"
+PAIRS = 1024 * 1025 // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "causal", "pairs"),
+    [
+        ("cudnn", recorded(CUDNN, [Q] * 3, [""] * 10 + ["True"]), True, PAIRS),
+        ("cudnn", recorded(CUDNN, [Q] * 3, [""] * 10 + ["False"]), False, 1024 * 1024),
+        ("cudnn", recorded(CUDNN, [Q] * 3, None), None, 1024 * 1024),
+        ("cudnn", recorded(CUDNN, [[8, 16, 1, 64], Q, Q], [""] * 10 + ["True"]), None, 1024),
+        # The kernel's name says causal by itself.
+        ("flash", recorded(FLASH, [[8, 1024, 16, 64]] * 3, None), True, PAIRS),
+        ("efficient", recorded("aten::_efficient_attention_forward", [[8, 1024, 16, 64]] * 3, [""] * 9 + ["1"]), True,
+         PAIRS),
+    ],
+)  # fmt: skip
+def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, pairs):
+    file = altered(tmp_path, name, change)
+    (one,) = [one for one in summarize(read(file)).gpu_work if one.kind == "kernel"]
+    assert one.attention.causal is causal
+    assert one.flops == 2 * 2 * 8 * 16 * pairs * 64  # two products, a multiplication and an addition each
+    ran = [e for e in raw(name)["traceEvents"] if e.get("cat") == "kernel" and e["name"] == one.name]
+    assert any(one.tflops == pytest.approx(one.flops / e["dur"] / 1e6, rel=1e-3) for e in ran)
+    compute = one.flops / one.tflops * 1e-12 * 989e12 / one.flops  # what the data sheet's peak would take, over it
+    assert (one.of_roof is None) == (causal is None)
+    if causal is not None:
+        assert one.roof == "compute" and one.of_roof == pytest.approx(1e12 * one.tflops / 989e12, rel=1e-6), compute
+    assert cli.main([str(file), "--only", "names"]) == 0
+    assert f" GFLOP {({True: 'causal', False: 'not causal', None: 'without a mask'})[causal]} at " in (
+        capsys.readouterr().out
+    )
+
+
+def test_sizes_that_a_script_stored(tmp_path):
+    known = {"batch": 8, "heads": 16, "seq": 1024, "head_dim": 64, "causal": True}
+
+    def stored(facts):
+        def change(document):
+            document["lesson"] = {"script": "x", "flags": {"dtype": "bf16"}, "facts": {"attention": facts}}
+
+        return change
+
+    for name in ("cudnn", "flex"):
+        ours = summarize(read(altered(tmp_path, name, stored(known))))
+        (one,) = [one for one in ours.gpu_work if one.kind == "kernel"]
+        assert one.flops == 4 * 8 * 16 * PAIRS * 64 and one.of_roof is not None
+        assert one.bytes_moved == 4 * 8 * 16 * 1024 * 64 * 2
+    for odd in ({**known, "seq": "1024"}, {**known, "heads": -1}, "all", None):
+        ours = summarize(read(altered(tmp_path, "cudnn", stored(odd))))
+        assert all(one.attention is None for one in ours.gpu_work)
+
+
+SIX = ("naive", "inplace", "math", "efficient", "flash", "cudnn")
+
+
+def closing_table(capsys, *arguments):
+    assert cli.main([*(str(path(name)) for name in SIX), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_closing_table(monkeypatch, capsys, width):
+    """Times and kernels by the raw events, as multiples of the first and of the one before; nothing too wide."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen = closing_table(capsys)
+    assert max(map(len, screen.splitlines())) <= width
+    flat = " ".join(screen.split())
+    busy, kernels = [], []
+    for name in SIX:
+        _, _, work = both(name)
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e, _ in work)
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))  # one stream: no overlap
+        busy.append(sum(e["dur"] for e, _ in work))
+        kernels.append(sum(e["cat"] == "kernel" for e, _ in work))
+    assert kernels == [5, 5, 20, 1, 1, 1]
+    for number, us_busy in enumerate(busy):
+        assert f"{us_busy:,.1f}" in flat
+        assert f"x {us_busy / busy[0]:.2f}" in flat
+        assert f"x {us_busy / busy[max(0, number - 1)]:.2f}" in flat
+    for said in ("gone: 1 x copy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
+                 "2 x GEMM on CUDA cores", "at most 12.5%", "aten::_cudnn_attention_forward: 20.6 of"):  # fmt: skip
+        assert said in flat
+    assert "what changed" not in screen.replace("for what changed", "")
+    assert "aten::_softmax" in closing_table(capsys, "--only", "chain")
+
+
+def test_memory_of_a_run(tmp_path, capsys):
+    """As a script stored it; else the most of the profiler's own events, the GPU's before the CPU's."""
+
+    def stored(document):
+        document["lesson"] = {"script": "x", "facts": {"peak_bytes": 554_000_000}}
+
+    def events(document):
+        for device, total in ((0, 9_000_000), (1, 17_000_000), (1, 3_000_000), (1, "many"), (None, 5)):
+            document["traceEvents"].append(
+                {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 1, "pid": 1, "tid": 1,
+                 "args": {"Device Type": device, "Total Allocated": total}}
+            )  # fmt: skip
+
+    naive, flash = altered(tmp_path, "naive", stored), altered(tmp_path, "flash", events)
+    assert cli.main([str(naive), str(flash), str(path("cudnn")), "--only", "steps"]) == 0
+    rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[2:5]]
+    assert rows[:2] == [["554.0", "MB"], ["17.0", "MB"]] and rows[2][1] == "–"
+
+
+def test_patterns_name_what_costs_most():
+    def named(name):
+        ours = summarize(read(path(name)))
+        return [pattern.see for pattern, _ in cheatsheet.costliest(ours, cheatsheet.found(ours))]
+
+    assert named("naive") == ["a softmax between two batched products", "clone and copy_ inside another op"]
+    assert named("math") == ["a softmax between two batched products", "sgemm, simt or ffma in a product's name"]
+    assert named("flash") == []
+
+
+def test_what_a_script_can_guess_is_recorded():
+    """A finding that expect offers and that does not say how it was made would be lost in the trace."""
+    for make in (expect.unfused, expect.hidden_copy, expect.mask_remade, expect.cast_before_product,
+                 expect.on_cuda_cores, expect.low_occupancy, expect.time_in_a_library):  # fmt: skip
+        again = expect.from_record(json.loads(json.dumps(make().record)))
+        assert again is not None and again.text == make().text

@@ -1,0 +1,287 @@
+"""Rung 4: what each way to compute attention runs, checks, refuses and says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, names, only_trace
+
+import sweep
+from common import sdpa
+from common.flags import tag_of
+from tracereader.expect import from_record
+from tracereader.figures import summarize
+from tracereader.trace import read
+
+FLASH = "kernels-community/flash-attn2"
+SMALL = ("--batch", "2", "--heads", "2", "--seq", "32", "--head_dim", "16")
+ON_CPU = (*SMALL, "--device", "cpu")
+RUNGS = ("04_a_naive_attention", "04_b_inplace_ops_attention", "04_c_sdpa_attention", "04_d_kernels_attention")
+NAIVE, INPLACE, SDPA, KERNELS = RUNGS
+
+
+@pytest.fixture
+def local_flash(monkeypatch):
+    monkeypatch.setenv("LOCAL_KERNELS", f"{FLASH}={ROOT / 'tests' / 'flash-attn2'}")
+
+
+def calls(document):
+    """op -> calls a step, from the raw events."""
+    found = names(document, "cpu_op")
+    return {name: found.count(name) / 3 for name in found}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "present", "absent"),
+    [
+        (NAIVE, (), {"aten::matmul": 2, "aten::masked_fill": 1, "aten::masked_fill_": 1, "aten::clone": 1}, ()),
+        (INPLACE, (), {"aten::matmul": 2, "aten::masked_fill_": 1}, ("aten::masked_fill", "aten::clone")),
+        (SDPA, (), {"aten::scaled_dot_product_attention": 1}, ("aten::matmul",)),
+        (SDPA, ("--backend", "flash"), {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}, ("aten::tril",)),
+        (SDPA, ("--backend", "math"), {"aten::_scaled_dot_product_attention_math": 1, "aten::tril": 1}, ()),
+    ],
+)
+def test_dispatch(run, tmp_path, capfd, script, flags, present, absent):
+    assert run(script, *ON_CPU, *flags) == 0
+    screen = capfd.readouterr()
+    assert screen.err == ""
+    assert float(re.search(r"matches fp32 math: relative error (\S+)", screen.out)[1]) < 2e-2
+    found = calls(only_trace(tmp_path))
+    assert {name: found.get(name) for name in present} == present
+    assert not set(absent) & set(found)
+
+
+@pytest.mark.parametrize(("script", "flags"), [(NAIVE, ("--compile",)), (SDPA, ("--backend", "flex"))])
+def test_compiled(run, tmp_path, capfd, script, flags):
+    assert run(script, *ON_CPU, *flags, "--dtype", "fp32") == 0
+    assert "matches fp32 math" in capfd.readouterr().out
+    trace = only_trace(tmp_path)
+    assert "Torch-Compiled Region: 0/0" in calls(trace)
+    assert trace["lesson"]["flags"]["compile"] == "default"
+    assert "_warm_compile" in next(tmp_path.rglob("*.json")).stem
+
+
+def test_a_compiled_backend_is_the_one_that_was_asked_for(run, tmp_path):
+    """torch's cache of compiled graphs does not know the backend that is set around a graph."""
+    assert run(SDPA, *ON_CPU, "--compile") == 0
+    assert run(SDPA, *ON_CPU, "--compile", "--backend", "math") == 0
+    ran = {file.stem: calls(json.loads(file.read_text())) for file in tmp_path.rglob("*.json")}
+    fused = {name: "aten::_scaled_dot_product_flash_attention_for_cpu" in found for name, found in ran.items()}
+    assert sorted(fused.items(), key=lambda one: len(one[0])) == [(min(ran, key=len), True), (max(ran, key=len), False)]
+
+
+def test_they_warm_up_three_times_unless_told(scripts):
+    for script in RUNGS:
+        assert scripts[script].flags([]).warmup == 3
+        tags = [tag_of(scripts[script].flags(flags)) for flags in ([], ["--warmup", "0"], ["--warmup", "5"])]
+        assert [tag.partition("bf16_")[2] for tag in tags] == ["warm_eager", "cold_eager", "warm_eager_warmup5"]
+    assert scripts["01_matmul_add"].flags([]).warmup == 0, "the others stay cold"
+
+
+def test_the_trace_is_told_of_the_problem(run, tmp_path):
+    assert run(SDPA, *ON_CPU, "--backend", "flash") == 0
+    facts = only_trace(tmp_path)["lesson"]["facts"]
+    assert facts["attention"] == {
+        "batch": 2, "heads": 2, "seq": 32, "head_dim": 16, "causal": True, "backend": "flash", "refused": {},
+    }  # fmt: skip
+    assert 0 < facts["relative_error"] < 2e-2
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2**8, 2**26])
+def test_the_reference_is_causal_attention(monkeypatch, at_a_time):
+    monkeypatch.setattr(sdpa, "REFERENCE_SCORES", at_a_time)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 17, 8) for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert (sdpa.in_fp32(q, k, v) - exact).abs().max() < 1e-6
+
+
+def test_torchs_own_reasons_against_a_backend():
+    numbers = torch.ones(1, 1, 4, 8, dtype=torch.int8)
+    (reason,) = sdpa.refused("flash", numbers, numbers, numbers)
+    assert reason.startswith("Expected query, key and value to all be of dtype") and "signed char" in reason
+    assert "Triggered internally" not in reason
+    assert sdpa.refused("flash", *(torch.ones(1, 1, 4, 8) for _ in range(3))) is None
+    assert sdpa.all_refused(numbers, numbers, numbers) == {"flash": [reason]}, "of the others it says nothing here"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "says"),
+    [
+        (NAIVE, "--seq 1000000 --device cpu", "scores are 256.0 TB, twice over"),
+        (INPLACE, "--seq 1000000 --device cpu", "a fused backend, which does not need them"),
+        (SDPA, "--backend math --seq 1000000 --device cpu", "scores are 512.0 TB"),
+        (SDPA, "--backend efficient --device cpu", "is for GPUs, and this run is on the CPU"),
+        (SDPA, "--backend cudnn --device cpu", "is for GPUs, and this run is on the CPU"),
+        (SDPA, "--backend best", "invalid choice"),
+        (NAIVE, "--head_dim 0", "too small"),
+        (KERNELS, "--device cpu", "04_c_sdpa_attention.py --backend flash"),
+        (KERNELS, "--dtype fp32", "computes in fp16 and bf16, not in fp32"),
+        (KERNELS, "--head_dim 257", "heads up to 256 wide"),
+    ],
+)
+def test_refused_in_one_line(run, tmp_path, capsys, script, flags, says):
+    assert run(script, *flags.split()) == 2
+    screen = capsys.readouterr()
+    assert says in screen.err
+    assert (screen.err.count("\n"), screen.out) == (1, "")
+    assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_backend_for_gpus_where_none_was_found(run, capsys, backend):
+    assert run(SDPA, *SMALL, "--backend", backend) == 2
+    assert f"--backend {backend} cannot run here: torch has none for a cpu tensor" in capsys.readouterr().err
+
+
+def test_wrong_flags_are_answered_before_torch_is_loaded():
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
+    )
+    for words in ("04_c_sdpa_attention.py --backend cudnn --device cpu", "04_d_kernels_attention.py --dtype fp32"):
+        done = subprocess.run([sys.executable, "-c", program, *words.split()], cwd=ROOT, capture_output=True, text=True)
+        assert (done.stdout, done.stderr.count("\n")) == ("2 False\n", 1), done.stderr
+
+
+@pytest.mark.parametrize("script", RUNGS)
+def test_help_shows_the_articles_call(run, capsys, script):
+    assert run(script, "--help") == 0
+    page = capsys.readouterr().out
+    assert "Rung 4" in page and page.count(f"uv run {script}.py") == 2
+    assert "--batch 8 --heads 16 --seq 1024 --head_dim 64" in page
+
+
+def test_the_hub_out_of_reach_names_the_package(scripts):
+    script = (
+        "import os; from pathlib import Path\n"
+        "from common import harness; from tracereader.command import command\n"
+        "from kernels import get_kernel\n"
+        "@command\n"
+        "def main(argv=None):\n"
+        f"    with harness.hub_errors({FLASH!r}): get_kernel({FLASH!r}, version=3)\n"
+        "raise SystemExit(main())"
+    )
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | nowhere, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"LOCAL_KERNELS={FLASH}=FOLDER" in done.stderr
+
+
+def test_the_real_loader_takes_torchs_own_flash_attention(local_flash):
+    from kernels import get_kernel
+
+    package = get_kernel(FLASH, version=3)
+    assert "PyTorch's own build of FlashAttention-2" in package.__doc__, "and it says that it is that"
+    assert callable(package.flash_attn_func)
+
+
+def test_several_ways_in_one_sweep(compile_afresh, tmp_path, capsys):
+    ways = [f"{NAIVE}.py", f"{SDPA}.py --backend flash", f"{SDPA}.py --backend math"]
+    flags = ["--seq", "64", "16", "--batch", "1", "--heads", "2", "--head_dim", "16", "--device", "cpu"]
+    assert sweep.main([*ways, *flags, "--out", str(tmp_path)]) == 0
+    screen = capsys.readouterr()
+    assert screen.err == ""
+    rows = [line for line in screen.out.splitlines() if re.search(r"seq\^-?\d", line)]
+    assert [row.split("  ")[0] for row in rows] == [NAIVE, f"{SDPA} --backend flash", f"{SDPA} --backend math"]
+    assert len(list(tmp_path.rglob("*.json"))) == 6
+    (picture,) = tmp_path.glob("sweep_seq_16_to_64_04_a_04_c-backend-flash_04_c-backend-math.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert screen.out.splitlines()[-1].endswith(picture.name)
+
+
+def test_where_one_way_ends_the_others_go_on(compile_afresh, tmp_path, capsys, monkeypatch):
+    scores = 2 * 16**2 * 2  # heads, tokens and bytes of the smaller one
+    monkeypatch.setattr(sdpa, "free_bytes", lambda device: 2 * scores)
+    ways = [f"{NAIVE}.py", f"{SDPA}.py --backend flash"]
+    flags = ["--seq", "16", "64", "--batch", "1", "--heads", "2", "--head_dim", "8", "--device", "cpu"]
+    assert sweep.main([*ways, *flags, "--out", str(tmp_path)]) == 0
+    screen = capsys.readouterr().out
+    assert f"{NAIVE} seq 64   not run: the [1, 2, 64, 64] scores are 16.4 kB" in screen
+    assert [file.parent.name for file in tmp_path.rglob("*.json")].count(SDPA) == 2
+    assert "–" in next(line for line in screen.splitlines() if line.startswith(NAIVE) and "seq" not in line[:24])
+
+
+@pytest.mark.parametrize("typed", [f'{NAIVE}.py --seq "16', f"{NAIVE}.py --guess", "no_such.py --backend flash"])
+def test_a_wrong_way_in_a_sweep_is_refused(typed, capsys):
+    assert sweep.main([f"{NAIVE}.py", typed, "--seq", "16", "32", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_growth_is_the_power_between_the_two_largest():
+    assert sweep._growth("seq", {10: 100.0, 100: 1e6, 1000: 1e8}) == "seq^2.0"
+    assert sweep._growth("seq", {10: 1.0}) == "–"
+
+
+VARIANTS = [
+    (NAIVE, (), 5, "softmax_warp_forward"),
+    (INPLACE, (), 5, "softmax_warp_forward"),
+    (NAIVE, ("--compile",), 3, "softmax"),
+    (SDPA, ("--backend", "math"), 20, "triu_tril_kernel"),
+    (SDPA, ("--backend", "efficient"), 1, "fmha_cutlassF"),
+    (SDPA, ("--backend", "flash"), 1, "pytorch_flash::flash_fwd_kernel"),
+    (SDPA, ("--backend", "flash", "--compile"), 1, "pytorch_flash::flash_fwd_kernel"),
+    (SDPA, ("--backend", "cudnn"), 1, "cudnn_generated"),
+    (SDPA, ("--backend", "flex"), 1, "flex_attention"),
+    (KERNELS, (), 1, "pytorch_flash::flash_fwd_kernel"),
+    (KERNELS, ("--compile",), 1, "pytorch_flash::flash_fwd_kernel"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("script", "flags", "kernels", "word"), VARIANTS)
+def test_a_variant_on_a_gpu(run, tmp_path, capfd, local_flash, script, flags, kernels, word):
+    assert run(script, *flags) == 0
+    screen = capfd.readouterr()
+    assert screen.err == ""
+    assert float(re.search(r"matches fp32 math: relative error (\S+)", screen.out)[1]) < 2e-2
+    trace = only_trace(tmp_path)
+    found = names(trace, "kernel")
+    assert len(found) == 3 * kernels
+    assert any(word in name for name in found)
+    (file,) = tmp_path.rglob("*.json")
+    summary = summarize(read(file))
+    for record in trace["lesson"]["guesses"]:
+        assert from_record(record).ask(summary).holds is not None, f"{record}: a GPU can tell"
+    scores, peak = 8 * 16 * 1024**2 * 2, trace["lesson"]["facts"]["peak_bytes"]
+    assert peak > scores if kernels > 1 else peak < scores
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("script", "flags", "says"),
+    [
+        (SDPA, "--backend flash --dtype fp32", "Got Query dtype: float"),
+        (SDPA, "--backend flash --head_dim 512", "less than or equal to 256"),
+        (SDPA, "--backend cudnn --head_dim 60", "head_dim should be a multiple of 8"),
+        (SDPA, "--backend efficient --head_dim 60", "divisible by 8"),
+        (SDPA, "--backend flex --head_dim 8", "heads of 16 and wider"),
+        (NAIVE, "--seq 100000", "a fused backend, which does not need them"),
+        (SDPA, "--backend math --seq 100000", "a fused backend, which does not need them"),
+    ],
+)
+def test_a_backends_limit_is_said(run, tmp_path, capsys, script, flags, says):
+    assert run(script, *flags.split()) == 2
+    screen = capsys.readouterr()
+    assert says in screen.err
+    assert screen.err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.gpu
+def test_memory_grows_with_the_square_or_with_the_length(compile_afresh, tmp_path, capsys):
+    ways = [f"{NAIVE}.py", f"{SDPA}.py --backend flash"]
+    assert sweep.main([*ways, "--seq", "2048", "8192", "--batch", "2", "--out", str(tmp_path)]) == 0
+    _, _, memory = capsys.readouterr().out.partition("peak device memory")
+    naive, flash = (float(power) for power in re.findall(r"seq\^(\d\.\d)", memory))
+    assert naive > 1.8 and flash == 1.0

@@ -1,0 +1,306 @@
+"""Layers, tokens a second and what a decoder's step may do without: each figure against the raw events of real models.
+
+tests/traces/models: an H200's, cut to a step or two. Qwen3-0.6B's sizes with random weights (28 layers, 16 heads, 8
+of keys and values), a small Qwen3-MoE (8 layers), BERT-base (12) and a GPT-2 of 6 layers in training.
+"""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from collections import defaultdict
+from statistics import median
+
+import pytest
+import references
+from references import OTHERS, REFERENCES
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.figures.decoding import facts_of
+from tracereader.figures.repeats import repeated_names, repeats
+from tracereader.findings import cheatsheet, decoding
+from tracereader.trace import read
+
+MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# What the model is made of: for each run of equal stretches its times, and pieces where they were counted by hand.
+LAYERS = {
+    "qwen3_decode_eager": [(28, 66)],
+    "qwen3_decode_compiled": [(27, 19)],  # the first layer computes what all share
+    "qwen3_decode_graph": [(27, 19)],
+    "qwen3_generate_static": [(28, 66)],
+    "qwen3_prefill_logits": [(28, 55)],
+    "qwen3moe_generate": [(8, 67)],
+    "qwen3moe_generate_warm": [(8, 67)],
+    "bert_modules": [(12, 13)],
+    "bert_cold": [(12, 13)],
+    "bert_warm": [(12, 13)],
+    "gpt2_train": [(6, 35), (6, 54)],  # forward, backward
+}
+
+
+def measured(name):
+    return summarize(read(MODELS[name]))
+
+
+def raw(name):
+    return [e for e in json.loads(gzip.decompress(MODELS[name].read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def steps_of(events):
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    found = {}
+    for mark in sorted(marks, key=lambda e: e["ts"]):
+        calls = {
+            e["args"]["correlation"]: e for e in events
+            if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
+        }  # fmt: skip
+        work = [e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls]
+        found[mark["name"]] = mark, calls, sorted(work, key=lambda e: e["ts"])
+    return found
+
+
+def medians(events, step):
+    """Each piece of a step with its time, the median over the steps of the same number of its name."""
+    times = defaultdict(list)
+    numbered = {}
+    for name, (_, _, work) in steps_of(events).items():
+        seen = defaultdict(int)
+        for e in work:
+            key = e["name"], seen[e["name"]]
+            seen[e["name"]] += 1
+            times[key].append(e["dur"])
+            numbered[name, id(e)] = key
+    return [(e, median(times[numbered[step, id(e)]])) for e in steps_of(events)[step][2]]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_found_by_the_kernels_names(name):
+    """As many as the model has; the stretches hold the same kernels, one more before or behind would not."""
+    ours, events = measured(name), raw(name)
+    assert [(one.times, one.pieces) for one in ours.repeats] == LAYERS[name]
+    work = medians(events, ours.typical_step)
+    alike = [re.sub(r"^(triton_\w+?)_fused.*", r"\1", e["name"]) for e, _ in work]
+    alike = [re.sub(r"<.*|unrolled_|vectorized_", "", one) if "elementwise" in one else one for one in alike]
+    for one in ours.repeats:
+        stretches = [range(at, at + one.pieces) for at in range(one.start, one.end, one.pieces)]
+        first = [alike[place] for place in stretches[0]]
+        assert all([alike[place] for place in stretch] == first for stretch in stretches)
+        after = alike[one.end : one.end + one.pieces]
+        before = alike[max(0, one.start - one.pieces) : one.start]
+        assert after != first and before != first
+        costs = [sum(work[place][1] for place in stretch) for stretch in stretches]
+        assert one.us == pytest.approx(median(costs), abs=0.05)
+        assert one.total_us == pytest.approx(sum(costs), abs=0.5)
+        assert costs[one.longest - 1] == pytest.approx(max(costs), abs=0.05)
+
+
+def test_nothing_repeats_where_nothing_does():
+    """The rungs' steps; other programs', of which one makes four products in a row; a decoder's calls shuffled."""
+    found = {file.name: summarize(read(file)).repeats for file in [*REFERENCES, *OTHERS]}
+    del found["streams.json.gz"]
+    assert not [name for name, some in found.items() if some]
+    names = [one.name for one in measured("qwen3_decode_eager").gpu_work]
+    assert repeated_names(names) == (17, 66, 28)
+    random.Random(12).shuffle(names)
+    assert repeated_names(names) is None
+
+
+def test_a_layer_that_differs_parts_the_run():
+    names = [one.name for one in measured("qwen3_decode_eager").gpu_work]
+    names.insert(17 + 66 * 20 + 5, "a kernel that no other layer has")
+    assert repeated_names(names) == (17, 66, 20)
+
+
+def test_layers_of_tokens():
+    """generate() without steps: tokens repeat, and in each its layers."""
+    work = measured("qwen3_decode_eager").gpu_work
+    step = read(MODELS["qwen3_decode_eager"]).steps[0].work
+    (tokens,) = repeats(list(step) * 5, work * 5)
+    assert (tokens.times, tokens.pieces) == (5, 1877)
+    assert (tokens.inside.times, tokens.inside.pieces) == (28, 66)
+
+
+@pytest.mark.parametrize("name", ["qwen3_decode_eager", "qwen3_generate_static", "qwen3_prefill_logits"])
+def test_casts_and_copies_of_keys(name):
+    """By time alone: kernels launched in a _to_copy in a to; in a clone in a reshape, two before each attention."""
+    ours, events = measured(name), raw(name)
+    mark, calls, work = steps_of(events)[ours.typical_step]
+    cpu = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+
+    def inside(e, *names):
+        launch = calls[e["args"]["correlation"]]["ts"]
+        around = [x["name"] for x in cpu if x["ts"] <= launch < end(x)]
+        return around[-len(names) :] == [*names]
+
+    cpu.sort(key=lambda e: (e["ts"], -e["dur"]))
+    by_time = {e["ts"]: us for e, us in medians(events, ours.typical_step)}
+    casts = [e for e in work if e["cat"] == "kernel" and inside(e, "aten::to", "aten::_to_copy", "aten::copy_")]
+    types = {x["ts"]: x["args"].get("Input type") for x in cpu if x["name"] == "aten::copy_"}
+    casts = [e for e in casts if not _same_type(e, calls, cpu, types)]
+    assert ours.unneeded.casts.pieces == len(casts)
+    assert ours.unneeded.casts.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in casts), abs=0.5)
+    copies = [e for e in work if inside(e, "aten::reshape", "aten::clone", "aten::copy_")]
+    attention = [x for x in cpu if x["name"] == "aten::scaled_dot_product_attention"]
+    assert len(attention) == 28
+    if name == "qwen3_prefill_logits":  # without a mask transformers passes grouped queries through
+        assert ours.unneeded.expanded is None and not copies
+    else:
+        assert ours.unneeded.expanded.pieces == len(copies) == 2 * 28
+        assert ours.unneeded.expanded.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in copies), abs=0.5)
+    assert ours.unneeded.key_heads == (8 if name != "qwen3_decode_eager" else None)  # it has no shapes
+
+
+def _same_type(e, calls, cpu, types):
+    launch = calls[e["args"]["correlation"]]["ts"]
+    innermost = [x for x in cpu if x["name"] == "aten::copy_" and x["ts"] <= launch < end(x)][-1]
+    found = types[innermost["ts"]]
+    return bool(found) and found[0] == found[1]
+
+
+def test_compiled_code_expands_keys_too():
+    """Inductor's kernel that expands and clones, twice before each attention kernel."""
+    for name in ("qwen3_decode_graph", "qwen3_decode_compiled"):
+        ours, events = measured(name), raw(name)
+        work = steps_of(events)[ours.typical_step][2]
+        copies = [e for e in work if re.match(r"triton_poi_fused_.*_clone_.*_expand_.*_5$", e["name"])]
+        assert len(copies) == 56 == ours.unneeded.expanded.pieces
+
+
+@pytest.mark.parametrize(("name", "rows"), [("qwen3_generate_static", 1), ("qwen3moe_generate", 1)])
+def test_what_reading_weights_takes(name, rows):
+    """Each aten::mm's own shapes, and the time of all that is launched in it."""
+    ours, events = measured(name), raw(name)
+    mark, calls, _ = steps_of(events)[ours.typical_step]
+    products = [
+        e for e in events
+        if e.get("cat") == "cpu_op" and e["name"] == "aten::mm" and mark["ts"] <= e["ts"] < end(mark)
+    ]  # fmt: skip
+    count, size, us = 0, 0, 0.0
+    for op in products:
+        (m, k), (_, n) = op["args"]["Input Dims"][:2]
+        if m != rows or k * n < 0.8 * (m * k + k * n + m * n):
+            continue
+        count += 1
+        size += 2 * (m * k + k * n + m * n)
+        inside = {c for c, e in calls.items() if op["ts"] <= e["ts"] < end(op)}
+        us += sum(t for e, t in medians(events, ours.typical_step) if e["args"]["correlation"] in inside)
+    first = ours.weight_reads[0]
+    assert (first.rows, first.products, first.bytes) == (rows, count, size)
+    assert first.us == pytest.approx(us, abs=0.5)
+    assert first.ridge_rows == 207  # 989 TFLOP/s over 4.8 TB/s: 206.04
+
+
+def see(summary):
+    return {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(summary)}
+
+
+GRAPH = "the same launches in every step, and the GPU waiting for them"
+
+
+def test_a_graph_is_advised_where_it_would_do():
+    """Equal steps that wait for nothing; not of generate(), whose cache grows and which asks for the token."""
+    assert "1,877 in each of 2" in see(measured("qwen3_decode_eager"))[GRAPH]
+    assert GRAPH not in see(measured("qwen3moe_generate"))
+    assert GRAPH not in see(measured("qwen3_decode_graph"))
+    assert GRAPH not in see(measured("qwen3_generate_static"))  # one step: nothing to compare
+
+
+# What 05_llm stores, for these models: 596,049,920 parameters in bf16; keys and values of 28 layers, 8 heads of 128.
+KEY_BYTES = 2 * 28 * 8 * 128 * 2
+FACTS = {"phase": "decode", "batch": 1, "tokens": 1, "weight_bytes": 1192099840, "cache_bytes": 521 * KEY_BYTES,
+         "cache_bytes_allocated": 524 * KEY_BYTES, "layers": 28, "parameters": 596049920, "gb_s": 4200.0}  # fmt: skip
+
+
+def with_facts(name, tmp_path, **facts):
+    document = json.loads(gzip.decompress(MODELS[name].read_bytes()))
+    document["lesson"] = {"script": "05_llm", "flags": {}, "guesses": [], "facts": {"decoding": FACTS | facts}}
+    file = tmp_path / "facts.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_tokens_a_second_and_the_roof(tmp_path):
+    """From step to step on the lane that takes longer; weights and cache read once."""
+    for name, lane in (("qwen3_decode_eager", "CPU"), ("qwen3_decode_graph", "GPU")):
+        ours = summarize(read(with_facts(name, tmp_path))).decoding
+        found = [(mark["ts"], min(e["ts"] for e in work)) for mark, _, work in steps_of(raw(name)).values()]
+        cpu, gpu = (median(b[i] - a[i] for a, b in itertools.pairwise(found)) for i in (0, 1))
+        assert ours.lane == lane
+        assert ours.step_us == pytest.approx(max(cpu, gpu), abs=0.01)
+        assert ours.tokens_s == pytest.approx(1e6 / max(cpu, gpu))
+        assert ours.read_us == pytest.approx((1192099840 + 521 * KEY_BYTES) / 4200e3)
+    told = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path))))
+    assert told[0].startswith("decode of one sequence: 413 tokens a second")
+    assert told[1].startswith(f"its roof is {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)")
+    assert "as measured by the run" in told[1]
+    unmeasured = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, gb_s=None))))
+    assert "at 4.8 TB/s by the data sheet" in unmeasured[1]
+    # A roof that the step is faster than is none.
+    assert len(decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, weight_bytes=2**40))))) == 1
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [None, 7, [], {"phase": "nap"}, {"batch": 0}, {"batch": "1"}, {"tokens": None}, {"tokens": -1}, {"tokens": 1e999}],
+)
+def test_facts_of_any_shape(facts, tmp_path):
+    """Somebody else's file may hold anything; what is usable is used, and the report is printed all the same."""
+    told = {**FACTS, **facts} if isinstance(facts, dict) else facts
+    assert facts_of({"facts": {"decoding": told}}) is None
+    assert facts_of({"facts": facts}) is None
+    assert facts_of({"facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).gb_s is None
+
+
+def test_attention_over_an_empty_cache(tmp_path, capsys):
+    """Said where the shapes say that attention went over the whole static cache, and much of it is empty."""
+    sentence = "attention over the empty rest of a static cache"
+    half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
+    assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
+    assert cli.main([str(half), "--only", "patterns"]) == 0
+    assert sentence in capsys.readouterr().out
+    assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path))))  # 521 of 524
+    longer = {"cache_bytes": 262 * KEY_BYTES, "cache_bytes_allocated": 1048 * KEY_BYTES}
+    assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
+
+
+def test_logits_of_every_token(tmp_path):
+    sentence = "in prefill, logits of every token"
+    facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
+    seen = see(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))[sentence]
+    assert seen.startswith("M 512 · K 1,024 · N 151,936")
+    told = decoding.in_words(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))
+    assert told[0].startswith("prefill of one sequence: ") and "a step of 512 tokens" in told[0]
+    assert told[1] == "its products have 512 rows; by the data sheet arithmetic is the limit from 207 on"
+    assert sentence not in see(measured("qwen3_prefill_logits"))  # nobody says that it is a prefill
+    assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, phase="prefill"))))
+
+
+def test_equal_modules_are_one_row():
+    """BERT-base has 12 layers of six Linears, and a pooler."""
+    ours = measured("bert_modules")
+    rows = {place.name: place for place in ours.by_module_class}
+    assert rows["36 x Linear in BertSelfAttention"].pieces == 36
+    assert {"12 x Linear in BertIntermediate", "12 x Linear in BertOutput", "Linear in BertPooler"} <= set(rows)
+    assert sum(place.pieces for place in ours.by_module_class) == len(ours.gpu_work)
+    assert sum(place.gpu_us for place in ours.by_module_class) == pytest.approx(
+        sum(place.gpu_us for place in ours.by_module)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_report_fits_and_folds(name, capsys):
+    assert cli.main([str(MODELS[name])]) == 0
+    screen = capsys.readouterr().out
+    assert len(screen.splitlines()) <= 90
+    times, pieces = LAYERS[name][0]
+    assert f"{times} x {pieces} pieces" in screen
+    assert cli.main([str(MODELS[name]), "--only", "work"]) == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{times} x ")]
+    assert len(listed) == sum(pieces for some, pieces in LAYERS[name] if some == times)

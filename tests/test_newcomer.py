@@ -1,0 +1,45 @@
+"""What a numbered script shows of its own run: it fits a screen and opens with what the run teaches."""
+
+import math
+
+import pytest
+from references import ROOT
+from rich.cells import cell_len
+
+from tracereader.show import report
+
+# What common/lesson.py prints around it: title, first call, the two files.
+AROUND = 4
+FIRST_RUNS = sorted(ROOT.glob("traces/reference/*/01_matmul_add/64_bf16_*_eager.json.gz"))
+
+
+@pytest.fixture
+def screen(capsys, monkeypatch):
+    """The lines of a terminal of 80 columns, lanes drawn; one that is longer counts as often as it wraps."""
+
+    def shown(trace):
+        monkeypatch.setenv("COLUMNS", "80")
+        report.explain_file(trace, report.View(brief=True, lanes=True))
+        lines = capsys.readouterr().out.splitlines()
+        return lines, AROUND + sum(max(1, math.ceil(cell_len(line) / 80)) for line in lines)
+
+    return shown
+
+
+@pytest.mark.parametrize("trace", FIRST_RUNS, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_it_fits_45_lines_and_opens_with_the_answer(screen, trace):
+    lines, height = screen(trace)
+    assert height <= 45
+    head, answer = lines[:2]
+    assert "3 steps of" in head and answer.startswith("in short   ")
+    text = "\n".join(lines)
+    for section in ("guess first, then look: ", "lanes of step", "profiler table", "more: "):
+        assert section in text
+    assert not any(cell_len(line) > 80 for line in lines[:-1]), "only the command to copy may be longer"
+
+
+def test_it_says_what_to_do_about_what_it_found(screen):
+    small = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_cold_eager.json.gz")[0])
+    large = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager.json.gz")[0])
+    assert "Give each launch" in small and "Give each launch" not in large
+    assert "less or faster" in " ".join(large.split())

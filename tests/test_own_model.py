@@ -1,0 +1,79 @@
+"""The page on profiling one's own model: its code as it stands there, on small models of transformers, anywhere."""
+
+import json
+import re
+
+import pytest
+import torch
+from references import ROOT
+from transformers import BertConfig, BertModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tracereader import cli
+from tracereader.trace import read
+
+PAGE = (ROOT / "docs/your-own-model.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """What the page's Python blocks define, but for its example calls."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+        if "def " in block:
+            exec(block, names)
+    return names
+
+
+def names_of(file, category):
+    return [e["name"] for e in json.loads(file.read_text())["traceEvents"] if e.get("cat") == category]
+
+
+@torch.no_grad()
+def test_an_encoder_cold_and_warm(recipe, tmp_path):
+    model = BertModel(
+        BertConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    ).eval()
+    calls = 0
+
+    def step():
+        nonlocal calls
+        calls += 1
+        model(input_ids=torch.arange(12)[None])
+
+    files = [tmp_path / f"{name}.json" for name in ("cold", "warm")]
+    recipe["trace"](step, str(tmp_path / "cold"), warm=0)
+    assert calls == 3  # none of them before the first recorded one
+    recipe["trace"](step, str(tmp_path / "warm"))
+    assert calls == 3 + 3 + 5
+    for file, numbers in zip(files, ([0, 1, 2], [2, 3, 4]), strict=True):
+        trace = read(file)
+        assert [one.name for one in trace.steps] == [f"ProfilerStep#{number}" for number in numbers]
+        assert names_of(file, "cpu_op").count("aten::scaled_dot_product_attention") == 3 * 3
+    assert trace.has_shapes
+    assert cli.main([str(file) for file in files]) == 0
+
+
+@torch.no_grad()
+def test_each_token_of_generate_is_a_step(recipe, tmp_path):
+    """Of a mixture of experts: the prefill and the first tokens pass by, then each step holds one pass."""
+    config = Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=99,
+        moe_intermediate_size=16, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    ids = torch.arange(5)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    passes = []
+    counter = model.register_forward_hook(lambda *_: passes.append(1))
+    recipe["trace_tokens"](model, str(tmp_path / "tokens"), **inputs)
+    counter.remove()
+    assert len(passes) == 2 * 13  # a warm call and the recorded one
+    trace = read(tmp_path / "tokens.json")
+    assert [one.name for one in trace.steps] == [f"ProfilerStep#{number}" for number in (9, 10, 11)]
+    for passed, step in enumerate(trace.steps, 9):
+        attention = [op for op in step.walk() if op.name == "aten::scaled_dot_product_attention"]
+        assert len(attention) == 2
+        for op in attention:  # one query; the prompt's keys and one for each pass since
+            query, key = op.args["Input Dims"][:2]
+            assert (query[2], key[2]) == (1, 5 + passed)
+    assert not model._forward_hooks

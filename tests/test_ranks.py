@@ -1,0 +1,325 @@
+"""Several ranks of one run: every figure against one worked out here from the raw events."""
+
+import gzip
+import itertools
+import json
+import re
+
+import pytest
+from references import ROOT
+
+from tracereader import cli
+from tracereader.figures import reading
+from tracereader.show.merged import merged
+from tracereader.show.ranks import opened
+from tracereader.show.report import View
+
+FOLDER = ROOT / "tests/traces/ranks"
+RUNS = {name: sorted(FOLDER.glob(f"{name}_rank*.json.gz")) for name in ("ddp_straggler", "fsdp", "gloo_ddp_slow")}
+
+
+def document(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def slices(path):
+    return [event for event in document(path)["traceEvents"] if event["ph"] == "X"]
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def length(spans, but=()):
+    """Of what some spans cover and others do not, counted between neighbouring edges."""
+    edges = sorted({edge for span in [*spans, *but] for edge in span})
+    total, inside, outside = 0.0, 0, 0
+    change = {}
+    for which, some in ((0, spans), (1, but)):
+        for start, stop in some:
+            change.setdefault(start, [0, 0])[which] += 1
+            change.setdefault(stop, [0, 0])[which] -= 1
+    for left, right in itertools.pairwise(edges):
+        inside, outside = inside + change[left][0], outside + change[left][1]
+        total += (right - left) * (inside > 0 and outside == 0)
+    return total
+
+
+def spans(events, start, stop):
+    return [(max(one["ts"], start), min(end(one), stop)) for one in events if one["ts"] < stop and end(one) > start]
+
+
+def marks(events):
+    found = [e for e in events if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def worked_out(paths):
+    """By rank: window, compute, exposed communication; and who waited for whom, all from the raw events."""
+    figures, parts = [], []
+    for path in paths:
+        events = slices(path)
+        steps = marks(events)
+        start, stop = steps[0]["ts"], end(steps[-1])
+        kernels = [e for e in events if e["cat"] == "kernel"]
+        if kernels:
+            calls = {
+                e["args"]["correlation"] for e in events
+                if e["cat"].startswith("cuda_") and start <= e["ts"] < stop and "correlation" in e["args"]
+            }  # fmt: skip
+            work = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+            stop = max([stop, *(end(e) for e in work if e["args"]["correlation"] in calls)])
+            collectives = [e for e in kernels if "nccl" in e["name"]]
+            computing = spans([e for e in kernels if "nccl" not in e["name"]], start, stop)
+            mine = [e for e in collectives if e["args"]["correlation"] in calls]
+        else:
+            collectives = mine = [e for e in events if e["name"].startswith("gloo:")]
+            threads = {e["tid"] for e in mine}
+            ops = [e for e in events if e["cat"] == "cpu_op" and e["tid"] not in threads]
+            # One thread only: what it hands over is no computing.
+            assert len({e["tid"] for e in ops}) == 1
+            handed = spans([e for e in ops if e["name"].startswith("c10d::")], start, stop)
+            ops = spans([e for e in ops if not e["name"].startswith("c10d::")], start, stop)
+            edges = sorted({edge for span in [*ops, *handed] for edge in span})
+            computing = [
+                (a, b) for a, b in itertools.pairwise(edges)
+                if any(s <= a < e for s, e in ops) and not any(s <= a < e for s, e in handed)
+            ]  # fmt: skip
+        figures.append(
+            {
+                "window_us": stop - start,
+                "compute_us": length(computing),
+                "exposed_communication_us": length(spans(collectives, start, stop), but=computing),
+            }
+        )
+        parts.append(sorted(mine, key=lambda e: e["ts"]))
+    for one in figures:
+        one |= {"waited_for_others_us": 0.0, "arrived_last": 0}
+    for same in zip(*parts, strict=True):
+        last = max(e["ts"] for e in same)
+        for one, event in zip(figures, same, strict=True):
+            one["waited_for_others_us"] += last - event["ts"]
+            one["arrived_last"] += event["ts"] == last
+    return figures, len(parts[0])
+
+
+def as_json(capsys, *words):
+    assert cli.main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_figure_of_a_rank(name, capsys):
+    expected, count = worked_out(RUNS[name])
+    ours = as_json(capsys, *RUNS[name])
+    assert (ours["world_size"], ours["collectives"]) == (2, count)
+    assert [one["rank"] for one in ours["ranks"]] == [0, 1]
+    for one, raw in zip(ours["ranks"], expected, strict=True):
+        for key, value in raw.items():
+            assert one[key] == pytest.approx(value, rel=1e-4, abs=0.1), key
+        parts = ("compute_us", "exposed_communication_us", "exposed_copy_us", "idle_us")
+        assert sum(one[key] for key in parts) == pytest.approx(one["window_us"])
+        for step in one["steps"]:
+            assert sum(step[key] for key in parts) == pytest.approx(step["us"])
+            assert sum(phase["us"] for phase in step["phases"]) == pytest.approx(step["us"])
+
+
+def test_the_straggler_of_two_h200s(capsys):
+    """Rank 1 multiplies 60 matrices more in its forward pass: 42 times the last, and rank 0 waits 89.25 ms."""
+    ours = as_json(capsys, *RUNS["ddp_straggler"])
+    waiting, slow = ours["ranks"]
+    assert (slow["arrived_last"], waiting["arrived_last"], ours["straggler"]) == (42, 0, 1)
+    assert waiting["waited_for_others_us"] == pytest.approx(89_252, abs=1)
+    assert [phase["name"] for phase in slow["steps"][1]["phases"]] == ["forward", "backward", "optimizer"]
+    assert any("it loses in forward" in line and "it computes 11.1 ms longer" in line for line in ours["in_short"])
+
+
+def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys):
+    ours = as_json(capsys, *RUNS["fsdp"])
+    assert ours["straggler"] == 0
+    late = ours["ranks"][0]
+    assert late["compute_us"] < ours["ranks"][1]["compute_us"]
+    assert late["idle_not_launched_us"] > 0.9 * late["idle_us"]
+    assert any("it loses in forward" in line and "longer for a launch" in line for line in ours["in_short"])
+
+
+def test_bandwidth_by_nccls_definition(capsys):
+    ours = as_json(capsys, *RUNS["fsdp"])
+    kernels = [[e for e in slices(path) if e["cat"] == "kernel"] for path in RUNS["fsdp"]]
+    named = [[e for e in some if "Collective name" in e["args"]] for some in kernels]
+    by_rank = zip(*(sorted(some, key=lambda e: e["ts"]) for some in named), strict=True)
+    matched = sorted(ours["matched"], key=lambda one: min(one["starts_us"]))
+    for one, same in zip(matched, by_rank, strict=True):
+        args, last = same[0]["args"], max(same, key=lambda e: e["ts"])
+        gathers = "allgather" in args["Collective name"]
+        moved = 2 * args["Out msg nelems" if gathers else "In msg nelems"]  # bf16
+        assert one["bytes"] == moved
+        assert one["transfer_us"] == pytest.approx(last["dur"])
+        assert one["bus_gb_s"] == pytest.approx(moved / last["dur"] / 1e3 / 2)  # (n - 1) / n of two ranks
+    assert ours["best_gb_s"] == max(one["bus_gb_s"] for one in ours["matched"])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(list(map(str, RUNS[name]))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 86  # the header alone is not wrapped
+    answer = " ".join(lines[:5])
+    assert re.search(r"rank \d keeps the others waiting", answer) and re.search(r"rank \d waits .* ms", answer)
+    assert "it loses in forward" in answer
+
+
+def changed(tmp_path, path, change):
+    """A copy of a trace with something changed."""
+    found = document(path)
+    change(found)
+    copy = tmp_path / path.name.removesuffix(".gz")
+    copy.write_text(json.dumps(found))
+    return copy
+
+
+def later(us, host=None):
+    def change(found):
+        for event in found["traceEvents"]:
+            if "ts" in event:
+                event["ts"] = round(event["ts"] + us, 3)
+        if host:
+            found["host_name"] = host
+
+    return change
+
+
+@pytest.mark.parametrize(("host", "ahead"), [("another", 150_000), (None, 150_000), (None, 400)])
+def test_clocks_of_two_hosts_are_set_by_their_collectives(tmp_path, capsys, host, ahead):
+    """With the host named, and without: then the stamps themselves show that they are of two clocks."""
+    zero, one = RUNS["ddp_straggler"]
+    here = changed(tmp_path, zero, later(0, "this one" if host else None))
+    there = changed(tmp_path, one, later(ahead, host))
+    plain, shifted = as_json(capsys, zero, one), as_json(capsys, here, there)
+    clocks = shifted["clocks"]
+    assert clocks["aligned"] and not plain["clocks"]["aligned"]
+    assert clocks["ahead_us"]["1"] == pytest.approx(ahead, abs=clocks["apart_us"])
+    assert shifted["ranks"][1]["arrived_last"] == 42
+    waits = [one["ranks"][0]["waited_for_others_us"] for one in (plain, shifted)]
+    assert waits[1] == pytest.approx(waits[0], abs=42 * clocks["apart_us"])
+    assert waits[1] == pytest.approx(waits[0], rel=0.01)
+    assert cli.main([str(here), str(there)]) == 0
+    assert f"clocks of 2 {'hosts' if host else 'ranks'} aligned" in capsys.readouterr().out
+
+
+def renumbered(rank, of):
+    def change(found):
+        found["distributedInfo"] |= {"rank": rank, "world_size": of}
+
+    return change
+
+
+def test_a_missing_rank_is_said(tmp_path, capsys):
+    zero, one = (changed(tmp_path, path, renumbered(rank, 3)) for rank, path in enumerate(RUNS["fsdp"]))
+    assert cli.main([str(zero), str(one)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 3 ranks" in shown and "not here: rank 2" in shown
+    assert "last of those read in 113 of 114 collectives" in shown
+    assert as_json(capsys, zero, one)["missing"] == [2]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_truncated_rank_is_said_and_the_rest_read(tmp_path, capsys, packed):
+    zero, one = (changed(tmp_path, path, renumbered(rank, 3)) for rank, path in enumerate(RUNS["fsdp"]))
+    cut = tmp_path / "cut_rank2.json"
+    data = gzip.compress(zero.read_bytes()) if packed else zero.read_bytes()
+    cut.write_bytes(data[: len(data) // 2].replace(b'"rank": 0', b'"rank": 2'))
+    assert cli.main([str(zero), str(one), str(cut), *["--ranks"] * packed]) == 0
+    shown = capsys.readouterr().out
+    assert "114 collectives matched" in shown and "cut_rank2.json" in shown
+    assert ("broken gzip" if packed else "not JSON") in shown
+
+
+def test_ranks_of_another_run_are_said_and_left_out(capsys):
+    others = RUNS["ddp_straggler"]
+    assert cli.main(["--ranks", str(others[0]), *map(str, RUNS["fsdp"])]) == 0
+    shown = capsys.readouterr().out
+    assert "114 collectives matched" in shown
+    assert re.search(r"left out: .*ddp_straggler_rank0.*of another run: rank 0 was recorded [\d.]+ s apart", shown)
+
+
+def test_other_steps_are_said_and_the_common_ones_matched(tmp_path, capsys):
+    def without_the_first_step(found):
+        found["traceEvents"] = [e for e in found["traceEvents"] if e.get("name") != "ProfilerStep#2"]
+
+    zero, one = RUNS["fsdp"]
+    assert cli.main([str(zero), str(changed(tmp_path, one, without_the_first_step))]) == 0
+    shown = capsys.readouterr().out
+    assert "76 collectives matched" in shown and "rank 0 has steps that not all others have: #2" in shown
+
+
+def test_a_collective_that_one_rank_lacks_shifts_no_other(tmp_path, capsys):
+    def without_one(found):
+        events = found["traceEvents"]
+        first = next(e for e in events if "Collective name" in e.get("args", {}) and e["cat"] == "kernel")
+        events.remove(first)
+
+    zero, one = RUNS["ddp_straggler"]
+    ours = as_json(capsys, zero, changed(tmp_path, one, without_one))
+    assert (ours["collectives"], ours["unmatched"]) == (28, 27)  # the first step's are not guessed at
+
+
+def test_sequence_numbers_match_where_the_order_does_not(tmp_path, capsys):
+    """As newer versions of torch record them: a rank that lacks one is no riddle then."""
+
+    def numbered(drop):
+        def change(found):
+            named = sorted(
+                (e for e in found["traceEvents"] if "Collective name" in e.get("args", {}) and e["cat"] == "kernel"),
+                key=lambda e: e["ts"],
+            )
+            for number, event in enumerate(named):
+                event["args"]["Seq"] = 1000 + number
+            if drop:
+                found["traceEvents"].remove(named[5])
+
+        return change
+
+    zero, one = (changed(tmp_path, path, numbered(rank)) for rank, path in enumerate(RUNS["ddp_straggler"]))
+    ours = as_json(capsys, zero, one)
+    assert (ours["collectives"], ours["unmatched"], ours["ranks"][1]["arrived_last"]) == (41, 1, 41)
+
+
+def test_other_traces_are_still_compared(capsys):
+    assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][0])]) == 0  # rank 0 twice
+    assert "what changed" in capsys.readouterr().out
+    assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][1])]) == 0  # 3 s apart
+    assert "what changed" in capsys.readouterr().out
+
+
+def test_in_processes_as_in_one(monkeypatch):
+    paths = [path for name in ("fsdp", "gloo_ddp_slow") for path in RUNS[name]]
+    at_once = reading.read_ranks(paths, 10**9, None)
+    monkeypatch.setattr(reading, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    assert reading.read_ranks([*paths, paths[0].with_name("none.json")], 10**9, None) == (
+        at_once[0],
+        {str(paths[0].with_name("none.json")): "no such file"},
+    )
+
+
+def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):
+    zero, one = RUNS["ddp_straggler"]
+    paths = [changed(tmp_path, zero, later(0, "here")), changed(tmp_path, one, later(150_000, "there"))]
+    summary, _ = opened(paths, View())
+    name, content = merged(summary, 10**9)
+    assert name.name == "2_ranks_ddp_straggler_rank0.json.gz"
+    events = json.loads(gzip.decompress(content))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"rank 0 CPU", "rank 0 GPU 0", "rank 1 CPU", "rank 1 GPU 1"} <= set(names.values())
+    shift = summary.clocks.ahead_us[1]
+    for rank, path in enumerate(paths):
+        mine = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith(f"rank {rank} ")]
+        raw = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+        assert [(e["name"], e["dur"]) for e in mine] == [(e["name"], e["dur"]) for e in raw]
+        assert all(
+            after["ts"] == pytest.approx(before["ts"] - shift * rank, abs=0.002)
+            for after, before in zip(mine, raw, strict=True)
+        )

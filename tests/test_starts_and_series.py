@@ -1,0 +1,107 @@
+"""What lies before a piece of GPU work, and how its time moves over the steps, recomputed from the raw events."""
+
+import gzip
+import itertools
+import json
+from statistics import fmean, median
+
+import pytest
+from references import H200, OTHERS, REFERENCES
+
+from tracereader import cli
+from tracereader.figures.series import series
+from tracereader.figures.starts import starts
+from tracereader.show.series import ASCII_BARS, BARS, spark
+from tracereader.trace import read
+
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LONG = H200 / "01_matmul_add/4096_bf16_cold_eager_wait0_schedwarmup0_active20.json.gz"
+TRACES = [*REFERENCES[::4], *OTHERS[::2], LONG]
+
+
+def raw_of(path):
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def about(value):
+    return pytest.approx(value, abs=0.02)
+
+
+def overlap(start, end, *others):
+    """µs of a window that at least one of the slices covers, counted between neighbouring edges."""
+    edges = sorted({start, end, *(min(max(edge, start), end) for other in others for edge in other)})
+    pairs = itertools.pairwise(edges)
+    return sum(b - a for a, b in pairs if any(left <= a and b <= right for left, right in others))
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_a_wait_and_its_parts(path):
+    trace, raw = read(path), raw_of(path)
+    work = sorted((e for e in raw if e.get("cat") in GPU), key=lambda e: e["ts"])
+    calls = {e["args"]["correlation"]: e for e in raw if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    own = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in raw if e.get("cat") == "overhead"]
+    step = trace.steps[0]
+    found = starts(trace, step)
+    assert [one.name for one in found] == [one.name for one in step.work]
+    for one, ours in zip(found[:30], step.work, strict=False):
+        correlation = ours.args["correlation"]
+        event = next(e for e in work if e["args"]["correlation"] == correlation and e["name"] == ours.name)
+        earlier = [e for e in work if e["ts"] < event["ts"] and e["args"]["device"] == event["args"]["device"]]
+        if earlier:
+            assert one.gap_us == about(max(0, event["ts"] - max(e["ts"] + e["dur"] for e in earlier)))
+        else:
+            assert one.gap_us is None
+        if correlation not in calls:
+            assert one.wait_us is None
+            continue
+        start = calls[correlation]["ts"]
+        assert one.wait_us == about(event["ts"] - start)
+        parts = [*one.own_us.values(), one.queue_us, one.call_us, one.way_us]
+        assert sum(parts) == about(one.wait_us) and min(parts) >= 0
+        slices = [(left, right) for left, right, _ in own]
+        assert sum(one.own_us.values()) == about(overlap(start, event["ts"], *slices))
+        stream = [
+            (e["ts"], e["ts"] + e["dur"]) for e in earlier if e["args"]["stream"] == event["args"]["stream"]
+        ]  # fmt: skip
+        if not own and stream:
+            assert one.queue_us == about(max(0, min(max(right for _, right in stream), event["ts"]) - start))
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_a_series(path):
+    trace, raw = read(path), raw_of(path)
+    step = trace.steps[len(trace.steps) // 2]
+    found = series(trace, step)
+    if not any(one.work for one in trace.steps):
+        assert not any(one.on_gpu for one in found)
+        return
+    assert {(one.name, one.nth) for one in found} >= {(one.name, 0) for one in step.work}
+    durations = {(e["name"], e["args"]["correlation"]): e["dur"] for e in raw if e.get("cat") in GPU}
+    for one in found:
+        expected = []
+        for other in trace.steps:
+            same = [work for work in other.work if work.name == one.name]
+            if len(same) > one.nth:
+                expected.append(durations[one.name, same[one.nth].args["correlation"]])
+        assert one.us == about(expected)
+        assert (one.median_us, one.mean_us) == (about(median(expected)), about(fmean(expected)))
+        if len(expected) >= 8:
+            quarter = len(expected) // 4
+            assert one.ramp == pytest.approx(median(expected[-quarter:]) / median(expected[:quarter]), rel=1e-3)
+        else:
+            assert one.ramp is None
+
+
+def test_a_line_of_bars():
+    assert spark([10, 10, 10]) == BARS[0] * 3
+    assert spark([10, 20]) == BARS[0] + BARS[-1]
+    assert spark([100, 101], True) == ASCII_BARS[0] + ASCII_BARS[1], "a hundredth is not the whole height"
+    assert len(spark(range(1, 1000))) <= 20
+
+
+def test_the_gap_before_the_first_add_is_the_ops_own(capsys):
+    """Figure 10's question, on the H200: no buffer of the profiler's, but what aten::add does on its first call."""
+    trace = H200 / "01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0.json.gz"
+    assert cli.main([str(trace), "--only", "starts", "--step", "0"]) == 0
+    assert "the launching thread was in aten::add 8,1" in " ".join(capsys.readouterr().out.split())

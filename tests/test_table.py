@@ -1,0 +1,86 @@
+"""The profiler table read from the trace against the one that torch itself wrote beside it."""
+
+import re
+
+import pytest
+from references import REFERENCES, ROOT
+
+from tracereader import cli
+from tracereader.figures.table import profiler_table
+from tracereader.trace import read
+
+UNITS = {"us": 1, "ms": 1e3, "s": 1e6}
+TABLES = [trace for trace in REFERENCES if trace.with_name(trace.name.replace(".json.gz", ".txt")).is_file()]
+
+
+def printed(text):
+    """µs of what torch's table prints, and half of its last digit."""
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", text).groups()
+    return float(number) * UNITS[unit], 0.51 * 10 ** -len(number.partition(".")[2]) * UNITS[unit]
+
+
+def torchs(trace):
+    """Rows of the committed .txt as (name, its cells by head), and its last lines."""
+    lines = trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text().splitlines()
+    rules = [number for number, line in enumerate(lines) if line.startswith("-----")]
+    heads = re.split(r"\s{2,}", lines[rules[0] + 1].strip())
+    rows = [dict(zip(heads, re.split(r"\s{2,}", line.strip()), strict=True)) for line in lines[rules[1] + 1 : rules[2]]]
+    totals = dict(line.split(": ") for line in lines[rules[2] + 1 :] if re.match(r"Self \w+ time total", line))
+    return rows, totals
+
+
+def same(ours, text):
+    theirs, half = printed(text)
+    return abs(ours - theirs) <= half + 1e-6
+
+
+@pytest.mark.parametrize("trace", TABLES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_it_holds_what_torchs_own_table_holds(trace):
+    table, (rows, totals) = profiler_table(read(trace)), torchs(trace)
+    assert len(rows) == min(15, len(table.rows))
+    # torch 2.11 takes an overhead's number for an op's, and so counts that op's GPU time in it and above it, too.
+    twice = any("Loading" in row["Name"] or "Buffer" in row["Name"] for row in rows)
+    left = list(table.rows)
+    for row in rows:
+        name, gpu = row["Name"].removesuffix("..."), "Self CUDA" in row
+        ours = next(
+            one for one in left
+            if one.name.startswith(name) and one.calls == int(row["# of Calls"])
+            and same(one.self_cpu_us, row["Self CPU"]) and same(one.total_cpu_us, row["CPU total"])
+        )  # fmt: skip
+        left.remove(ours)
+        if gpu and not twice:
+            assert same(ours.self_gpu_us, row["Self CUDA"]) and same(ours.total_gpu_us, row["CUDA total"]), name
+        elif gpu and ours.on_gpu:
+            assert same(ours.self_gpu_us, row["Self CUDA"]), name
+    assert same(table.self_cpu_us, totals["Self CPU time total"])
+    if "Self CUDA time total" in totals:
+        assert same(table.self_gpu_us, totals["Self CUDA time total"])
+
+
+@pytest.mark.parametrize("trace", TABLES[::5], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_self_excludes_children_and_total_includes_them(trace):
+    """Claim 04, on the table: the label's total is its own time and its calls', and each moment counts once."""
+    table = profiler_table(read(trace))
+    label = next(row for row in table.rows if row.name == table.label and not row.on_gpu)
+    assert label.total_cpu_us == pytest.approx(label.self_cpu_us + sum(table.label_calls.values()))
+    assert sum(row.self_cpu_us for row in table.rows) == pytest.approx(table.self_cpu_us)
+    assert all(row.self_cpu_us <= row.total_cpu_us + 1e-9 for row in table.rows)
+
+
+@pytest.mark.parametrize("trace", TABLES[::7], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_it_fits_a_terminal_of_80_columns(trace, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([str(trace), "--only", "table"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("profiler table"))
+    assert max(map(len, lines[head:])) <= 80
+    assert f"{profiler_table(read(trace)).self_cpu_us:,.1f}" in "\n".join(lines[head:])
+
+
+def test_the_labels_second_row_is_explained(capsys):
+    trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_cold_eager.json.gz"
+    (span,) = profiler_table(read(trace)).label_spans
+    assert (span.name, span.calls) == ("matmul_add", 3)
+    cli.main([str(trace), "--only", "table"])
+    assert f"{span.us:,.1f} µs" in capsys.readouterr().out

@@ -1,0 +1,207 @@
+"""What a training step is made of, against the raw events: of runs recorded here, and of an H200's."""
+
+import gzip
+import itertools
+import json
+import time
+
+import pytest
+import torch
+from references import ROOT
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.findings import cheatsheet
+from tracereader.trace import read
+
+LAYERS = 3
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        time.sleep(0.05)  # far more than the step takes
+        return torch.ones(16)
+
+
+def record(file, how=None, again=None, twice=False, loader=False):
+    """Three steps of a small model, trained by AdamW, as torch's profiler writes them."""
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*[Block() for _ in range(LAYERS)])
+    optimizer = torch.optim.AdamW(blocks.parameters(), **{"foreach": False, **({how: True} if how else {})})
+    batches = iter(DataLoader(Slow(), batch_size=1)) if loader else None
+
+    def step():
+        x = next(batches) if loader else torch.ones(8, 16)
+        with record_function("forward"):
+            x.requires_grad_()
+            out = x
+            for block in blocks:
+                out = out + (checkpoint(block, out, use_reentrant=again == "reentrant") if again else block(out))
+            loss = out.square().mean()
+        with record_function("backward"):
+            if twice:  # a gradient penalty: backward's own ops are recorded, and differentiated
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            loss.backward()
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    options = {"record_shapes": True, "profile_memory": True}
+    plan = schedule(wait=0, warmup=1, active=2, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan, **options) as prof:
+        for _ in range(3):
+            step()
+            prof.step()
+    prof.export_chrome_trace(str(file))
+    return summarize(read(file)), json.loads(file.read_text())["traceEvents"]
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def inside(events, outer):
+    return [
+        e for e in events
+        if e is not outer and e.get("ph") == "X" and e["tid"] == outer["tid"] and outer["ts"] <= e["ts"] < end(outer)
+    ]  # fmt: skip
+
+
+def step_of(ours, events):
+    return next(e for e in events if e["name"] == ours.typical_step and e.get("cat") == "user_annotation")
+
+
+@pytest.mark.parametrize("again", ["reentrant", "by hooks"])
+def test_what_is_computed_again(tmp_path, again):
+    ours, events = record(tmp_path / "a.json", again=again)
+    (backward,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "backward"]
+    linear = [e for e in inside(events, backward) if e["name"] == "aten::linear"]
+    assert len(linear) == 2 * LAYERS
+    found = ours.training.recomputed
+    # In each block two linears, a relu and, where all of it runs again, an add.
+    assert found.calls in (3 * LAYERS, 4 * LAYERS)
+    assert found.cpu_us > sum(e["dur"] for e in linear)
+    assert found.cpu_us < backward["dur"]
+    assert any(pattern.see == "forward ops inside backward" for pattern, _ in cheatsheet.found(ours))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_nothing_is_computed_again_without_checkpoints(tmp_path, twice):
+    ours, _ = record(tmp_path / "a.json", twice=twice)
+    assert ours.training.recomputed is None
+
+
+@pytest.mark.parametrize("how", [None, "foreach", "fused"])
+def test_the_optimizer_and_how_it_does_it(tmp_path, how):
+    ours, events = record(tmp_path / "a.json", how=how)
+    (raw,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "Optimizer.step#AdamW.step"]
+    (found,) = ours.training.optimizers
+    assert (found.name, found.how, found.launches) == ("AdamW", how or "for-loop", 0)
+    assert found.cpu_us == pytest.approx(raw["dur"])
+
+
+def test_the_wait_for_the_loader(tmp_path, capsys):
+    ours, events = record(tmp_path / "a.json", loader=True)
+    step = step_of(ours, events)
+    waits = [e for e in inside(events, step) if e["name"].startswith("enumerate(DataLoader)#")]
+    assert len(waits) == 1
+    assert ours.training.loading.us == pytest.approx(waits[0]["dur"])
+    assert ours.training.loading.share == pytest.approx(waits[0]["dur"] / step["dur"])
+    assert cli.main([str(tmp_path / "a.json")]) == 0
+    assert "a step that waits for the DataLoader" in capsys.readouterr().out
+
+
+def test_memory_and_where_its_peak_is(tmp_path, capsys):
+    ours, events = record(tmp_path / "a.json")
+    step = step_of(ours, events)
+    raw = [e for e in events if e["name"] == "[memory]" and step["ts"] <= e["ts"] < end(step)]
+    assert all(e["args"]["Device Id"] == -1 for e in raw)
+    peak = max(raw, key=lambda e: e["args"]["Total Allocated"])
+    found = ours.training.memory
+    assert found.peak_bytes == peak["args"]["Total Allocated"] == max(found.points)
+    assert found.end_bytes == raw[-1]["args"]["Total Allocated"]
+    assert found.peak_at == pytest.approx((peak["ts"] - step["ts"]) / step["dur"], abs=1e-6)
+    around = [e["name"] for e in inside(events, step) if e["ts"] <= peak["ts"] < end(e) and e["tid"] == peak["tid"]]
+    assert found.phase in around and found.phase in ("forward", "backward", "optimizer")
+    assert found.op in around
+    for point, most in enumerate(found.points):
+        left, right = (step["ts"] + step["dur"] * edge / len(found.points) for edge in (point, point + 1))
+        totals = [e["args"]["Total Allocated"] for e in raw if left + 0.01 < e["ts"] < right - 0.01]
+        assert most >= max(totals, default=0)
+    assert cli.main([str(tmp_path / "a.json"), "--only", "training"]) == 0
+    shown = capsys.readouterr().out
+    assert f"at {found.peak_at:.0%} of it, asked for in {found.phase}" in shown
+    (curve,) = [line for line in shown.splitlines() if set(line.strip()) <= set("▁▂▃▄▅▆▇█") and line.strip()]
+    assert len(curve.strip()) == len(found.points) and "█" in curve
+
+
+def of_an_h200(name):
+    path = ROOT / f"tests/traces/{name}.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    ours = summarize(read(path))
+    calls = {
+        e["args"]["correlation"]: e for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]
+    }  # fmt: skip
+    step = step_of(ours, events)
+    launched = [
+        (calls[e["args"]["correlation"]], e) for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["args"]["correlation"] in calls
+        and step["ts"] <= calls[e["args"]["correlation"]]["ts"] < end(step)
+    ]  # fmt: skip
+    return ours, events, step, launched
+
+
+@pytest.mark.parametrize("name", ["train_item", "train_stack"])
+def test_backward_by_forward_op_and_the_optimizers_launches(name):
+    ours, events, step, launched = of_an_h200(name)
+    flows = {(e["tid"], e["ts"]) for e in events if e.get("cat") == "fwdbwd" and e["ph"] == "f"}
+    backward = [e for e in events if e.get("ph") == "X" and (e["tid"], e["ts"]) in flows]
+    expected = sum(
+        work["dur"] for call, work in launched
+        if any(op["tid"] == call["tid"] and op["ts"] <= call["ts"] < end(op) for op in backward)
+    )  # fmt: skip
+    assert sum(one.gpu_us for one in ours.training.backward_of) == pytest.approx(expected, rel=1e-4)
+    assert {"aten::addmm", "aten::native_layer_norm", "aten::gelu"} <= {one.name for one in ours.training.backward_of}
+    (update,) = [e for e in inside(events, step) if e["name"] == "Optimizer.step#AdamW.step"]
+    mine = [work for call, work in launched if any(e is call for e in inside(events, update))]
+    (found,) = ours.training.optimizers
+    assert (found.how, found.launches) == ("for-loop", len(mine))
+    assert found.gpu_us == pytest.approx(sum(e["dur"] for e in mine), rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "asking"), [("train_item", "aten::item"), ("blocking", "aten::to")])
+def test_a_synchronization_and_what_it_costs(name, asking):
+    ours, events, step, launched = of_an_h200(name)
+    raw = [e for e in inside(events, step) if "Synchronize" in e["name"] and e["cat"].startswith("cuda_")]
+    assert sum(one.calls for one in ours.training.syncs) == len(raw)
+    assert sum(one.cpu_us for one in ours.training.syncs) == pytest.approx(sum(e["dur"] for e in raw))
+    assert ours.training.syncs[0].asked_by == asking
+    busy = [(e["ts"], end(e)) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    idle = 0.0
+    for call in raw:
+        after = [work["ts"] for launch, work in launched if launch["ts"] >= end(call)]
+        stop = min(after, default=end(step))
+        edges = sorted({call["ts"], stop, *(edge for span in busy for edge in span if call["ts"] < edge < stop)})
+        idle += sum(
+            right - left for left, right in itertools.pairwise(edges)
+            if not any(start <= left and right <= close for start, close in busy)
+        )  # fmt: skip
+    assert sum(one.idle_us for one in ours.training.syncs) == pytest.approx(idle, abs=0.1)

@@ -1,0 +1,77 @@
+"""What a fused attention kernel computed: its sizes, its mask as far as the trace tells, FLOPs and least bytes."""
+
+import msgspec
+
+from tracereader.trace import kernel_names
+
+# Attention ops whose first three inputs are query, key and value: the places of [batch, heads, sequence] in those, and
+# of the flag (or the number of the mask's kind) that says causal among the op's arguments.
+ATTENTION = {
+    "aten::_flash_attention_forward": ((0, 2, 1), 8), "aten::_efficient_attention_forward": ((0, 2, 1), 9),
+    "aten::_cudnn_attention_forward": ((0, 1, 2), 10), "aten::_scaled_dot_product_cudnn_attention": ((0, 1, 2), 6),
+    "aten::_scaled_dot_product_flash_attention": ((0, 1, 2), 4),
+    "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
+}  # fmt: skip
+# As "Concrete Inputs" has them: a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
+CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """softmax(q @ k.T) @ v. causal: None where the trace does not tell; FLOPs are then counted without a mask."""
+
+    batch: int
+    heads: int
+    kv_heads: int  # fewer where several heads share keys and values
+    queries: int
+    keys: int
+    head_size: int
+    causal: bool | None
+
+    @property
+    def pairs(self) -> int:
+        """Of a query with a key that it looks at."""
+        return self.queries * (self.queries + 1) // 2 if self.causal else self.queries * self.keys
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.batch * self.heads * self.pairs * self.head_size
+
+    @property
+    def elements(self) -> int:
+        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
+        return 2 * self.batch * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_size
+
+
+def attention(
+    op: str, args: dict, dims: list[list[int]], says: kernel_names.KernelName, facts: dict
+) -> Attention | None:
+    """Of the op with these recorded args and shapes. facts: what a script stored of its run."""
+    if op not in ATTENTION or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
+        return None
+    (batch, heads, sequence), place = ATTENTION[op]
+    query, key = dims[:2]
+    causal = _causal(args.get("Concrete Inputs"), place, says, facts)
+    if says.parts.get("window") or (causal and query[sequence] != key[sequence]):
+        causal = None  # which pairs are left is not recorded
+    return Attention(query[batch], query[heads], key[heads], query[sequence], key[sequence], query[3], causal)
+
+
+def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
+    """What a script stored of the one attention that its step computes."""
+    told = facts.get("attention")
+    sizes = [told.get(name) for name in ("batch", "heads", "seq", "head_dim")] if isinstance(told, dict) else [None]
+    if not all(type(one) is int and 0 < one < 2**40 for one in sizes):
+        return None
+    batch, heads, seq, head_size = sizes
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal(None, 0, says, facts))
+
+
+def _causal(inputs: object, place: int, says: kernel_names.KernelName, facts: dict) -> bool | None:
+    """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
+    if named := says.parts.get("causal"):
+        return named == "yes"
+    if isinstance(inputs, list) and len(inputs) > place and inputs[place] in CAUSAL:
+        return CAUSAL[inputs[place]]
+    told = facts.get("attention")
+    causal = told.get("causal") if isinstance(told, dict) else None
+    return causal if isinstance(causal, bool) else None

@@ -1,0 +1,186 @@
+"""Work of a step that its result may not need: hidden copies, masks made anew, casts to fp32 before a product."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tracereader.figures.gpu_work import BYTES_OF, MATMULS, asking_ops, dims_of, product
+from tracereader.trace import Op, Step, Trace, Work, kernel_names
+
+# What makes a tensor of constants.
+MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+# What stands beside it on the way to a mask.
+ON_THE_WAY = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
+SDPA_MATH = "aten::_scaled_dot_product_attention_math"
+# An op around a product that does nothing but find the right one.
+RESOLVES = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
+
+
+class HiddenCopy(msgspec.Struct, frozen=True):
+    """Copies that an op makes to spare its input, and then works in place on them: clone, then the same op with _.
+
+    copied: bytes read and written by the driver's copies. cpu_us: of the clones.
+    """
+
+    op: str
+    calls: int
+    gpu_us: float
+    cpu_us: float
+    copied: int | None
+
+
+class MaskMade(msgspec.Struct, frozen=True):
+    """Triangles of constants made in a step, by the ops that make them. steps: those that make one, of all recorded."""
+
+    ops: tuple[str, ...]
+    times: int
+    pieces: int
+    gpu_us: float
+    cpu_us: float
+    steps: int
+
+
+class CastProducts(msgspec.Struct, frozen=True):
+    """Products of fp32 whose factors were cast to it just before. cast_us: of those casts."""
+
+    products: int
+    products_us: float
+    casts: int
+    cast_us: float
+
+
+def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
+    """Those of a step by the op that makes them, the costliest first."""
+    found: dict[str, list[Op]] = {}
+    for op in step.walk():
+        if op.kind == "op" and op.children and (clone := _clone_of(op)):
+            found.setdefault(op.name, []).append(clone)
+    copies = []
+    for name, clones in found.items():
+        work = [one for clone in clones for one in _below(clone)]
+        sizes = [one.args.get("bytes") for one in work if one.kind == "memcpy"]
+        copies.append(
+            HiddenCopy(
+                op=name,
+                calls=len(clones),
+                gpu_us=sum(one.dur for one in work) / 1e3,
+                cpu_us=sum(clone.us for clone in clones),
+                copied=2 * sum(sizes) if sizes and all(type(size) is int and size >= 0 for size in sizes) else None,
+            )
+        )
+    return tuple(sorted(copies, key=lambda one: (-one.gpu_us, -one.cpu_us)))
+
+
+def _clone_of(op: Op) -> Op | None:
+    """The clone that an op works on in place, if it makes one."""
+    clone = None
+    for child in op.children:
+        if child.name == "aten::clone":
+            clone = child
+        elif clone is not None and child.name == op.name + "_":
+            return clone
+    return None
+
+
+def _below(op: Op) -> Iterator[Work]:
+    return (one for call in op.walk() for one in call.work)
+
+
+def mask_made(trace: Trace, step: Step) -> MaskMade | None:
+    """The triangles of constants that a step makes; None where it makes none."""
+    if not {"aten::tril", "aten::triu"} & trace.op_names:
+        return None
+    made = _triangles(step)
+    if not made:
+        return None
+    ops = [op for group in made for op in group]
+    work = [one for op in ops for one in _below(op)]
+    return MaskMade(
+        ops=tuple(dict.fromkeys(op.name for op in ops)),
+        times=len(made),
+        pieces=len(work),
+        gpu_us=sum(one.dur for one in work) / 1e3,
+        cpu_us=sum(op.us for op in ops),
+        steps=sum(bool(_triangles(one)) for one in trace.steps),
+    )
+
+
+def _triangles(step: Step) -> list[list[Op]]:
+    """Of each triangle the ops that make it: the constants, tril or triu, and what SDPA's math makes of it."""
+    found = []
+    for op in step.walk():
+        if op.kind != "op" or op.name not in ("aten::tril", "aten::triu"):
+            continue
+        siblings = op.parent.children if op.parent else step.roots
+        at = next(number for number, one in enumerate(siblings) if one is op)
+        first = at
+        while first and _named(siblings[first - 1], (*MAKES, *ON_THE_WAY)):
+            first -= 1
+        makers = [number for number in range(first, at) if _named(siblings[number], MAKES)]
+        if not makers:
+            continue  # of some matrix that is no constant
+        last = at + 1
+        if op.parent and op.parent.name == SDPA_MATH:
+            # There it goes on to -inf and 0; elsewhere a where may be of the scores themselves.
+            while last < len(siblings) and _named(siblings[last], ON_THE_WAY):
+                last += 1
+        found.append([one for one in siblings[makers[0] : last] if one.kind == "op"])
+    return found
+
+
+def _named(op: Op, names: Sequence[str]) -> bool:
+    return op.kind == "op" and op.name.removeprefix("aten::") in names
+
+
+def cast_products(step: Step) -> CastProducts | None:
+    """The products of fp32 in a step whose factors were cast to it before; None where there are none.
+
+    Told by an op around both (a library's own casts), or by recorded types and the number of elements.
+    """
+    products, casts = [], {}
+    in_library: dict[int, list[Work]] = {}  # casts by the op around them
+    waiting: list[tuple[Work, Op]] = []  # since the product before
+    for one, op in zip(step.work, asking_ops(step.work), strict=True):
+        if op is None:
+            continue
+        if op.name == "aten::copy_" and _casts_to_fp32(one, op):
+            waiting.append((one, op))
+            if (around := _library_op(op)) is not None:
+                in_library.setdefault(id(around), []).append(one)
+        elif op.name in MATMULS and kernel_names.decode(one.name).family == "GEMM":
+            if kernel_names.decode(one.name).parts.get("types") in ("fp32", "TF32"):
+                mine = in_library.get(id(_library_op(op)), []) + [cast for cast, its in waiting if _fits(its, op)]
+                products += [one] if mine else []
+                casts.update((id(cast), cast) for cast in mine)
+            waiting = []
+    if not products:
+        return None
+    return CastProducts(
+        len(products),
+        sum(one.dur for one in products) / 1e3,
+        len(casts),
+        sum(one.dur for one in casts.values()) / 1e3,
+    )
+
+
+def _casts_to_fp32(one: Work, op: Op) -> bool:
+    types = op.args.get("Input type")
+    if isinstance(types, list) and len(types) > 1:
+        return types[0] == "float" and BYTES_OF.get(types[1] if isinstance(types[1], str) else "") == 2
+    # LoadWithCast: what it reads is of another type than what it computes with, and that is written.
+    says = kernel_names.decode(one.name).parts
+    return says.get("does") == "copy" and says.get("types") == "fp32" and "LoadWithCast" in one.name
+
+
+def _fits(cast: Op, matmul: Op) -> bool:
+    """Recorded shapes: it made as many elements as a factor has."""
+    made, found = dims_of(cast.args)[:1], product(matmul.name, dims_of(matmul.args))
+    if not made or found is None:
+        return False
+    return math.prod(made[0]) in (found.batch * found.m * found.k, found.batch * found.k * found.n)
+
+
+def _library_op(op: Op) -> Op | None:
+    """The op that called it, past those that only find the right product; None where a program called it itself."""
+    return next((one for one in op.above() if one.kind == "op" and one.name not in RESOLVES), None)

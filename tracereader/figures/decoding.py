@@ -1,0 +1,298 @@
+"""What a language model's step reads and how often: its run's facts, its weights, and work that it could do without."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+import msgspec
+
+from tracereader.figures.attention import ATTENTION
+from tracereader.figures.gpu_work import GpuWork, asking_ops
+from tracereader.figures.hardware import Peaks, peaks_of
+from tracereader.trace import Op, Step, Trace, Work
+
+# Ops that write an expanded tensor out, and those that are attention, or its first product.
+WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
+ATTENDS = ("aten::scaled_dot_product_attention", "aten::matmul", *ATTENTION)
+# Inductor's kernel for the same: the name lists the ops that it fuses.
+EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_dot_product|sdpa|attention))", re.S)
+# Of a product's bytes the weight's share, from which on reading the weight is what it does.
+MOSTLY_WEIGHT = 0.8
+LOOKED_AT = 20_000  # pieces of a step; more are not compared with another step's, shape by shape
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a numbered script tells of the model whose step it profiled; None where it does not.
+
+    tokens: of one step, over all sequences. *_bytes: of one step: weights and the filled part of the cache,
+    each read once. gb_s: the device's bandwidth as that run measured it.
+    """
+
+    phase: str
+    batch: int
+    tokens: int
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
+    cache_bytes_allocated: int | None = None
+    layers: int | None = None
+    parameters: int | None = None
+    gb_s: float | None = None
+
+
+class Decoding(msgspec.Struct, frozen=True):
+    """A language model's step against the least that it has to take.
+
+    step_us: from one step to the next, on the lane that takes longer. gb_s: by which read_us, what reading
+    weights and cache once takes, is reckoned; measured: by the run itself, else the data sheet's.
+    """
+
+    facts: Facts
+    step_us: float
+    lane: str  # CPU or GPU
+    tokens_s: float
+    gb_s: float | None
+    measured: bool
+    read_us: float | None
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Some of a step's calls and the GPU work that they launch."""
+
+    calls: int
+    pieces: int
+    gpu_us: float
+    cpu_us: float
+
+
+class WeightReads(msgspec.Struct, frozen=True):
+    """Matrix products of `rows` rows (M) that do little but read their weights. ridge_rows: from where arithmetic is
+    the limit, by the data sheet; None where the device is unknown."""
+
+    rows: int
+    products: int
+    bytes: int
+    us: float
+    ridge_rows: int | None
+
+
+class Unneeded(msgspec.Struct, frozen=True):
+    """What a step does that it may do without; a part is None where there is nothing of it.
+
+    expanded: keys and values written out once for each query head that shares them, before attention.
+    key_heads: heads of the keys before that, or as attention gets them; with shapes only.
+    """
+
+    casts: Asked | None
+    expanded: Asked | None
+    key_heads: int | None
+
+
+def facts_of(lesson: dict | None) -> Facts | None:
+    """The facts that a run stored of its model; None where there are none, or they are not usable."""
+    found = (lesson or {}).get("facts")
+    found = found.get("decoding") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    told = {name: value for name in Facts.__struct_fields__ if _is_amount(value := found.get(name))}
+    if found.get("phase") not in ("decode", "prefill") or not told.get("batch") or not told.get("tokens"):
+        return None
+    whole = {name: value if name == "gb_s" else int(value) for name, value in told.items() if value}
+    return Facts(phase=found["phase"], **whole)
+
+
+def _is_amount(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < 2**53
+
+
+def decoding(trace: Trace, lesson: dict | None) -> Decoding | None:
+    """The step as tokens a second, and the least that it takes, where the run told what it reads."""
+    facts = facts_of(lesson)
+    if facts is None or not trace.has_steps:
+        return None
+    lanes = {"CPU": _interval([step.start for step in trace.steps], [step.us for step in trace.steps])}
+    worked = [step for step in trace.steps if step.work]
+    if len(worked) == len(trace.steps):
+        firsts = [min(one.start for one in step.work) for step in worked]
+        spans = [(max(one.end for one in step.work) - first) / 1e3 for step, first in zip(worked, firsts, strict=True)]
+        lanes["GPU"] = _interval(firsts, spans)
+    lane = max(lanes, key=lanes.get)
+    if lanes[lane] <= 0:
+        return None
+    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
+    read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
+    return Decoding(
+        facts=facts,
+        step_us=lanes[lane],
+        lane=lane,
+        tokens_s=facts.tokens / lanes[lane] * 1e6,
+        gb_s=gb_s,
+        measured=facts.gb_s is not None,
+        read_us=read / gb_s / 1e3 if gb_s and facts.weight_bytes else None,
+    )
+
+
+def _interval(starts: Sequence[int], spans: Sequence[float]) -> float:
+    """From one step's start to the next one's (µs), the median; of a single step its length."""
+    apart = [(after - before) / 1e3 for before, after in pairwise(starts)]
+    return median(apart) if apart else spans[0]
+
+
+def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
+    """By their rows, the products of a step that do little but read weights, what takes longest first; with shapes."""
+    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    launched: dict[int, list[GpuWork]] = {}  # by the op: split K is two kernels, one product
+    for op, one in zip(asking_ops(step.work), measured, strict=True):
+        if op is not None:
+            launched.setdefault(id(op), []).append(one)
+    by_rows: dict[int, list[tuple[int, float, int]]] = {}
+    for same in launched.values():
+        products = [one for one in same if one.product and one.bytes_moved]
+        if len(products) != 1 or products[0].product.batch != 1:
+            continue
+        shape, moved = products[0].product, products[0].bytes_moved
+        if shape.k * shape.n >= MOSTLY_WEIGHT * shape.elements:
+            us = sum(one.us for one in same)
+            by_rows.setdefault(shape.m, []).append((moved, us, moved // shape.elements))
+    found = []
+    for rows, some in by_rows.items():
+        ridge = ridge_rows(peaks) if {item for *_, item in some} == {2} else None
+        found.append(WeightReads(rows, len(some), sum(one[0] for one in some), sum(one[1] for one in some), ridge))
+    return tuple(sorted(found, key=lambda one: -one.us))
+
+
+def ridge_rows(peaks: Peaks | None) -> int | None:
+    """Rows of a product from which on arithmetic takes longer than reading a weight of two bytes."""
+    # Each row multiplies and adds once a weight: 2 FLOPs for its two bytes.
+    return math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks else None
+
+
+def same_in_all_steps(trace: Trace) -> bool | None:
+    """Whether all steps do the same GPU work, by names, grids and the shapes of its ops; None of a single step."""
+    first, *others = trace.steps
+    if not others or len(first.work) > LOOKED_AT:
+        return None
+    if any(len(step.work) != len(first.work) for step in others):
+        return False
+    names = [one.name for one in first.work]
+    if any([one.name for one in step.work] != names for step in others):
+        return False
+    signature = _signature(first.work)
+    return all(_signature(step.work) == signature for step in others)
+
+
+def _signature(work: Sequence[Work]) -> list:
+    found = []
+    for one, op in zip(work, asking_ops(work), strict=True):
+        args = one.args
+        found.append((args.get("grid"), args.get("bytes"), op.args.get("Input Dims") if op is not None else None))
+    return found
+
+
+def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
+    """Casts, and keys and values expanded in memory, of a step."""
+    us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)}
+    casts: dict[int, tuple[Op, list[Work]]] = {}
+    for one in step.work:
+        if one.kind == "kernel" and (op := _cast(one)):
+            casts.setdefault(id(op), (op, []))[1].append(one)
+    expanded, key_heads = _expanded(step)
+    found = _asked([(op, work) for op, work in casts.values()], us)
+    return Unneeded(found, _asked(expanded, us) or _expanded_by_inductor(measured), key_heads)
+
+
+def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
+    if not calls:
+        return None
+    pieces = [one for _, work in calls for one in work]
+    return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
+
+
+def _cast(work: Work) -> Op | None:
+    """The outermost aten::to whose cast this piece is."""
+    found, casts = None, False
+    for op in work.launch.above() if work.launch else ():
+        if op.name == "aten::_to_copy":
+            casts = True
+        elif op.name == "aten::copy_":
+            types = op.args.get("Input type")
+            if isinstance(types, list) and len(types) > 1 and types[0] == types[1]:
+                return None  # another layout, or another device: no cast
+        elif op.name == "aten::to" and casts:
+            found = op
+        elif op.kind == "op":
+            break
+    return found
+
+
+def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
+    """Pairs of copies of expanded tensors right before attention; the heads that the tensors had."""
+    found, heads = [], None
+    for siblings in _families(step):
+        pending: list[tuple[Op, list[Work], Op]] = []
+        expand = None
+        for op in siblings:
+            if op.name == "aten::expand":
+                expand = op
+            elif expand is not None:
+                if op.name in WRITES_OUT and (copies := _copies(op)) and _adds_a_dimension(expand):
+                    pending.append((op, copies, expand))
+                expand = None
+            if op.name in ATTENDS:
+                if len(pending) == 2:
+                    found += [(copy, work) for copy, work, _ in pending]
+                    heads = heads or _second(pending[0][2])
+                elif op.name == "aten::scaled_dot_product_attention":
+                    heads = heads or _second(op, 1)
+                pending = []
+    return found, heads
+
+
+def _families(step: Step) -> Iterator[Sequence[Op]]:
+    yield step.roots
+    for op in step.walk():
+        if len(op.children) > 1 and op.name not in ATTENDS:
+            yield op.children
+
+
+def _copies(op: Op) -> list[Work]:
+    """What its clone launched: aten::reshape, clone, copy_, the launch."""
+    below = [op]
+    for _ in range(3):
+        below = [child for one in below for child in one.children]
+    return [work for one in below for work in one.work if one.kind == "runtime"]
+
+
+def _adds_a_dimension(expand: Op) -> bool:
+    """Whether it is [batch, heads, 1, keys, size] that is expanded; so taken where no shapes are recorded."""
+    dims = _dims_of(expand, 0)
+    return dims is None or (len(dims) == 5 and dims[2] == 1)
+
+
+def _second(op: Op, which: int = 0) -> int | None:
+    dims = _dims_of(op, which)
+    return dims[1] if dims and len(dims) > 3 else None
+
+
+def _dims_of(op: Op, which: int) -> list[int] | None:
+    dims = op.args.get("Input Dims")
+    if not isinstance(dims, list) or len(dims) <= which or not isinstance(dims[which], list):
+        return None
+    return dims[which] if all(type(size) is int and size >= 0 for size in dims[which]) else None
+
+
+def _expanded_by_inductor(measured: Sequence[GpuWork]) -> Asked | None:
+    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel."""
+    us, pairs, attended = 0.0, 0, 0
+    pair: tuple[GpuWork, ...] = ()
+    for before, one in pairwise(measured):
+        if EXPANDS.match(one.name) and before.name == one.name and before.grid == one.grid:
+            pair = (before, one)
+        elif one.family == "attention" != before.family:
+            attended += 1
+            pairs += bool(pair)
+            us += sum(half.us for half in pair)
+            pair = ()
+    return Asked(2 * pairs, 2 * pairs, us, 0.0) if pairs and pairs == attended else None

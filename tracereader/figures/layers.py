@@ -1,0 +1,45 @@
+"""The names that a model has for its matrix products, where the run stored them in the trace."""
+
+from tracereader.figures.gpu_work import MATMULS, asking_ops
+from tracereader.trace import Op, Step, Trace, kernel_names
+
+# torch.compile's and the profiler's rows, which hold many layers and are none.
+ENCLOSING = ("ProfilerStep#", "Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
+
+
+def layer_names(trace: Trace, step: Step) -> dict[int, str]:
+    """By the id of an op or a piece of GPU work of the step: the layer that it belongs to.
+
+    The run's fact "layers" names the matrix products of a step in the order in which the forward pass calls
+    them. An op has a name where it holds that one product alone: the outermost such op. Empty where the
+    trace has no such fact, or another number of products.
+    """
+    names = trace.lesson.facts.get("layers") if trace.lesson else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        return {}
+    found: dict[int, str] = {}
+    if any(one.work for one in trace.steps):
+        products = [one for one in step.work if kernel_names.decode(one.name).family == "GEMM"]
+        ops = asking_ops(products)
+        found = {id(one): name for one, name in zip(products, names, strict=False)}
+    else:
+        ops = [op for op in step.walk() if op.name in MATMULS]
+    if len(ops) != len(names):
+        return {}
+    holds: dict[int, int] = {}  # by an op's id: how many of the products lie in it
+    for op in ops:
+        for one in _with_above(op):
+            holds[id(one)] = holds.get(id(one), 0) + 1
+    for op, name in zip(ops, names, strict=True):
+        outermost = None
+        for one in _with_above(op):
+            if one.kind != "op" or holds[id(one)] > 1 or one.name.startswith(ENCLOSING):
+                break
+            outermost = one
+        if outermost is not None:
+            found[id(outermost)] = name
+    return found
+
+
+def _with_above(op: Op | None) -> list[Op]:
+    return [] if op is None else [op, *op.above()]

@@ -1,0 +1,176 @@
+"""Equal stretches of a step's GPU work that follow each other, as a model's layers do: found by the kernels' names."""
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+
+import msgspec
+
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.trace import Work
+
+# Twice may be chance, and one piece is no stretch.
+LEAST_TIMES, LEAST_PIECES = 3, 2
+# A layer multiplies something: a run of copies or of an optimizer's kernels is none.
+AT_THE_HEART = ("GEMM", "attention", "convolution")
+# Inductor names one kernel after all the ops that it fuses and after its number: from layer to layer
+# it differs in whose sums it takes along (…_add_embedding_…_7, …_add_…_12), not in what it is.
+INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
+# Pieces in a row that are taken together when asking how far away the same comes again; and how many
+# of the commonest answers are tried. A piece that comes once a layer tells its length.
+TOGETHER, TRIED = (1, 2, 4, 8, 16), 6
+LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
+
+
+class Repeat(msgspec.Struct, frozen=True):
+    """`times` equal stretches of `pieces` pieces each, one behind the other. µs: summed GPU time of a stretch.
+
+    start: the place of the first piece in the step's GPU work. inside: what fills most of one stretch and
+    repeats there in turn, as the layers of a token; places as in the first stretch.
+    """
+
+    start: int
+    pieces: int
+    times: int
+    us: float  # the median stretch's
+    low_us: float
+    high_us: float
+    longest: int  # which of them took longest, counted from 1
+    total_us: float
+    cpu_us: float | None  # from one's first launch to the next one's, where each has launches of its own
+    inside: "Repeat | None" = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.pieces * self.times
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """A piece, or a run of equal stretches that is looked at as one."""
+
+    kind: Hashable
+    start: int
+    end: int
+    has_heart: bool
+    repeat: Repeat | None = None
+
+
+def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, ...]:
+    """What repeats in a step's GPU work, in order. measured: the same work, measured over all steps."""
+    nodes = [_Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)]
+    return tuple(node.repeat for node in _folded(nodes, work, measured) if node.repeat)
+
+
+def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
+    """Where names repeat for more than half of them: start, length of a stretch, times."""
+    runs = _runs([_Node(name, place, place + 1, True) for place, name in enumerate(names)])
+    start, period, times = max(runs, key=lambda run: run[1] * run[2], default=(0, 0, 0))
+    return (start, period, times) if 2 * period * times > len(names) else None
+
+
+def _kind(one: GpuWork) -> Hashable:
+    """What two pieces of one kind share: the name, but for what a tensor's place in memory and in the model changes."""
+    if one.family == "pointwise" and one.maker == "ATen" and "does" in one.name_says:
+        return one.family, one.name_says["does"]  # vectorized where the tensor is aligned, else not
+    return one.family, INDUCTOR.sub(r"\1", one.name)
+
+
+def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[_Node]:
+    """Each run of equal stretches as one node, level by level."""
+    for _ in range(LEVELS):
+        runs = _runs(nodes)
+        if not runs:
+            break
+        folded, reached = [], 0
+        for start, period, times in runs:
+            stretch = nodes[start : start + period]
+            last = nodes[start + period * times - 1]
+            repeat = _measured(stretch, times, work, measured)
+            kind = (tuple(node.kind for node in stretch), times)
+            folded += nodes[reached:start]
+            folded.append(_Node(kind, stretch[0].start, last.end, True, repeat))
+            reached = start + period * times
+        nodes = folded + nodes[reached:]
+    return nodes
+
+
+def _measured(stretch: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
+    start, pieces = stretch[0].start, stretch[-1].end - stretch[0].start
+    starts = range(start, start + pieces * times, pieces)
+    costs = [sum(one.us for one in measured[at : at + pieces]) for at in starts]
+    launches = [work[at].launch for at in starts]
+    apart = [
+        (after.start - before.start) / 1e3
+        for before, after in pairwise(launches)
+        if before and after and before is not after and before.track == after.track
+    ]
+    inner = [node.repeat for node in _folded(stretch, work, measured) if node.repeat]
+    inside = max(inner, key=lambda one: one.end - one.start, default=None)
+    if inside and 2 * (inside.end - inside.start) <= pieces:
+        inside = None
+    longest = max(range(times), key=costs.__getitem__) + 1
+    return Repeat(
+        start=start,
+        pieces=pieces,
+        times=times,
+        us=median(costs),
+        low_us=min(costs),
+        high_us=max(costs),
+        longest=longest,
+        total_us=sum(costs),
+        cpu_us=median(apart) if len(apart) == times - 1 else None,
+        inside=inside,
+    )
+
+
+def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
+    """Runs of one length of stretch: first node, nodes of a stretch, times.
+
+    Of the lengths that cover half of what the best one covers, the smallest: layers before tokens.
+    """
+    numbers: dict[Hashable, int] = {}
+    kinds = [numbers.setdefault(node.kind, len(numbers)) for node in nodes]
+    hearts = list(accumulate((node.has_heart for node in nodes), initial=0))
+    found = []  # pieces covered, runs
+    for period in _distances(kinds):
+        runs, covered, reached = [], 0, 0
+        for start, end in _periodic(kinds, period):
+            start = max(start, reached)
+            times = (end - start) // period
+            pieces = nodes[start + period - 1].end - nodes[start].start
+            if times >= LEAST_TIMES and pieces >= LEAST_PIECES and hearts[start + period] > hearts[start]:
+                runs.append((start, period, times))
+                covered += pieces * times
+                reached = start + period * times
+        found.append((covered, runs))
+    most = max((covered for covered, _ in found), default=0)
+    return next((runs for covered, runs in found if 2 * covered >= most), [])
+
+
+def _distances(kinds: Sequence[int]) -> list[int]:
+    """How far away the same comes again, most often: the lengths worth trying."""
+    found = set()
+    for together in TOGETHER:
+        last: dict[Hashable, int] = {}
+        distances: Counter = Counter()
+        for place, group in enumerate(zip(*(kinds[offset:] for offset in range(together)), strict=False)):
+            if group in last:
+                distances[place - last[group]] += 1
+            last[group] = place
+        found.update(distance for distance, _ in distances.most_common(TRIED))
+    return sorted(found)
+
+
+def _periodic(kinds: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
+    """Where each is the same as the one a period later, at least twice in a row: whole runs, start to end."""
+    start = None
+    for place in range(len(kinds) - period + 1):
+        same = place + period < len(kinds) and kinds[place] == kinds[place + period]
+        if same and start is None:
+            start = place
+        elif not same and start is not None:
+            if place - start >= (LEAST_TIMES - 1) * period:
+                yield start, place + period
+            start = None

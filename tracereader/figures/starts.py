@@ -1,0 +1,83 @@
+"""What lies between a launch and its start, and between one piece of GPU work and the next."""
+
+from collections import Counter, defaultdict
+
+import msgspec
+
+from tracereader.figures.gpu_time import cut_up
+from tracereader.figures.intervals import clipped, length, minus
+from tracereader.trace import Op, Step, Trace, Work
+
+
+class Start(msgspec.Struct, frozen=True):
+    """One piece of GPU work. Times in µs; None: no launch in the trace, or nothing before it.
+
+    gap_us: the device was idle so long before it, since the work before it (of this step or an earlier one).
+    gap_in: what the launching thread was in meanwhile, the largest first. wait_us: from the start of its launch
+    call to its own; the parts add up to it: own_us (the profiler's and the driver's own slices, by name), queue_us
+    (behind earlier work of its stream), call_us (the launch call itself) and way_us (the rest).
+    """
+
+    name: str
+    gap_us: float | None
+    gap_in: dict[str, float]
+    wait_us: float | None
+    own_us: dict[str, float]
+    queue_us: float | None
+    call_us: float | None
+    way_us: float | None
+
+
+def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
+    """Each piece of a step's GPU work, in order."""
+    number = trace.steps.index(step)
+    near = trace.steps[max(0, number - 1) : number + 1]
+    roots: dict[tuple, list[Op]] = defaultdict(list)
+    for one in near:
+        for root in one.roots:
+            roots[root.track].append(root)
+    inside = {id(one) for one in step.work}
+    last = max([one.end for one in step.work], default=step.end)
+    overheads = [one for one in trace.overheads if one.start < last and one.end > step.start]
+    free: dict[object, int] = {}  # by device: when its work so far ends
+    stream_free: dict[tuple, int] = {}  # by stream
+    found = []
+    for one in trace.work:
+        if id(one) in inside:
+            before = free.get(one.device)
+            gap = max(0, one.start - before) if before is not None else None
+            idle = Counter()
+            if gap and one.launch is not None:
+                cut_up(roots[one.launch.track], max(before, near[0].start), one.start, idle)
+            found.append(_start(overheads, one, gap, idle, stream_free.get(one.track)))
+        free[one.device] = max(free.get(one.device, one.end), one.end)
+        stream_free[one.track] = max(stream_free.get(one.track, one.end), one.end)
+    return tuple(found)
+
+
+def _start(overheads: list[Op], one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
+    gap_us, gap_in = None if gap is None else gap / 1e3, {name: ns / 1e3 for name, ns in idle.most_common() if ns > 0}
+    launch = one.launch
+    if launch is None or launch.start > one.start:
+        return Start(one.name, gap_us, gap_in, None, {}, None, None, None)
+    left = [(launch.start, one.start)]
+    own = Counter()
+    for other in overheads:
+        inside = list(clipped([(other.start, other.end)], launch.start, one.start))
+        own[other.name] += length(inside) - length(minus(inside, left))
+        left = minus(left, inside)
+    parts = []
+    for end in (stream_free or launch.start, launch.end):
+        part = list(clipped(left, launch.start, max(launch.start, end)))
+        parts.append(length(part) / 1e3)
+        left = minus(left, part)
+    return Start(
+        name=one.name,
+        gap_us=gap_us,
+        gap_in=gap_in,
+        wait_us=(one.start - launch.start) / 1e3,
+        own_us={name: ns / 1e3 for name, ns in own.most_common() if ns > 0},
+        queue_us=parts[0],
+        call_us=parts[1],
+        way_us=length(left) / 1e3,
+    )

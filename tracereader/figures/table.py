@@ -1,0 +1,157 @@
+"""torch's profiler table, from the trace: every name's own and total time on both sides, over the whole recording."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import msgspec
+
+from tracereader.figures.gpu_work import asking_ops
+from tracereader.trace import STEP, Op, Trace
+
+# What torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
+NOT_IN_IT = frozenset(
+    {
+        "profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
+        "aten::is_leaf", "aten::output_nr", "aten::_version",
+    }
+)  # fmt: skip
+EVERY_STEP = f"{STEP[:-1]}*"  # one row for the marks of all steps, as torch has it
+_start, _dur = attrgetter("start"), attrgetter("dur")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """All calls of one name, in µs. on_gpu: a kernel, copy or memset; else a slice of the CPU lane.
+
+    self: without what it calls; total: with it. GPU time of a CPU row: of the work that it (its calls) launched.
+    """
+
+    name: str
+    on_gpu: bool
+    calls: int
+    self_cpu_us: float
+    total_cpu_us: float
+    self_gpu_us: float
+    total_gpu_us: float
+
+
+class LabelSpan(msgspec.Struct, frozen=True):
+    """The second row that torch's own table has for a label: from its first to its last kernel, idle gaps included."""
+
+    name: str
+    calls: int
+    us: float
+
+
+class Table(msgspec.Struct, frozen=True):
+    """rows: the costliest first. The totals are torch's last lines: each self time once."""
+
+    rows: tuple[Row, ...]
+    label_spans: tuple[LabelSpan, ...]
+    self_cpu_us: float
+    self_gpu_us: float
+    label: str | None  # the first label below the steps' marks
+    label_calls: dict[str, float]  # what it calls directly, by name: total CPU µs
+
+
+def profiler_table(trace: Trace) -> Table:
+    """All of a recording by name, as torch's key_averages() sums it up."""
+    nodes, parents = _nested(trace)
+    own, launched = [op.dur for op in nodes], [0] * len(nodes)
+    place = {id(op): number for number, op in enumerate(nodes)}
+    work = [one for one in trace.work if one.launch is not None]
+    for one, op in zip(work, asking_ops(work), strict=True):
+        if id(op) in place:
+            launched[place[id(op)]] += one.dur
+    children = Counter(parent for parent in parents if parent is not None)
+    for number, parent in enumerate(parents):
+        if parent is not None:
+            own[parent] -= nodes[number].dur
+    reached = launched.copy()
+    rows: dict[tuple[str, bool], list[int]] = {}
+    for number in range(len(nodes) - 1, -1, -1):  # children before what encloses them
+        parent = parents[number]
+        if parent is not None and nodes[parent].name == nodes[number].name and children[parent] == 1:
+            # An op that only calls itself again is one call in torch's table.
+            own[parent] += own[number]
+            launched[parent], reached[parent] = launched[number], reached[number]
+            children[parent] = children[number]
+            continue
+        if parent is not None:
+            reached[parent] += reached[number]
+        _add(rows, (_name(nodes[number]), False), own[number], nodes[number].dur, launched[number], reached[number])
+    for one in trace.work:
+        _add(rows, (one.name, True), 0, 0, one.dur, one.dur)
+    found = [Row(name, on_gpu, times[0], *(ns / 1e3 for ns in times[1:])) for (name, on_gpu), times in rows.items()]
+    spans = Counter()
+    calls = Counter()
+    for span in trace.spans:
+        spans[_name(span)] += span.dur
+        calls[_name(span)] += 1
+    label, inside = _label(nodes, parents)
+    return Table(
+        rows=tuple(sorted(found, key=lambda row: (-row.total_gpu_us, -row.total_cpu_us, row.name))),
+        label_spans=tuple(LabelSpan(name, calls[name], ns / 1e3) for name, ns in spans.items()),
+        self_cpu_us=sum(row.self_cpu_us for row in found),
+        self_gpu_us=sum(row.self_gpu_us for row in found if row.on_gpu),
+        label=label,
+        label_calls=inside,
+    )
+
+
+def _add(rows: dict, key: tuple[str, bool], *times: int) -> None:
+    row = rows.setdefault(key, [0, 0, 0, 0, 0])
+    row[0] += 1
+    for place, ns in enumerate(times, start=1):
+        row[place] += ns
+
+
+def _name(one) -> str:
+    return EVERY_STEP if one.name.startswith(STEP) else one.name
+
+
+def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
+    """Every slice of the CPU lane, and the place of what encloses it, which comes before it.
+
+    As torch nests them: the profiler's own slices lie in the calls of the thread that runs the steps, and
+    a slice that outlasts the one it starts in is not in it.
+    """
+    tracks: dict[tuple, list[Op]] = {}
+    for op in _all(trace):
+        if op.name not in NOT_IN_IT:
+            tracks.setdefault(op.track, []).append(op)
+    marks = [op for ops in tracks.values() for op in ops if op.kind == "label" and op.name.startswith(STEP)]
+    main = marks[0].track if marks else max(tracks, key=lambda track: len(tracks[track]), default=None)
+    tracks.setdefault(main, []).extend(trace.overheads)
+    nodes, parents = [], []
+    for ops in tracks.values():
+        ops.sort(key=_dur, reverse=True)
+        ops.sort(key=_start)
+        open_: list[int] = []
+        for op in ops:
+            while open_ and (op.start >= nodes[open_[-1]].end or op.end > nodes[open_[-1]].end):
+                open_.pop()
+            parents.append(open_[-1] if open_ else None)
+            open_.append(len(nodes))
+            nodes.append(op)
+    return nodes, parents
+
+
+def _all(trace: Trace) -> Iterator[Op]:
+    tops = {}
+    for root in (*(root for step in trace.steps for root in step.roots), *trace.outside):
+        while root.parent is not None:  # a label around the loop
+            root = root.parent
+        tops[id(root)] = root
+    for top in tops.values():
+        yield from top.walk()
+
+
+def _label(nodes: Sequence[Op], parents: Sequence[int | None]) -> tuple[str | None, dict[str, float]]:
+    """The first label below the steps, and what all slices of its name call, by name."""
+    name = next((op.name for op in nodes if op.kind == "label" and not op.name.startswith(STEP)), None)
+    inside = Counter()
+    for op, parent in zip(nodes, parents, strict=True):
+        if parent is not None and nodes[parent].name == name and nodes[parent].kind == "label":
+            inside[op.name] += op.dur
+    return name, {name: ns / 1e3 for name, ns in inside.most_common()}

@@ -1,0 +1,300 @@
+"""What a training step is made of beyond its kernels: backward by forward op, what is computed again, the optimizer,
+synchronizations, the wait for the loader, memory."""
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import msgspec
+
+from tracereader.figures.intervals import Intervals, Lengths, gaps, union
+from tracereader.figures.places import Place, innermost
+from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
+
+AUTOGRAD = "autograd::engine::evaluate_function: "
+OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
+# Of the curve of memory: points over the step.
+POINTS = 60
+_start = attrgetter("start")
+
+
+class Recomputed(msgspec.Struct, frozen=True):
+    """Forward ops that ran again inside backward (activation checkpointing). gpu_us: None without a GPU lane."""
+
+    calls: int
+    cpu_us: float
+    gpu_us: float | None
+    pieces: int
+
+
+class OptimizerCost(msgspec.Struct, frozen=True):
+    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls."""
+
+    name: str
+    how: str
+    cpu_us: float
+    launches: int
+    gpu_us: float
+    idle_us: float | None
+
+
+class Sync(msgspec.Struct, frozen=True):
+    """Calls in which the CPU waited for the GPU, by the op that asked; Python where there is none.
+
+    cpu_us: in the calls. idle_us: of the GPU, from each call's start to the next work launched after it.
+    """
+
+    asked_by: str
+    call: str
+    calls: int
+    cpu_us: float
+    idle_us: float
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """The step's wait for the DataLoader's next batch. idle_us: of that, with the GPU idle; None without one."""
+
+    us: float
+    idle_us: float | None
+    share: float  # of the step
+
+
+class MemoryCurve(msgspec.Struct, frozen=True):
+    """What is allocated over one step: on the GPU whose peak is highest; on a CPU counted from the recording's start.
+
+    points: the most in each of as many equal stretches of the step. peak_at: its share of the step's time.
+    phase, module, op: what asked for the peak's allocation; None where nothing encloses it.
+    """
+
+    on_gpu: bool
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    peak_at: float
+    phase: str | None
+    module: str | None
+    op: str | None
+    points: tuple[int, ...]
+
+
+class Training(msgspec.Struct, frozen=True):
+    """Of the step spoken of."""
+
+    backward_of: tuple[Place, ...]  # GPU time of backward by the forward op that it belongs to, the largest first
+    recomputed: Recomputed | None
+    optimizers: tuple[OptimizerCost, ...]
+    syncs: tuple[Sync, ...]
+    loading: Loading | None
+    memory: MemoryCurve | None
+
+
+def training(trace: Trace, step: Step) -> Training:
+    """What the step does besides computing forward."""
+    ops = list(step.walk())
+    idle = _idle(trace.work, step)
+    return Training(
+        backward_of=_backward_of(trace, step, ops),
+        recomputed=_recomputed(step),
+        optimizers=_optimizers(step, ops, idle),
+        syncs=_syncs(step, ops, idle),
+        loading=_loading(step, ops, idle),
+        memory=_memory(trace, step),
+    )
+
+
+def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
+    """When no GPU did anything, from the step's start to its end; None without a GPU lane."""
+    if not work:
+        return None
+    busy = union((one.start, one.end) for one in work if one.start < step.end and one.end > step.start)
+    inside = [(max(start, step.start), min(end, step.end)) for start, end in busy]
+    return gaps(inside, step.start, step.end)
+
+
+def _backward_of(trace: Trace, step: Step, ops: Sequence[Op]) -> tuple[Place, ...]:
+    if not trace.forward_of:
+        return ()
+    # The outermost op that starts then is the one whose number autograd keeps: aten::linear has none.
+    names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
+    gpu, pieces = Counter(), Counter()
+    for one in step.work:
+        for op in one.launch.above() if one.launch else ():
+            forward = trace.forward_of.get((op.track, op.start))
+            if forward is not None:
+                name = names.get(forward)
+                if name is not None:
+                    gpu[name] += one.dur
+                    pieces[name] += 1
+                break
+    return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in gpu.most_common())
+
+
+class _Numbers(msgspec.Struct):
+    number: int = msgspec.field(name="Sequence number", default=-1)
+    thread: int = msgspec.field(name="Fwd thread id", default=-1)
+
+
+_numbers = msgspec.json.Decoder(_Numbers)
+
+
+def _numbers_of(op: Op) -> _Numbers:
+    try:
+        return _numbers.decode(op.raw)
+    except msgspec.MsgspecError:
+        return _Numbers()
+
+
+def _recomputed(step: Step) -> Recomputed | None:
+    """Ops inside backward that autograd records as a forward's, whose own backward never runs but in them.
+
+    A backward that is itself differentiated (create_graph) records its ops, too: their backward runs on its
+    own, and they are not counted.
+    """
+    outermost, pending = [], list(step.roots)
+    while pending:
+        op = pending.pop()
+        if op.name.startswith(AUTOGRAD):
+            outermost.append(op)
+        else:
+            pending.extend(op.children)
+    evaluated = {_numbers_of(op).number for op in outermost}
+    found = []
+    for root in outermost:
+        pending = list(root.children)
+        while pending:
+            op = pending.pop()
+            numbers = _numbers_of(op) if op.kind == "op" else None
+            if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
+                if numbers.number not in evaluated:
+                    found.append(op)
+                continue
+            pending.extend(op.children)
+    if not found:
+        return None
+    inside = {id(op) for one in found for op in one.walk()}
+    work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
+    return Recomputed(
+        calls=len(found),
+        cpu_us=sum(op.us for op in found),
+        gpu_us=sum(one.us for one in work) if step.work else None,
+        pieces=len(work),
+    )
+
+
+def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[OptimizerCost, ...]:
+    slices: dict[str, list[Op]] = defaultdict(list)
+    for op in ops:
+        if op.kind == "label" and op.name.startswith(OPTIMIZER):
+            slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
+    found, idle_in = [], Lengths(idle or [])
+    for name, some in slices.items():
+        inside = {id(op) for one in some for op in one.walk()}
+        names = {op.name for one in some for op in one.walk() if op.kind == "op"}
+        work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
+        how = "for-loop"
+        if any("_fused_" in one for one in names):
+            how = "fused"  # which counts its steps with a foreach
+        elif any("_foreach_" in one for one in names):
+            how = "foreach"
+        found.append(
+            OptimizerCost(
+                name=name,
+                how=how,
+                cpu_us=sum(one.us for one in some),
+                launches=len({id(one.launch) for one in work}),
+                gpu_us=sum(one.us for one in work),
+                idle_us=None if idle is None else sum(idle_in.between(one.start, one.end) for one in some) / 1e3,
+            )
+        )
+    return tuple(found)
+
+
+def _waits_in(op: Op) -> bool:
+    """A call of the driver that returns only when the GPU is done: a copy to or from memory that is not pinned, too."""
+    return op.kind == "runtime" and ("Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"))
+
+
+def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync, ...]:
+    if idle is None:
+        return ()
+    idle_in = Lengths(idle)
+    launches = sorted((one.launch.start, one.start) for one in step.work if one.launch)
+    found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    reached = step.start
+    for call in sorted((op for op in ops if _waits_in(op)), key=_start):
+        asked_by = _asking(call)
+        following = bisect.bisect_left(launches, (call.end, 0))
+        stop = launches[following][1] if following < len(launches) else step.end
+        sums = found[asked_by, call.name]
+        sums[0] += 1
+        sums[1] += call.us
+        sums[2] += idle_in.between(max(reached, call.start), max(reached, stop)) / 1e3
+        reached = max(reached, stop)
+    every = (Sync(asked, call, calls, cpu, idle) for (asked, call), (calls, cpu, idle) in found.items())
+    return tuple(sorted(every, key=lambda one: -one.idle_us))
+
+
+def _asking(call: Op) -> str:
+    """The outermost of the aten ops right around a call, as aten::item; another op where it is no aten op's."""
+    name = None
+    for op in call.above():
+        if op.kind == "op" and (name is None or (op.name.startswith("aten::") and name.startswith("aten::"))):
+            name = op.name
+        elif op.kind == "op":
+            break
+    return name or "Python"
+
+
+def _loading(step: Step, ops: Sequence[Op], idle: Intervals | None) -> Loading | None:
+    waits = union((op.start, min(op.end, step.end)) for op in ops if op.kind == "label" and op.name.startswith(LOADER))
+    if not waits:
+        return None
+    us = sum(end - start for start, end in waits) / 1e3
+    idle_in = Lengths(idle) if idle is not None else None
+    return Loading(
+        us=us,
+        idle_us=None if idle_in is None else sum(idle_in.between(start, end) for start, end in waits) / 1e3,
+        share=us / step.us if step.us else 0.0,
+    )
+
+
+def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
+    during = [one for one in trace.memory if step.start <= one.time < step.end]
+    if not during:
+        return None
+    on_gpu = any(one.device >= 0 for one in during)
+    during = [one for one in during if (one.device >= 0) == on_gpu]
+    peak = max(during, key=lambda one: one.total)
+    during = [one for one in during if one.device == peak.device]
+    before = during[0].total - during[0].bytes
+    points, at = [], before
+    times = [one.time for one in during]
+    for point in range(POINTS):
+        left, right = (step.start + (step.end - step.start) * edge // POINTS for edge in (point, point + 1))
+        inside = during[bisect.bisect_left(times, left) : bisect.bisect_left(times, right)]
+        points.append(max([at, *(one.total for one in inside)]))
+        at = inside[-1].total if inside else at
+    around = list(_around(step, peak.track, peak.time))
+    modules = innermost(trace.modules.get(peak.track, ()), peak.time)
+    labels = [op.name for op in around if op.kind == "label" and not op.name.startswith(STEP)]
+    if not labels:  # backward's own thread: the label that is open then on the step's
+        main = next((root.track for root in step.roots if root.name == step.name), None)
+        labels = [op.name for op in _around(step, main, peak.time) if op.kind == "label" and op.name != step.name]
+    ops = [op.name for op in around if op.kind == "op"]
+    return MemoryCurve(
+        on_gpu=on_gpu,
+        start_bytes=before,
+        peak_bytes=max(peak.total, before),
+        end_bytes=during[-1].total,
+        peak_at=(peak.time - step.start) / (step.end - step.start),
+        phase=labels[0] if labels else None,
+        module=modules[-1].name.removeprefix(MODULE) if modules else None,
+        op=ops[-1] if ops else None,
+        points=tuple(points),
+    )
+
+
+def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:
+    """What encloses a moment on one thread, outermost first."""
+    return iter(innermost([root for root in step.roots if root.track == track], time))

@@ -1,0 +1,173 @@
+"""Attention that is not fused: a softmax between two batched products, and what its matrix of scores costs."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from tracereader.figures.gpu_work import BYTES_OF, MATMULS, asking_ops, dims_of, product
+from tracereader.figures.steps import self_us
+from tracereader.trace import Op, Step, Work, kernel_names
+
+BATCHED = ("aten::bmm", "aten::baddbmm")
+# What may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
+BETWEEN = ("pointwise", "copy", "reduction", "memset")
+# Ops whose result is of one byte an element, and those whose result is a row's.
+SAYS_YES_OR_NO = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
+OF_A_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """The matrix [batch x heads, queries, keys], as recorded shapes tell of it.
+
+    written and read: how often as a whole, by the pieces of work from the first product to the second.
+    moved: the bytes of that. at_least: of query, key, value and the result, all that a fused kernel has to move.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    bytes: int  # as the first product writes it
+    written: int
+    read: int
+    moved: int
+    at_least: int
+
+
+class Unfused(msgspec.Struct, frozen=True):
+    """One such attention. us: of the GPU work between its two products (of the ops there, on a CPU).
+
+    pieces: of that work; 0 on a CPU. scores: only of a GPU, and with recorded shapes.
+    """
+
+    us: float
+    pieces: int
+    products_us: float
+    scores: Scores | None
+
+
+def unfused(step: Step) -> tuple[Unfused, ...]:
+    """Those of a step, in the order of their softmax."""
+    if not step.work:
+        return _on_the_cpu(step)
+    tracks: dict[tuple, list[tuple[Work, Op | None]]] = {}
+    for one, op in zip(step.work, asking_ops(step.work), strict=True):
+        tracks.setdefault(one.track, []).append((one, op))
+    return tuple(
+        found
+        for track in tracks.values()
+        for number, (one, op) in enumerate(track)
+        if _is_softmax(one, op) and (found := _around(track, number))
+    )
+
+
+def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
+    """By the ops' order: a softmax whose nearest products on both sides are batched ones."""
+    found, product_before, softmax, between = [], None, 0, 0.0
+    for op in step.walk():
+        if op.kind != "op":
+            continue
+        if op.name in MATMULS:
+            if softmax == 1 and op.name in BATCHED and op.track == product_before.track:
+                found.append(Unfused(between, 0, product_before.us + op.us, None))
+            product_before, softmax, between = op if op.name in BATCHED else None, 0, 0.0
+        elif product_before is not None and op.start >= product_before.end:
+            softmax += op.name == "aten::_softmax"
+            between += self_us(op)
+    return tuple(found)
+
+
+def _is_softmax(one: Work, op: Op | None) -> bool:
+    if op is not None and op.name == "aten::_softmax":
+        return one.kind == "kernel"
+    said = kernel_names.decode(one.name).parts.get("fuses", "")
+    return "softmax" in said and "log_softmax" not in said and "backward" not in said
+
+
+def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | None:
+    first, last = _product_beside(track, softmax, -1), _product_beside(track, softmax, 1)
+    if first is None or last is None:
+        return None
+    between = [
+        (one, op) for one, op in track[first + 1 : last] if one.kind != "memset" and not (op and op.name in BATCHED)
+    ]
+    products = [one for one, op in track[first : last + 1] if one.kind == "kernel" and op and op.name in BATCHED]
+    return Unfused(
+        us=sum(one.dur for one, _ in between) / 1e3,
+        pieces=len(between),
+        products_us=sum(one.dur for one in products) / 1e3,
+        scores=_scores(track[first][1], track[last][1], between),
+    )
+
+
+def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: int) -> int | None:
+    """The place of the nearest batched product, if nothing but what may lie between comes before it."""
+    at = softmax + way
+    while 0 <= at < len(track):
+        one, op = track[at]
+        family = kernel_names.decode(one.name).family
+        if family == "GEMM":
+            return at if op is not None and op.name in BATCHED else None
+        if family not in BETWEEN or _is_softmax(one, op):
+            return None
+        at += way
+    return None
+
+
+def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> Scores | None:
+    into, out_of = first.args, last.args
+    scores, result = product(first.name, dims_of(into)), product(last.name, dims_of(out_of))
+    item, other = _items(into)[:1], _items(out_of)[:1]
+    if not (scores and result and item and other and item[0] and other[0]):
+        return None
+    if (scores.batch, scores.m, scores.n) != (result.batch, result.m, result.k):
+        return None
+    elements = scores.batch * scores.m * scores.n
+    written, read, moved = 1, 1, elements * (item[0] + other[0])
+    asked = {}  # by op: several kernels of one op read its inputs once
+    for one, op in between:
+        if op is not None:
+            asked.setdefault(id(op), (one, op))
+    for one, op in asked.values():
+        reads, writes = _passes(op, one.name, elements)
+        written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)
+    inputs = scores.batch * (scores.m * scores.k + scores.k * scores.n + result.k * result.n + result.m * result.n)
+    return Scores(
+        scores.batch, scores.m, scores.n, elements * item[0], written, read, moved, inputs * min(item[0], other[0])
+    )
+
+
+def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
+    """The bytes an element of each tensor as large as the scores that the op reads, and of each that it writes."""
+    args = op.args
+    items = [item for item, count in zip(_items(args), _counts(args), strict=False) if count == elements and item]
+    name = op.name.removeprefix("aten::")
+    if not items:
+        return [], []
+    if name == "copy_":
+        return items[1:], items[:1]  # the source comes second
+    if op.name == kernel:  # Inductor's own row names its output among its inputs, unless it works in place
+        return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)
+    if name in OF_A_ROW:
+        return items, []
+    return items, [1] if name in SAYS_YES_OR_NO else [max(items)]
+
+
+def _items(args: dict) -> list[int | None]:
+    types = args.get("Input type")
+    return [BYTES_OF.get(one) if isinstance(one, str) else None for one in types] if isinstance(types, list) else []
+
+
+def _counts(args: dict) -> list[int]:
+    """Of each input, the elements that are in memory: an expanded dimension, of stride 0, is there once."""
+    dims, strides = args.get("Input Dims"), args.get("Input Strides")
+    counts = []
+    for number, dim in enumerate(dims if isinstance(dims, list) else []):
+        if not isinstance(dim, list) or not dim or not all(type(size) is int and 0 <= size < 2**40 for size in dim):
+            counts.append(0)
+            continue
+        steps = strides[number] if isinstance(strides, list) and len(strides) > number else None
+        if not isinstance(steps, list) or len(steps) != len(dim):
+            steps = [1] * len(dim)
+        counts.append(math.prod(size for size, stride in zip(dim, steps, strict=True) if stride != 0))
+    return counts

@@ -1,0 +1,250 @@
+"""Findings about attention, and about what eager code around it does unasked: copies, masks, casts, old code."""
+
+import re
+from collections.abc import Sequence
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, megabytes, recordable
+from tracereader.findings.steps import waits_for
+from tracereader.trace.kernel_names import CUDA_CORES, short
+
+# What scaled_dot_product_attention can call, and torch's name for that choice.
+BACKENDS = {
+    "aten::_scaled_dot_product_attention_math": "math",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
+    "aten::_scaled_dot_product_attention_math_for_mps": "math",
+}
+# Less of a step's GPU time is not worth a line: the fp32 product of a rotary embedding takes 0.1% of eager prefill on
+# the H200, the math backend's two take 36%.
+WORTH_A_LINE = 0.01
+# Below it occupancy is called low: 12.5% of FlashAttention's and flex_attention's kernels on the H200. At 19% nvjet's
+# products reach 83% of the arithmetic peak.
+LOW = 0.15
+# Of the CPU time of all ops and calls of the driver: cuDNN's attention 43% and cuBLAS's products 41 to 61% where they
+# are most of the step; flash 18%, the memory-efficient kernel 23%.
+MOST_OF_IT = 0.4
+
+# Whose kernels are chosen and prepared outside of ATen. cuBLAS has kernels of CUTLASS.
+LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
+
+
+def _total(summary: Summary) -> float:
+    return sum(one.us for one in summary.gpu_work)
+
+
+def _cost(summary: Summary, gpu_us: float, cpu_us: float | None = None) -> float | None:
+    """Of the lane that a step waits for: where that is the CPU's, GPU time saved saves nothing."""
+    return cpu_us if waits_for(summary) in ("overhead", "cpu-only") else gpu_us
+
+
+def _worth_a_line(summary: Summary, us: float) -> bool:
+    return us > WORTH_A_LINE * (_total(summary) or summary.chosen.cpu_us)
+
+
+@recordable
+def unfused() -> Finding:
+    def judge(summary):
+        found = summary.unfused
+        us = sum(one.us for one in found)
+        if not found or not _worth_a_line(summary, us):
+            return Verdict(False, "")
+        times = f"{len(found)} times a step: " if len(found) > 1 else ""
+        pieces = sum(one.pieces for one in found)
+        seen = f"{times}{duration(us)} between the two" + (f", in {counted(pieces, 'piece')} of work" if pieces else "")
+        if all(one.scores for one in found):
+            seen += f"; {_moved(found)}"
+        return Verdict(True, seen, cost_us=_cost(summary, us, None if summary.has_gpu_work else us))
+
+    return Finding("a softmax between two batched products", judge)
+
+
+def _moved(found: Sequence) -> str:
+    """What the matrices of scores cost in bytes, by the recorded shapes."""
+    first = found[0].scores
+    alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
+    matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({megabytes(first.bytes)}) are written "
+    passes = f"{matrix}{counted(first.written, 'time')} and read {counted(first.read, 'time')}: " if alike else ""
+    moved, least = sum(one.scores.moved for one in found), sum(one.scores.at_least for one in found)
+    return f"{passes}{megabytes(moved)} moved where a fused kernel needs {megabytes(least)}"
+
+
+@recordable
+def hidden_copy() -> Finding:
+    def judge(summary):
+        found = summary.hidden_copies
+        if not found:
+            return Verdict(False, "")
+        gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
+        us = _cost(summary, gpu_us, cpu_us)
+        first = found[0]
+        moved = f", {megabytes(first.copied)} moved" if first.copied else ""
+        each = first.gpu_us if summary.has_gpu_work else first.cpu_us
+        times = f" ({first.calls:,} times)" if first.calls > 1 else ""
+        more = f", and {len(found) - 1} more ops do so" if len(found) > 1 else ""
+        seen = f"{first.op}{times} clones first: {duration(each)}{moved}; {first.op}_ does not{more}"
+        return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen, cost_us=us)
+
+    return Finding("a copy inside an op that works out of place", judge)
+
+
+@recordable
+def mask_remade() -> Finding:
+    def judge(summary):
+        made = summary.mask_made
+        if made is None:
+            return Verdict(False, "no tril or triu of constants in the step")
+        if len(summary.steps) < 2:
+            return Verdict(None, "a mask is made, and there is one step only: whether in each is not to be told")
+        gpu = f", {duration(made.gpu_us)} of the GPU's in {counted(made.pieces, 'piece')}" if made.pieces else ""
+        names = listed(name.removeprefix("aten::") for name in made.ops)
+        times = f"{made.times:,} times" if made.times > 1 else "once"
+        seen = f"{times} a step by {names}: {duration(made.cpu_us)} of CPU time{gpu}"
+        return Verdict(
+            made.steps == len(summary.steps),
+            seen,
+            f"in {made.steps} of {len(summary.steps)} steps",
+            _cost(summary, made.gpu_us, made.cpu_us),
+        )
+
+    return Finding("a triangular mask made anew in every step", judge)
+
+
+@recordable
+def cast_before_product() -> Finding:
+    def judge(summary):
+        found = summary.cast_products
+        if found is None:
+            return Verdict(False, "no product of fp32 whose factors were cast to it")
+        seen = (
+            f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
+            f"fp32 of {duration(found.products_us)}"
+        )
+        return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=_cost(summary, found.cast_us))
+
+    return Finding("factors cast to fp32 before a product", judge, needs_gpu=True)
+
+
+@recordable
+def on_cuda_cores() -> Finding:
+    def judge(summary):
+        gemms = [one for one in summary.gpu_work if one.family == "GEMM"]
+        mine = [one for one in gemms if one.name_says.get("on") == CUDA_CORES]
+        if not gemms:
+            return Verdict(None, "no product whose kernel has a name")
+        if not mine:
+            return Verdict(False, f"none of {counted(len(gemms), 'product')} by its kernel's name")
+        us = sum(one.us for one in mine)
+        seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
+        # TF32's tensor cores came with compute capability 8.0.
+        could = int(summary.compute_capability or 0) >= 80
+        return Verdict(could and _worth_a_line(summary, us), seen, cost_us=_cost(summary, us))
+
+    return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
+
+
+@recordable
+def low_occupancy() -> Finding:
+    def judge(summary):
+        one = max(summary.gpu_work, key=lambda one: one.us, default=None)
+        # Asked of the kernel that is most of the step: of one among many, the step's time says nothing.
+        if one is None or one.occupancy is None or one.us < 0.5 * _total(summary):
+            return Verdict(None, "no kernel with a known footprint that takes half of the step's GPU time")
+        limit = f"{one.occupancy.limit:.1%}".replace(".0%", "%")
+        seen = f"{short(one.name)}: at most {limit}, by its {one.occupancy.limited_by}"
+        if one.occupancy.not_estimated:
+            seen += " (the profiler's 0% is no estimate)"
+        return Verdict(one.occupancy.limit < LOW, seen + _its_rate(one))
+
+    return Finding("few warps on a multiprocessor (low occupancy)", judge, needs_gpu=True)
+
+
+def _its_rate(one: GpuWork) -> str:
+    if one.of_roof is None:
+        return ""
+    roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[one.roof]
+    return f"; at {one.of_roof:.0%} of {roof}"
+
+
+def for_an_older_gpu() -> Finding:
+    def judge(summary):
+        own = summary.compute_capability or ""
+        told = [(one, _written_for(one)) for one in summary.gpu_work]
+        if not own.isdigit() or not any(sm for _, sm in told):
+            return Verdict(None, "no kernel whose name says what it was written for")
+        # What came later and matters here: wgmma and TMA on sm 90, the fifth tensor cores on sm 100.
+        older = [one for one, sm in told if sm and sm // 10 < int(own) // 10 and 90 <= int(own) < 120]
+        us = sum(one.us for one in older)
+        if us <= 0.1 * _total(summary):
+            shown = listed(sorted({f"sm {sm}" for _, sm in told if sm}))
+            return Verdict(False, f"{shown}, run on sm {own}")
+        first = max(older, key=lambda one: one.us)
+        seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of a step's {duration(_total(summary))}"
+        return Verdict(True, seen)
+
+    return Finding("a kernel written for an older generation of GPU", judge, needs_gpu=True)
+
+
+def _written_for(one: GpuWork) -> int | None:
+    """The architecture that a product's or an attention kernel's name tells."""
+    if one.family not in ("GEMM", "attention"):
+        return None
+    told = one.name_says.get("for") or one.maker.rpartition(", ")[2]
+    number = told.removeprefix("sm ")
+    return int(number) if told.startswith("sm ") and number.isdigit() else None
+
+
+@recordable
+def time_in_a_library() -> Finding:
+    def judge(summary):
+        makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
+        own = {name: one.self_us for name, one in summary.ops.items() if name in makers}
+        total = sum(call.self_us for call in summary.chain if call.kind in ("op", "runtime"))
+        name = max(own, key=own.get, default=None)
+        if name is None or not total:
+            return Verdict(None, "no op whose kernel is a library's")
+        seen = (
+            f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own, and its "
+            f"kernel is {makers[name].split()[0]}'s"
+        )
+        return Verdict(own[name] >= MOST_OF_IT * total, seen)
+
+    return Finding("one op's own CPU time above all others'", judge, needs_gpu=True)
+
+
+def backends(summary: Summary) -> dict[str, int]:
+    """The calls of each backend that scaled_dot_product_attention took in the step."""
+    calls: dict[str, int] = {}
+    for name, backend in BACKENDS.items():
+        if name in summary.ops:
+            calls[backend] = calls.get(backend, 0) + summary.ops[name].calls
+    return calls
+
+
+def sdpa_runs() -> Finding:
+    def judge(summary):
+        calls = backends(summary)
+        if not calls:
+            return Verdict(False, "no scaled_dot_product_attention in this trace")
+        seen = listed(f"{backend} in {counted(number, 'call')}" for backend, number in calls.items())
+        against = [f"{name} refused: {'; '.join(why)}" for name, why in refused(summary).items()]
+        return Verdict(True, ". ".join([seen, *against]))
+
+    return Finding("scaled_dot_product_attention", judge)
+
+
+def refused(summary: Summary) -> dict[str, list[str]]:
+    """torch's reasons against each other backend, as the run's script asked for them and stored them."""
+    told = (summary.lesson or {}).get("facts", {}).get("attention")
+    reasons = told.get("refused") if isinstance(told, dict) else None
+    if not isinstance(reasons, dict):
+        return {}
+    return {
+        name: [" ".join(one.split()) for one in why]
+        for name, why in reasons.items()
+        if isinstance(why, list) and why and all(isinstance(one, str) for one in why)
+    }

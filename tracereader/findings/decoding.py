@@ -1,0 +1,201 @@
+"""Findings about a language model's steps: tokens a second and their roof, and work that it may do without."""
+
+from collections import Counter
+
+from tracereader.figures import Summary
+from tracereader.figures.decoding import Asked, ridge_rows
+from tracereader.figures.hardware import peaks_of
+from tracereader.findings.finding import Finding, Verdict, counted
+from tracereader.findings.steps import waits_for
+
+# What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
+# copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
+WORTH_A_WORD = 0.025
+# A step of fewer launches gains little: on the H200 reduce-overhead made a step of 2 launches slower (claim 19).
+MANY_LAUNCHES = 50
+# Reading weights is what a step does, where it takes this much of its GPU time.
+MUCH_READING = 0.2
+
+
+def in_words(summary: Summary) -> list[str]:
+    """Tokens a second, and the roof, where the run told what its step reads."""
+    found = summary.decoding
+    if found is None:
+        return []
+    facts = found.facts
+    sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
+    lines = [
+        f"{facts.phase} of {sequences}: {found.tokens_s:,.0f} tokens a second while profiled, a step of "
+        f"{counted(facts.tokens, 'token')} every {_time(found.step_us)} on the {found.lane} lane"
+    ]
+    busy = summary.chosen.gpu_busy_us
+    if found.lane == "CPU" and 0 < busy < found.step_us:
+        lines[0] += f"; the GPU's work alone would allow {facts.tokens / busy * 1e6:,.0f}"
+    if facts.phase == "prefill" and (rows := _rows(summary)):
+        ridge = ridge_rows(peaks_of(summary.devices[0]))
+        if ridge and rows >= ridge:
+            lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
+    # Prefill multiplies each weight by many tokens: its roof is no reading.
+    if facts.phase == "decode" and found.read_us and found.read_us <= found.step_us:
+        read = f"weights ({_bytes(facts.weight_bytes)})"
+        if facts.cache_bytes:
+            read += f" and cache ({_bytes(facts.cache_bytes)})"
+        source = "as measured by the run" if found.measured else "by the data sheet"
+        lines.append(
+            f"its roof is {facts.tokens / found.read_us * 1e6:,.0f}: {read} read once at {found.gb_s / 1e3:.1f} TB/s "
+            f"{source} take {_time(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
+        )
+    return lines
+
+
+def _rows(summary: Summary) -> int | None:
+    """The rows of most of the time in products of two-byte elements, where shapes are recorded."""
+    time: Counter = Counter()
+    for one in summary.gpu_work:
+        if one.product and one.product.batch == 1 and one.bytes_moved == 2 * one.product.elements:
+            time[one.product.m] += one.us
+    return time.most_common(1)[0][0] if time else None
+
+
+def graph_would_do() -> Finding:
+    def judge(summary):
+        step = summary.chosen
+        graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
+        peers = any(one.family == "communication" for one in summary.gpu_work)
+        if (
+            waits_for(summary) != "overhead"
+            or not summary.same_in_all_steps
+            or step.launches < MANY_LAUNCHES
+            or graphs or peers or _launches_after_a_wait(summary)
+        ):  # fmt: skip
+            return Verdict(False, "")
+        left = step.cpu_us - step.gpu_busy_us
+        return Verdict(
+            True,
+            f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
+            f"{_time(step.gpu_busy_us)} of {_time(step.cpu_us)}",
+            cost_us=left,
+        )
+
+    return Finding("the same launches in every step, with the GPU waiting for them", judge, needs_gpu=True)
+
+
+def _launches_after_a_wait(summary: Summary) -> bool:
+    """Whether the step launches anything once it has waited for a result: no graph can hold that."""
+    waited = False
+    for call in summary.chain:
+        if waited and call.launched:
+            return True
+        waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
+    return False
+
+
+def expanded_keys() -> Finding:
+    def judge(summary):
+        found = summary.unneeded.expanded
+        if found is None:
+            return Verdict(False, "")
+        heads = summary.unneeded.key_heads
+        of = f" of {heads} heads" if heads and found.cpu_us else ""
+        return _cost(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
+
+    return Finding("keys and values expanded in memory before attention", judge, needs_gpu=True)
+
+
+def casts() -> Finding:
+    def judge(summary):
+        found = summary.unneeded.casts
+        return _cost(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
+
+    return Finding("casts with a kernel each", judge, needs_gpu=True)
+
+
+def _cost(summary: Summary, found: Asked, what: str) -> Verdict:
+    """Holds where it is worth a word on the lane that the step waits for."""
+    step, total = summary.chosen, sum(one.us for one in summary.gpu_work)
+    overhead = waits_for(summary) == "overhead"
+    cost, whole = (found.cpu_us, step.cpu_us) if overhead and found.cpu_us else (found.gpu_us, total)
+    seen = f"{what}: {_time(found.gpu_us)} of {_time(total)} of GPU work"
+    if found.cpu_us:
+        seen += f", {_time(found.cpu_us)} of {_time(step.cpu_us)} on the CPU"
+    return Verdict(cost > WORTH_A_WORD * whole, seen, cost_us=cost if found.cpu_us else _unless_waiting(summary, cost))
+
+
+def empty_cache() -> Finding:
+    def judge(summary):
+        facts, heads = summary.decoding and summary.decoding.facts, summary.unneeded.key_heads
+        attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
+        if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
+            return Verdict(False, "")
+        shape, moved = attending[0].attention, attending[0].bytes_moved
+        item = moved // shape.elements
+        whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
+        filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
+        us = sum(one.us for one in attending) + (summary.unneeded.expanded.gpu_us if summary.unneeded.expanded else 0)
+        if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
+            return Verdict(False, "")
+        seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {_time(us)} a step"
+        return Verdict(True, seen, cost_us=_unless_waiting(summary, us * (1 - filled)))
+
+    return Finding("attention over the empty rest of a static cache", judge, needs_gpu=True)
+
+
+def logits_of_all() -> Finding:
+    def judge(summary):
+        facts = summary.decoding and summary.decoding.facts
+        phase = facts.phase if facts else (summary.label.name if summary.label else "")
+        products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
+        if phase != "prefill" or len(products) < 3:
+            return Verdict(False, "")
+        head = max(products, key=lambda one: one.product.n)
+        rows = [one.product.m for one in products if one is not head]
+        asked_for = facts.batch if facts else 1
+        # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
+        if head is not products[-1] or head.product.m != max(rows) or head.product.m <= asked_for:
+            return Verdict(False, "")
+        shape = head.product
+        seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {_time(head.us)} for {shape.m:,} rows of logits"
+        return Verdict(True, seen, cost_us=_unless_waiting(summary, head.us * (1 - asked_for / shape.m)))
+
+    return Finding("in prefill, logits of every token", judge, needs_gpu=True)
+
+
+def reads_weights() -> Finding:
+    def judge(summary):
+        found = next(iter(summary.weight_reads), None)
+        total = sum(one.us for one in summary.gpu_work)
+        if found is None or found.us <= MUCH_READING * total:
+            return Verdict(False, "")
+        if found.ridge_rows and found.rows >= found.ridge_rows:
+            return Verdict(False, "")
+        gb_s, peaks = found.bytes / found.us / 1e3, peaks_of(summary.devices[0])
+        if peaks and gb_s > peaks.gb_s:
+            return Verdict(False, "")  # out of a cache
+        seen = (
+            f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {_bytes(found.bytes)} in "
+            f"{_time(found.us)}: {gb_s / 1e3:.2f} TB/s"
+        )
+        if peaks:
+            seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
+        if found.ridge_rows:
+            seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
+        above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
+        return Verdict(True, seen, cost_us=_unless_waiting(summary, above_the_least))
+
+    return Finding("matrix products of so few rows that they only read weights", judge, needs_gpu=True)
+
+
+def _unless_waiting(summary: Summary, gpu_us: float) -> float | None:
+    """In a step that waits for launches, GPU time saved saves nothing."""
+    return None if waits_for(summary) == "overhead" else gpu_us
+
+
+def _time(us: float) -> str:
+    return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+
+
+def _bytes(count: int) -> str:
+    return next(
+        (f"{count / scale:.3g} {unit}" for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= scale),
+        f"{count} B",
+    )

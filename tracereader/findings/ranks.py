@@ -1,0 +1,213 @@
+"""What the figures of several ranks mean: who keeps whom waiting, where it loses, and why communication is exposed."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import msgspec
+
+from tracereader.figures.ranks import OUTSIDE, RankFigures, RanksSummary, Times
+from tracereader.findings.finding import counted
+
+# Of a rank's time, waiting for others with nothing computed beside it. On two H200s: 31% in FSDP with a CPU that
+# launches late, 8% with a rank that computes more, 0.5% in plain DDP.
+MUCH_WAITED = 0.02
+# Of all that is waited, what one rank must have caused to be named: all of it in the three runs above; where two
+# ranks on two cores of a laptop took turns, 56%.
+CAUSES_IT = 2 / 3
+MOST = 0.5
+# Arrivals nearer than this many times what the clocks may be off tell nothing.
+BEYOND_THE_CLOCKS = 2
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """Where a rank takes longer than the others. own: without exposed communication; medians of a step, in µs.
+
+    part: what most of the difference is (compute, copies, not launched, idle); None where none is.
+    """
+
+    phase: str | None  # None: the step has no labels
+    own_us: float
+    others_us: float
+    part: str | None
+    part_more_us: float
+
+
+def ms(us: float) -> str:
+    """Always in ms, so that the ranks' figures can be set against each other at a glance."""
+    return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
+
+
+def straggler(summary: RanksSummary) -> RankFigures | None:
+    """The rank that most of the others' waiting is for, where that waiting costs them something."""
+    total = sum(one.others_waited_us for one in summary.ranks)
+    if not total:
+        return None
+    slow = max(summary.ranks, key=lambda one: one.others_waited_us)
+    others = [one for one in summary.ranks if one is not slow]
+    costs = max((one.waited_exposed_us / one.window_us for one in others if one.window_us), default=0.0)
+    return slow if slow.others_waited_us > CAUSES_IT * total and costs > MUCH_WAITED and _told_apart(summary) else None
+
+
+def _told_apart(summary: RanksSummary) -> bool:
+    """Whether the clocks are good enough to say who arrives last."""
+    apart = summary.clocks.apart_us
+    if apart is None or not (summary.on_gpu or summary.clocks.aligned):
+        return True  # one CPU's clock
+    return median(one.lead_us for one in summary.matched) > BEYOND_THE_CLOCKS * apart
+
+
+def own(one: Times) -> float:
+    """A stretch without the communication that nothing hides."""
+    return one.us - one.exposed_communication_us
+
+
+PARTS: dict[str, Callable[[Times], float]] = {
+    "compute": lambda one: one.compute_us,
+    "copies": lambda one: one.exposed_copy_us,
+    "not launched": lambda one: one.idle_not_launched_us,
+    "idle": lambda one: one.idle_us - one.idle_not_launched_us,
+}
+
+
+def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Callable[[Times], float]) -> float:
+    """The median over the common steps of a figure of one phase, or of the whole step."""
+    found = []
+    for step in rank.steps:
+        if step.name in summary.steps:
+            some = [step] if phase is None else [one for one in step.phases if one.name == phase]
+            found.append(sum(figure(one) for one in some))
+    return median(found) if found else 0.0
+
+
+def phases(summary: RanksSummary) -> list[str]:
+    """The names of the steps' phases that all ranks have, in order."""
+    names = [dict.fromkeys(one.name for step in rank.steps for one in step.phases) for rank in summary.ranks]
+    return [name for name in names[0] if all(name in some for some in names)] if names else []
+
+
+def loss(summary: RanksSummary, slow: RankFigures) -> Loss | None:
+    """Where a rank that the others wait for takes longer than they do; None where no phase does."""
+    others = [one for one in summary.ranks if one is not slow]
+
+    def more(phase: str | None, figure: Callable[[Times], float]) -> float:
+        theirs = median(usual(summary, one, phase, figure) for one in others)
+        return usual(summary, slow, phase, figure) - theirs
+
+    by_phase = {phase: more(phase, own) for phase in phases(summary) or [None]}
+    longer = sum(us for us in by_phase.values() if us > 0)
+    phase = max(by_phase, key=by_phase.get)
+    # What a phase takes longer explains the waiting only if it is of its size.
+    waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
+    if by_phase[phase] <= MOST * max(longer, waited):
+        return None
+    parts = {name: more(phase, figure) for name, figure in PARTS.items()}
+    part = max(parts, key=parts.get)
+    return Loss(
+        phase=phase,
+        own_us=usual(summary, slow, phase, own),
+        others_us=median(usual(summary, one, phase, own) for one in others),
+        part=part if parts[part] > MOST * by_phase[phase] else None,
+        part_more_us=parts[part],
+    )
+
+
+def sentences(summary: RanksSummary) -> list[str]:
+    """The answer: who waits for whom, where the time is lost, and what communication costs."""
+    if not summary.matched:
+        return [_nothing_matched(summary)]
+    slow = straggler(summary)
+    found = _who_waits(summary, slow)
+    if slow and (where := loss(summary, slow)):
+        found.append(_where(where, [one for one in summary.ranks if one is not slow], summary))
+    return [*found, *_exposed(summary)]
+
+
+def _nothing_matched(summary: RanksSummary) -> str:
+    if summary.unmatched or summary.unnamed:
+        return "the collectives of these ranks cannot be matched: who waits for whom is not told"
+    if len(summary.ranks) == 1:
+        return f"only rank {summary.ranks[0].rank} could be read: there is nothing to set it against"
+    return "no collective in the steps: these ranks work side by side, and wait for nobody"
+
+
+def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
+    often = slow or max(summary.ranks, key=lambda one: (one.arrived_last, one.others_waited_us))
+    taken_part = sum(often.rank in one.ranks for one in summary.matched)
+    read = " of those read" if summary.missing else ""
+    last = f"last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
+    if not _told_apart(summary):
+        return [
+            f"who arrives last cannot be told: by {_us(median(one.lead_us for one in summary.matched))} in the median, "
+            f"and the clocks may be {_us(summary.clocks.apart_us)} off"
+        ]
+    waiting = max((one for one in summary.ranks if one is not often), key=lambda one: one.waited_exposed_us)
+    cost = waiting.waited_exposed_us / waiting.window_us
+    waits = (
+        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waited_for_others_us)}, "
+        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
+    )
+    if slow:
+        return [f"rank {slow.rank} keeps the others waiting: {last}", waits]
+    if cost <= MUCH_WAITED:
+        return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} is {last}"]
+    return [f"the ranks wait for each other: {waits}", f"rank {often.rank}, the most often, is {last}"]
+
+
+def _us(us: float) -> str:
+    return f"{us:,.1f} µs" if us < 1000 else ms(us)
+
+
+def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
+    them = "" if len(others) == 1 else ", the others' median"
+    place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
+    said = f"it loses{place}: {ms(where.own_us)} against {ms(where.others_us)}{them}"
+    why = {
+        "compute": "it computes {} longer",
+        "copies": "its copies take {} longer",
+        "not launched": "its GPU waits {} longer for a launch",
+        "idle": "its GPU is idle {} longer" if summary.on_gpu else "it runs no op for {} longer",
+        None: None,
+    }[where.part]
+    return f"{said}; {why.format(ms(where.part_more_us))}" if why else said
+
+
+def _exposed(summary: RanksSummary) -> list[str]:
+    """What communication costs the rank that it costs most, and why it is not hidden."""
+    worst = max(summary.ranks, key=lambda one: one.exposed_communication_us / one.window_us if one.window_us else 0)
+    exposed = worst.exposed_communication_us
+    if not worst.communication_us:
+        return []
+    together = worst.together_exposed_us
+    lines = [
+        f"communication: rank {worst.rank} {ms(worst.communication_us)}, "
+        f"{1 - exposed / worst.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
+        f"({exposed / worst.window_us:.1%})"
+    ]
+    why = []
+    if worst.waited_exposed_us > 0.05 * exposed:
+        why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
+    if together > 0.05 * exposed:
+        why.append(f"{ms(together)} once all ranks were there")
+    if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
+        known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
+        why.append(f"{ms(rest)} in " + ("what was launched outside the steps" if known else "what is not matched"))
+    if one_bucket(summary, worst):
+        why.append("one all-reduce a step, and nothing is computed beside it")
+    elif together > 0.05 * exposed and worst.exposed_in_last_us > MOST * together:
+        why.append(f"of that {ms(worst.exposed_in_last_us)} in the last collective of each step")
+    if worst.late_us > MOST * exposed:
+        why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
+    if why:
+        lines.append("exposed: " + "; ".join(why))
+    return lines
+
+
+def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:
+    """One all-reduce a step with nothing beside it: it began when the last gradient was there."""
+    mine = [each for each in summary.matched if one.rank in each.ranks]
+    return (
+        len(mine) == len(summary.steps) == len({each.step for each in mine})
+        and {each.kind for each in mine} == {"all-reduce"}
+        and one.hidden == 0
+        and one.exposed_communication_us > 0.9 * one.communication_us
+    )

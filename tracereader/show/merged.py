@@ -1,0 +1,73 @@
+"""The traces of several ranks as one that Perfetto shows, each rank's processes named by its number."""
+
+import gzip
+import io
+from pathlib import Path
+
+import msgspec
+
+from tracereader.figures.ranks import RankFigures, RanksSummary
+from tracereader.trace import TraceError
+from tracereader.trace.document import json_of
+
+# Between one rank's processes and the next one's, in the order in which Perfetto lists them.
+APART = 1000
+
+
+class _Json(msgspec.Struct):
+    events: list[dict] = msgspec.field(name="traceEvents")
+    base: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+
+
+def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
+    """A name for the whole, and its bytes: one Chrome trace, packed. Raises TraceError.
+
+    limit: the most JSON of one rank that is read. One rank after the other, so that memory holds one of them.
+    """
+    packed = io.BytesIO()
+    bases = None
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, one in enumerate(summary.ranks):
+            read = _read(Path(one.trace), limit)
+            bases = read.base if bases is None else bases
+            events = _of_rank(one, read.events, (read.base - bases) / 1e3 - summary.clocks.ahead_us[one.rank])
+            file.write(b"," * bool(number) + msgspec.json.encode(events)[1:-1])
+        file.write(b"]}")
+    first = Path(summary.ranks[0].trace)
+    return first.with_name(f"{len(summary.ranks)}_ranks_{first.name.removesuffix('.gz')}.gz"), packed.getvalue()
+
+
+def _read(path: Path, limit: int) -> _Json:
+    try:
+        return msgspec.json.decode(json_of(path, limit), type=_Json)
+    except msgspec.MsgspecError as problem:
+        raise TraceError(f"{path}: cannot be merged with others ({problem})") from None
+
+
+def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict]:
+    """Its events under processes of its own, on the common clock; what names processes is written anew."""
+    labels = {
+        event.get("pid"): (event.get("args") or {}).get("labels")
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "process_labels"
+    }
+    named = ("process_name", "process_labels", "process_sort_index")
+    kept = [event for event in events if not (event.get("ph") == "M" and event.get("name") in named)]
+    pids: dict[object, int] = {}
+    used = [event.get("pid") for event in kept if event.get("ph") == "X"]
+    for event in kept:
+        pid = event.get("pid")
+        event["pid"] = pids.setdefault(pid, one.rank * APART + len(pids) + 1)
+        if isinstance(event.get("ts"), (int, float)) and shift_us:
+            event["ts"] = round(event["ts"] + shift_us, 3)
+        if "id" in event:
+            event["id"] = f"{one.rank}.{event['id']}"  # flows of two ranks are not tied to each other
+    names = []
+    for pid in dict.fromkeys(used):
+        told = labels.get(pid) or str(pid)
+        place = {"pid": pids[pid], "tid": 0, "ph": "M", "ts": 0}
+        order = one.rank * APART + (not str(told).startswith("CPU"))
+        names.append(place | {"name": "process_name", "args": {"name": f"rank {one.rank} {told}"}})
+        names.append(place | {"name": "process_sort_index", "args": {"sort_index": order}})
+    return names + kept

@@ -1,0 +1,131 @@
+"""What repeats in a step, in one row; and a long step's pieces in order, with what repeats shown once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+from rich.console import Console
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.repeats import Repeat
+from tracereader.findings.finding import counted
+from tracereader.show.lanes import Mark
+from tracereader.show.text import percent, plain, print_columns, us
+from tracereader.trace import Step
+
+# What repeats and takes less of a step's GPU time is not told.
+WORTH_A_ROW = 0.05
+ROWS_SHOWN = 4
+LONG = 40  # pieces
+BETWEEN = 3  # pieces shown of those before, between and after
+# A stretch that takes this many times the median one is pointed at: of the H200's traces equal layers
+# differ by up to 1.11.
+STANDS_OUT = 1.2
+
+
+def told(summary: Summary) -> list[Repeat]:
+    """The repeats that are worth a row, in order; none of a step that is short enough to be read piece by piece."""
+    if len(summary.gpu_work) <= LONG:
+        return []
+    total = sum(one.us for one in summary.gpu_work)
+    return [one for one in summary.repeats if one.total_us > WORTH_A_ROW * total]
+
+
+def table(out: Console, summary: Summary) -> None:
+    """Each run of equal stretches as a row, with the rest of the step; then what one stretch consists of."""
+    total, shown = sum(one.us for one in summary.gpu_work), told(summary)
+    largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
+    rows = []
+    facts = summary.decoding.facts if summary.decoding else None
+    for one in sorted(largest, key=lambda one: one.start):
+        each = facts.layers / one.times if facts and facts.layers else 1
+        layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
+        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}{layers}", one, total))
+        if one.inside:
+            rows.append(_row(f"  each: {one.inside.times} x {one.inside.pieces:,} pieces", one.inside, None))
+    outside = total - sum(one.total_us for one in largest)
+    pieces = len(summary.gpu_work) - sum(one.pieces * one.times for one in largest)
+    if pieces:
+        rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
+    step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
+    print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+    for one in largest:
+        if one.us and one.high_us > STANDS_OUT * one.us:
+            longest = f"the longest of the {one.times}, number {one.longest}"
+            out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
+    if largest:
+        out.print(f"  one of the {largest[0].times}: {plain(_families(summary, largest[0]))}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A piece of GPU work, or the piece at one place in each of `times` stretches; a gap of `left_out` pieces."""
+
+    work: GpuWork | None
+    times: int = 1
+    left_out: int = 0
+
+
+def in_order(summary: Summary) -> list[Row]:
+    """A step's GPU work in order: one stretch stands for all of its kind, and of what lies between a few pieces."""
+    rows: list[Row] = []
+    reached = 0
+    for repeat in told(summary):
+        rows += _between(summary.gpu_work[reached : repeat.start])
+        for place in range(repeat.start, repeat.start + repeat.pieces):
+            same = summary.gpu_work[place : repeat.end : repeat.pieces]
+            folded = msgspec.structs.replace(
+                same[0],
+                us=median(one.us for one in same),
+                low_us=min(one.low_us for one in same),
+                high_us=max(one.high_us for one in same),
+                grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
+            )
+            rows.append(Row(folded, repeat.times))
+        reached = repeat.end
+    return rows + _between(summary.gpu_work[reached:])
+
+
+def _between(work: Sequence[GpuWork]) -> list[Row]:
+    if len(work) <= BETWEEN + 1:
+        return [Row(one) for one in work]
+    return [*(Row(one) for one in work[:BETWEEN]), Row(None, left_out=len(work) - BETWEEN)]
+
+
+def marks(step: Step, summary: Summary) -> list[Mark]:
+    """Each stretch as a slice of the GPU's lane, from its first piece's start to its last one's end."""
+    found = []
+    for repeat in told(summary):
+        for number in range(repeat.times):
+            work = step.work[repeat.start + number * repeat.pieces :][: repeat.pieces]
+            found.append(Mark(str(number + 1), work[0].start, max(one.end for one in work)))
+    return found
+
+
+def _row(name: str, one: Repeat, total: float | None) -> tuple[str, ...]:
+    return (
+        name,
+        us(one.us),
+        f"{us(one.low_us)}–{us(one.high_us)}",
+        us(one.cpu_us),
+        us(one.total_us),
+        percent(one.total_us / total) if total else "",
+    )
+
+
+def _families(summary: Summary, one: Repeat) -> str:
+    """The GPU time of the stretches by family of kernel, as shares, with pieces of one."""
+    time, pieces = Counter(), Counter()
+    for work in summary.gpu_work[one.start : one.end]:
+        time[work.family] += work.us
+        pieces[work.family] += 1
+    return ", ".join(
+        f"{share / one.total_us:.0%} {FAMILY_WORDS.get(family, family)} ({pieces[family] / one.times:,.0f})"
+        for family, share in time.most_common(4)
+    )
+
+
+FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}

@@ -1,0 +1,65 @@
+"""The same piece of work over the steps, as a line of characters, with its median, mean and ramp."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from rich.console import Console
+
+from tracereader.figures.series import Series
+from tracereader.findings.gpu_work import VARIES
+from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.trace import STEP
+from tracereader.trace.kernel_names import labels, short
+
+ENOUGH = 8  # steps: below, one odd step is more than a tenth of them
+ROWS_SHOWN, ROWS_BESIDE_OTHERS, COLUMNS = 4, 1, 20
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+# A mean this far above the median is what one or two slow steps make of it.
+MEAN_MISLEADS = 1.02
+
+
+def show(out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_only: bool) -> None:
+    """A line for each, and where it was asked for what the costliest one says."""
+    shown = found[: None if every else ROWS_SHOWN if asked else ROWS_BESIDE_OTHERS]
+    if not shown:
+        out.print("[bold]the same work over the steps[/bold]: none in every step")
+        return
+    named = labels([one.name for one in shown], 60)
+    steps = max(len(one.us) for one in shown)
+    rows = [
+        [
+            Name(named[one.name] + f" ({one.nth + 1})" * bool(one.nth)), spark(one.us, ascii_only), us(one.median_us),
+            us(one.mean_us), f"{us(min(one.us))}–{us(max(one.us))}", "–" if one.ramp is None else f"x {one.ramp:.2f}",
+        ]
+        for one in shown
+    ]  # fmt: skip
+    kind = "" if shown[0].on_gpu else "ops' own, "
+    heads = (f"{kind}{steps} steps, µs", "", "median", "mean", "range", "ramp")
+    print_columns(out, heads, rows, left=(0, 1), section="series")
+    if steps < ENOUGH:
+        paragraph(out, f"{steps} steps are too few to tell an odd one from a trend: record with --active 20")
+        return
+    if not asked:
+        return
+    paragraph(out, "ramp: the last quarter's median over the first's. A line's lowest bar is its fastest step")
+    one = shown[0]
+    if max(one.us) < VARIES * min(one.us):
+        said = f"stays within {max(one.us) / min(one.us) - 1:.0%}"
+    else:
+        step = one.slowest.removeprefix(STEP[:-1])
+        said = f"is slowest in {plain(step)}: {max(one.us) / one.median_us:.2f} times its median"
+        if one.mean_us > MEAN_MISLEADS * one.median_us:
+            said += f", and the mean is {one.mean_us / one.median_us - 1:.0%} above the median for it: quote the median"
+    paragraph(out, f"{plain(short(one.name, 50))} {said}")
+
+
+def spark(times: Sequence[float], ascii_only: bool = False) -> str:
+    """One character a step, or the median of some; from the fastest up, a full bar being VARIES times that at least."""
+    bars = ASCII_BARS if ascii_only else BARS
+    each = -(-len(times) // COLUMNS)
+    heights = [median(times[at : at + each]) for at in range(0, len(times), each)]
+    low = min(heights)
+    room = max(max(heights), VARIES * low) - low
+    if not room:
+        return bars[0] * len(heights)
+    return "".join(bars[min(len(bars) - 1, int((one - low) / room * len(bars)))] for one in heights)

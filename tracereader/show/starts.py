@@ -1,0 +1,49 @@
+"""What lies before each piece of GPU work: the gap, and the way from its launch."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from tracereader.figures.starts import Start
+from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.trace.kernel_names import labels, short
+
+# A gap is explained from here on: kernels of one stream that were launched in time stand 1 to 2 µs apart on the H200.
+TELLING_US = 5.0
+ROWS_SHOWN, CAUSES_SHOWN, NAMED = 8, 3, 3
+
+
+def show(out: Console, found: Sequence[Start], number: str, every: bool) -> None:
+    """A line for each piece of a step, and what the launching thread was in during its gaps."""
+    shown = found[: None if every else ROWS_SHOWN]
+    named = labels([one.name for one in shown], 60)
+    own = any(one.own_us for one in shown)
+    heads = [f"before the GPU work of {number}, µs", "gap", "wait", "call", "queue", *["own"] * own, "way"]
+    rows = [
+        [
+            Name(named[one.name]), us(one.gap_us), us(one.wait_us), us(one.call_us), us(one.queue_us),
+            *[us(sum(one.own_us.values()) if one.wait_us is not None else None)] * own, us(one.way_us),
+        ]
+        for one in shown
+    ]  # fmt: skip
+    print_columns(out, heads, rows, section="starts")
+    if len(shown) < len(found):
+        out.print(f"… and {len(found) - len(shown):,} more")
+    paragraph(
+        out,
+        "gap: the GPU did nothing before it. wait: from the start of its launch call to its own start, of that: in "
+        "the call itself, in the queue behind earlier work, "
+        + "in the profiler's and the driver's own slices, " * own
+        + "and on its way to the GPU",
+    )
+    for one in shown:
+        if one.own_us:
+            paragraph(out, f"own, before {plain(short(one.name, 40))}: {_named(one.own_us)}", rest="  ")
+    told = sorted((one for one in found if (one.gap_us or 0) > TELLING_US and one.gap_in), key=lambda one: -one.gap_us)
+    for one in told[:CAUSES_SHOWN]:
+        line = f"in the gap before {plain(short(one.name, 40))} the launching thread was in {_named(one.gap_in)}"
+        paragraph(out, line, rest="  ")
+
+
+def _named(times: dict[str, float]) -> str:
+    return ", ".join(f"{plain(short(name, 40))} {us(time)}" for name, time in list(times.items())[:NAMED])

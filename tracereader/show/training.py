@@ -1,0 +1,76 @@
+"""Inside a step: the optimizer, what is computed again, synchronizations, the loader, memory."""
+
+from rich.console import Console
+
+from tracereader.figures import Summary
+from tracereader.figures.training import MemoryCurve
+from tracereader.findings.finding import counted
+from tracereader.show.text import Name, plain, print_columns, size, time, us
+from tracereader.trace.kernel_names import short
+
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+
+
+def tells(summary: Summary) -> bool:
+    """Whether there is anything to show."""
+    one, labels = summary.training, not summary.has_gpu_work and summary.by_label
+    return any((labels, one.backward_of, one.recomputed, one.optimizers, one.syncs, one.loading, one.memory))
+
+
+def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> None:
+    """rows: how many of each table to show; None: all."""
+    found = summary.training
+    out.print(f"[bold]inside step {plain(summary.chosen.number)}[/bold]")
+    if not summary.has_gpu_work and summary.by_label:  # with a GPU lane they stand beside its time
+        step = summary.chosen.cpu_us
+        shown = [
+            (Name(short(one.name, 50)), us(one.cpu_us), f"{one.cpu_us / step:.0%}")
+            for one in summary.by_label
+            if one.cpu_us
+        ]
+        print_columns(out, ("by label", "CPU µs", "share"), shown)
+    for one in found.optimizers:
+        gpu = f"; {counted(one.launches, 'launch', 'launches')}, {time(one.gpu_us)} of GPU time" if one.launches else ""
+        out.print(f"  optimizer: {plain(one.name)}, {one.how}: {time(one.cpu_us)} of CPU time{gpu}")
+    if again := found.recomputed:
+        gpu = f", {time(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""
+        calls = counted(again.calls, "forward op")
+        out.print(f"  computed again in backward: {calls}, {time(again.cpu_us)} of CPU time{gpu}")
+    if waits := found.loading:
+        idle = "" if waits.idle_us is None else f", the GPU idle for {time(waits.idle_us)} of it"
+        out.print(f"  waiting for the DataLoader: {time(waits.us)}, {waits.share:.0%} of the step{idle}")
+    if found.syncs:
+        shown = [
+            (Name(short(one.asked_by, 40)), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
+            for one in found.syncs[:rows]
+        ]
+        heads = ("the CPU waits for the GPU", "in", "calls", "CPU µs", "GPU idle µs, until its next work")
+        print_columns(out, heads, shown, left=(0, 1))
+    if found.backward_of:
+        shown = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}") for one in found.backward_of[:rows]]
+        print_columns(out, ("backward, by the forward op", "GPU µs", "pieces"), shown)
+        if len(found.backward_of) > len(shown):
+            out.print(f"… and {len(found.backward_of) - len(shown):,} more")
+    if found.memory:
+        for line in memory(found.memory, ascii_only):
+            out.print(plain(line))
+
+
+def memory(curve: MemoryCurve, ascii_only: bool) -> list[str]:
+    """The curve as one line of blocks, and its peak in words."""
+    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
+    low, high = min(curve.points), max(curve.points)
+    height = [round((one - low) / (high - low) * (len(blocks) - 1)) if high > low else 0 for one in curve.points]
+    what = "GPU memory" if curve.on_gpu else "CPU memory, counted from the recording's start"
+    places = [f"in {one}" for one in (curve.phase, curve.module, curve.op) if one]
+    where = f", asked for {', '.join(places)}" if places else ""
+    return [
+        f"{what}, over the step",
+        f"  {''.join(blocks[one] for one in height)}",
+        f"  {_size(curve.start_bytes)} at its start, {_size(curve.end_bytes)} at its end; the peak of "
+        f"{_size(curve.peak_bytes)} at {curve.peak_at:.0%} of it{where}",
+    ]
+
+
+def _size(count: int) -> str:
+    return f"−{size(-count)}" if count < 0 else size(count)
