@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, names, only_trace
 
+import sweep
+from common.flags import tag_of
 from tracereader.command import RunFailed
 
 SMALL = {
@@ -86,6 +91,13 @@ def test_a_prefill_can_leave_out_the_logits_that_nobody_asked_for(decode, tmp_pa
     assert widest(decode(*flags)) == 24
     next(tmp_path.rglob("*.json")).unlink()
     assert widest(decode(*flags, "--logits", "last")) == 1
+
+
+@pytest.mark.parametrize(("kind", "machine"), [("cpu", "cpu"), ("gpu", "nvidia-h200")])
+def test_the_reference_traces_are_those_of_the_list(scripts, kind, machine):
+    runs = re.findall(rf"^{kind} 05_llm.py (.*)$", (ROOT / "traces/reference/record_llm.sh").read_text(), re.M)
+    wanted = {f"{tag_of(scripts['05_llm'].flags(flags.split()))}.json.gz" for flags in runs}
+    assert wanted == {file.name for file in (ROOT / f"traces/reference/{machine}/05_llm").glob("*.json.gz")}
 
 
 def logits(*, batch=2, written=3, vocabulary=50):
@@ -214,3 +226,33 @@ def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
     assert "matches eager" in capsys.readouterr().out
     document = only_trace(tmp_path)
     assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
+
+
+def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(folder, tmp_path, capsys, compile_afresh):
+    sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu", "--out", str(tmp_path))
+    assert sweep.main([str(ROOT / "05_llm.py"), "--batch", "1", "4", *sizes]) == 0
+    screen = capsys.readouterr().out
+    table = screen[screen.index("tokens a second") :].splitlines()
+    rates = {line.split()[0]: [float(word.replace(",", "")) for word in line.split()[1:]] for line in table[1:3]}
+    for file in tmp_path.rglob("*.json"):
+        steps = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"].startswith("ProfilerStep#")]
+        starts = sorted({e["ts"] for e in steps})
+        apart = median(after - before for before, after in pairwise(starts))
+        batch = file.name.split("x")[0]
+        assert rates[batch][0] == pytest.approx(int(batch) / apart * 1e6, abs=1)
+    assert rates["4"][1] > 2 * rates["1"][1], "weights are read once for all"
+    assert rates["4"][2] == pytest.approx(rates["1"][2], rel=0.01, abs=1)
+    assert next(tmp_path.rglob("*.png")).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("cache", "said"), [(0, "up to a batch of about 200,"), (10**9, "at any batch")])
+def test_where_decoding_turns_compute_bound(capsys, cache, said):
+    """1 GB of weights at 1 TB/s take 1 ms, and a token's 1 GFLOP at 200 TFLOP/s 5 µs: 200 tokens take 1 ms."""
+    from tracereader.figures.decoding import Decoding, Facts
+
+    facts = Facts("decode", batch=1, tokens=1, weight_bytes=10**9, cache_bytes=cache, parameters=500_000_000)
+    found = Decoding(facts, step_us=2000.0, lane="GPU", tokens_s=500.0, gb_s=None, measured=False, read_us=None)
+    point = sweep.Point(1, 1.0, 1.0, "", None, None, None, None, decoding=found)
+    assert sweep.decodes([point])
+    sweep.show_decoding("batch", [point], sweep.Roof(200, "a product"), sweep.Roof(1000, "a copy"))
+    assert said in capsys.readouterr().out
