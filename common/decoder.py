@@ -18,6 +18,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from common import screen
 from common.harness import TOLERANCE, best_us, relative_error
+from common.llm_flags import tokens_written
+from common.memory import ASKED_FOR
 from tracereader.command import BadInput, RunFailed
 
 # As Qwen/Qwen3-0.6B's config.json has them.
@@ -37,6 +39,9 @@ def language_model(args) -> nn.Module:
         config.num_hidden_layers = args.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: args.layers]
+    positions, tokens = getattr(config, "max_position_embeddings", None), args.prompt + tokens_written(args)
+    if positions and tokens > positions:
+        raise BadInput(f"the model has {positions:,} positions, and prompt and steps make {tokens:,} tokens")
     how = {"dtype": args.dtype, "attn_implementation": _attention(args)}
     if args.model is None:
         with args.device:
@@ -62,7 +67,7 @@ def _reachable(name: str) -> Iterator[None]:
         with screen.status(f"looking for {name!s} …"):  # the Hub out of reach is asked again for half a minute
             yield
     except Exception as problem:  # its errors have no common type
-        if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(problem):
+        if isinstance(problem, MemoryError) or ASKED_FOR.search(str(problem)):
             raise
         said = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise BadInput(
@@ -248,9 +253,12 @@ def check(args, model: nn.Module, text: torch.Tensor, logits: torch.Tensor) -> f
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         rounded = model(text[:, :-1], use_cache=False, logits_to_keep=written).logits
-        exact = None
-        with contextlib.suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # where it does not fit
+        try:
             exact = model.float()(text[:, :-1], use_cache=False, logits_to_keep=written).logits
+        except (RuntimeError, MemoryError) as problem:
+            if not (isinstance(problem, MemoryError) or ASKED_FOR.search(str(problem))):
+                raise
+            exact = None  # fp32 does not fit
         return _judge(logits, text[:, -written:], rounded.float(), exact, TOLERANCE[args.dtype])
 
 

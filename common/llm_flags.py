@@ -6,8 +6,6 @@ from dataclasses import replace
 from common.flags import HOW, flag, positive
 from tracereader.command import BadInput
 
-NEEDS_GPU = "--graph and --triton need a GPU, and this run is on the CPU"
-
 
 class ModelName(str):
     """A model's name or folder; formatted, as a file's name can hold it."""
@@ -95,7 +93,11 @@ def settled(args):
     ):
         if wrong:
             raise BadInput(why)
-    needs_gpu = args.graph or args.triton
+    needs_gpu = None
+    if args.graph or args.triton:
+        needs_gpu = "--graph and --triton need a GPU, and this run is on the CPU"
+    elif args.attention == "flex" and args.compile:
+        needs_gpu = "--attention flex --compile needs a GPU: on a CPU Inductor finds no kernel for one query"
     if needs_gpu and args.device == "cpu":
-        raise BadInput(NEEDS_GPU)
-    return replace(args, needs_gpu=NEEDS_GPU if needs_gpu else None)  # where no device was named
+        raise BadInput(needs_gpu)
+    return replace(args, needs_gpu=needs_gpu)  # where no device was named

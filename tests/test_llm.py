@@ -122,6 +122,15 @@ def test_a_wrong_token_or_wrong_logits_fail_the_run():
             _judge(computed, chosen, rounded, exact, 2e-2)
 
 
+def test_without_room_for_fp32_eager_in_the_runs_type_is_the_measure():
+    from common.decoder import _judge
+
+    exact, rounded = logits()
+    assert 0 < _judge(exact[:, -1], rounded.argmax(-1), rounded, None, 2e-2) < 2e-2
+    with pytest.raises(RunFailed, match="relative error"):
+        _judge(exact[:, -1] * 1.05, rounded.argmax(-1), rounded, None, 2e-2)
+
+
 def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
     from common.decoder import _judge
 
@@ -141,6 +150,7 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
         ("--layers 29", "the model has 28"),
         ("--prompt 1020", "1027 tokens do not fit"),
         ("--phase prefill --prompt 1025", "1025 tokens do not fit"),
+        ("--prompt 40960 --cache dynamic", "the model has 40,960 positions"),
         ("--tune", "add --compile"),
         ("--triton --compile", "choose one"),
         ("--triton --batch 2", "one sequence"),
@@ -148,6 +158,7 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
         ("--logits last", "--phase prefill"),
         ("--graph --device cpu", "need a GPU"),
         ("--triton --device cpu", "need a GPU"),
+        ("--attention flex --compile --device cpu", "needs a GPU"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(run, capsys, tmp_path, monkeypatch, flags, said):
