@@ -1,19 +1,21 @@
 """What a model does with inputs that it has not seen: is it compiled again, and is the result right?
 
-Calls a numbered script's model twice with each input in turn, after its first one. These are
-timings: nothing is profiled, and no trace holds them.
+Calls a numbered script's model twice with each input in turn, after its first one, and times the calls.
+--trace FILE records them as well, a step each: then the profiler's cost is in the times.
 
   uv run recompile.py 02_linear.py --strides --compile
   uv run recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile
   uv run recompile.py 03_kernels_mlp.py --seq 128 256 64 200
+  uv run recompile.py 02_linear.py --strides --compile --trace guard-failure.json
 
 Either --strides: the same input, then one that lies transposed in memory. Or one of the script's
 flags takes several whole numbers, each making an input. The other flags are the script's own.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from common.flags import advice, load_script, one_by_one
@@ -27,6 +29,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
     parser.add_argument("--strides", action="store_true", help="the input, then one of other strides")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the calls, each one a step")
     parsed, words = parser.parse_known_args(argv)
     if parsed.strides:
         flag, argvs = "", {0: words}
@@ -49,7 +52,12 @@ def recompile(argv: Sequence[str] | None = None) -> None:
             inputs = {"as it is": first, "transposed": [x.mT.contiguous().mT for x in first]}
         else:
             inputs = {f"{flag.removeprefix('--')} {value}": script.build(one)[1:] for value, one in settled.items()}
-        rows = [(name, *_called(fn, model, some, name, args.device)) for name, some in inputs.items()]
+        references = [_reference(model, some, name) for name, some in inputs.items()]
+        with _recorded(parsed.trace, args, 2 * len(inputs)) as done:
+            rows = [
+                (name, *_called(fn, some, reference, name, args.device, done))
+                for (name, some), reference in zip(inputs.items(), references, strict=True)
+            ]
     out = console()
     out.print(f"[bold]{parsed.script.stem}, {'torch.compile' if args.compile else 'no torch.compile'}[/bold]")
     rows = [
@@ -58,25 +66,50 @@ def recompile(argv: Sequence[str] | None = None) -> None:
     print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
 
 
-def _called(fn, model, inputs, name: str, device) -> tuple[float, float, int, float]:
-    """Seconds of the first and the second call, the graphs that Dynamo has made by then, the error against eager."""
-    from torch._dynamo.utils import counters
-
-    from common.harness import relative_error, synchronize
-
+def _reference(model, inputs, name: str):
     try:
-        reference = model(*inputs)
+        return model(*inputs)
     except RuntimeError as problem:
         if "memory" in str(problem):
             raise
         raise BadInput(f"{name} makes another model, not only another input for the first one") from None
+
+
+@contextlib.contextmanager
+def _recorded(file: Path | None, args, calls: int) -> Iterator[Callable[[], None]]:
+    """Record `calls` steps and write them to the file, whole or not at all; what is given ends a step."""
+    if file is None:
+        yield lambda: None
+        return
+    from torch.profiler import profile, schedule
+
+    from common.harness import activities
+    from common.publish import published, require_writable
+
+    require_writable(file.parent)
+    with profile(activities=activities(args), schedule=schedule(wait=0, warmup=1, active=calls, repeat=1)) as prof:
+        prof.step()
+        yield prof.step
+    with published(file.parent, file.name) as (unfinished,):
+        prof.export_chrome_trace(str(unfinished))
+
+
+def _called(fn, inputs, reference, name: str, device, done: Callable[[], None]) -> tuple[float, float, int, float]:
+    """Seconds of the first and the second call, the graphs that Dynamo has made by then, the error against eager."""
+    from torch._dynamo.utils import counters
+    from torch.profiler import record_function
+
+    from common.harness import relative_error, synchronize
+
     times = []
     for _ in range(2):
         synchronize(device)
         start = time.perf_counter()
-        out = fn(*inputs)
+        with record_function(name):
+            out = fn(*inputs)
         synchronize(device)
         times.append(time.perf_counter() - start)
+        done()
     return *times, counters["stats"]["unique_graphs"], relative_error(out, reference)
 
 

@@ -65,6 +65,8 @@ class Ranks:
         self._over, self._ending = False, threading.Lock()
         self._listener = threading.Thread(target=self._listen, name="lifeline", daemon=True)
         self._listener.start()
+        if hasattr(os, "register_at_fork"):  # or a loader's processes hold it for seconds after this one has died
+            os.register_at_fork(after_in_child=self._let_go)
 
     def all_agree(self) -> None:
         """Wait until every rank has come here; from then on none of them ends another."""
@@ -81,9 +83,15 @@ class Ranks:
         if self.rank == 0:
             self._listener.join()
 
-    def tell(self, why: str) -> None:
-        """End the other ranks, with this line."""
+    def fail(self, why: str) -> None:
+        """End the other ranks, with this line; what becomes of them no longer ends this one."""
+        with self._ending:
+            self._over = True
         self._say(f"{why}\n".encode())
+
+    def _let_go(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
 
     def _say(self, line: bytes) -> None:
         for peer in self._peers.values():
@@ -105,7 +113,7 @@ class Ranks:
                         if self._over:
                             continue
                         if self.rank == 0:
-                            self.tell(why)
+                            self._say(f"{why}\n".encode())
                         interrupts.end(f"{printable(why)}; no file was written", 1)
 
 
@@ -150,20 +158,19 @@ def processes(args) -> Iterator:
         _end_all(ranks, str(problem), 2 if isinstance(problem, BadInput) else 1)
     except RuntimeError as problem:
         if not isinstance(problem, dist.DistError) and "gloo" not in str(problem).lower():
-            ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+            ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
             raise
         time.sleep(HEARD_WITHIN_S)  # if another's death broke it, the lifeline ends this process first
-        waits = f"it waits {args.timeout} s at most"
-        _end_all(ranks, f"a collective failed; {waits} ({_first_line(problem)})", 1)
+        _end_all(ranks, f"a collective failed, or waited {args.timeout} s for a rank: {_first_line(problem)}", 1)
     except BaseException as problem:
-        ranks.tell(f"rank {here.rank} has failed: {type(problem).__name__}")
+        ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
         raise
 
 
 def _end_all(ranks: Ranks, why: str, status: int) -> None:
     """At once: taking a process group down would wait for the others, who wait for this one."""
     why = " ".join(why.split())
-    ranks.tell(f"rank {ranks.rank} has failed: {why}")
+    ranks.fail(f"rank {ranks.rank} has failed: {why}")
     interrupts.end(printable(f"rank {ranks.rank}: {why}"), status)
 
 

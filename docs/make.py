@@ -6,10 +6,12 @@
 A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
 and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
 <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
-figures (figures.py). A block without a command is typed, and says so.
+figures (figures.py); <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). A block without a command
+is typed, and says so.
 """
 
 import contextlib
+import glob
 import io
 import re
 import shlex
@@ -20,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
@@ -34,7 +37,7 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables) -->\n)(.*?)(<!-- end -->)", re.S)
+MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -107,7 +110,8 @@ def output_of(command: str, arguments: str) -> str:
         return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
-        status = cli.main(shlex.split(arguments))
+        words = shlex.split(arguments)  # and each * as the shell has it
+        status = cli.main([name for word in words for name in sorted(glob.glob(word)) or [word]])
     if status:
         raise SystemExit(f"docs/make.py: read-trace {arguments}: exit status {status}")
     return printed.getvalue().strip("\n") + "\n"
@@ -119,6 +123,8 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
+            if trace.lesson.script == "06_training":  # whose claims are our own: training()
+                continue
             summary = summarize(trace)
             for guess in guesses_of(trace):
                 verdict = guess.ask(summary)
@@ -128,6 +134,22 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
                     why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
                     cells[machine] = f"{MARK[verdict.holds]}: {verdict.evidence}{why}"
     return table
+
+
+def training() -> str:
+    """What rung 6 guesses of its runs, and what one rank's trace says to it: rank 0's, where there are several."""
+    rows = []
+    for machine in ("nvidia-h200-x2", "cpu"):
+        for file in sorted((REFERENCE / machine / "06_training").glob("*.json.gz"), key=lambda file: file.name):
+            run = file.name.removesuffix(".json.gz").split("_warm_")[1]
+            if not run.endswith("rank1"):
+                trace = read(file)
+                summary = summarize(trace)
+                asked = [guess for guess in guesses_of(trace) if guess.record["guess"] != "records_steps"]
+                rows += [(machine, run.removesuffix("_rank0"), guess.text, guess.ask(summary)) for guess in asked]
+    lines = ["| machine | run | our guess | its trace |", "|---|---|---|---|"]
+    lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
+    return "\n".join(lines) + "\n"
 
 
 def order(file: Path) -> tuple:
@@ -308,6 +330,8 @@ def refreshed(text: str) -> str:
         "part1": lambda: figures(PART_1),
         "part2": lambda: figures(PART_2),
         "tables": tables,
+        "training": training,
+        **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 

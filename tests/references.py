@@ -3,7 +3,9 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCES = sorted(ROOT.glob("traces/reference/*/*/*.json.gz"))
+REFERENCES = sorted(ROOT.glob("traces/reference/*/0[1-4]_*/*.json.gz"))
+# A whole model's steps have hundreds of pieces: what takes long on them leaves them out.
+LARGE = sorted(ROOT.glob("traces/reference/*/0[56]_*/*.json.gz"))
 H200 = ROOT / "traces/reference/nvidia-h200"
 OTHERS = sorted(ROOT.glob("tests/traces/*.json.gz"))
-MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # larger: what takes long on them leaves them out
+MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # large, too

@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from references import H200, MODELS, OTHERS, REFERENCES, ROOT
+from references import H200, LARGE, MODELS, OTHERS, REFERENCES, ROOT
 from rich.cells import cell_len
 
 from tracereader import cli
@@ -149,7 +149,6 @@ SOURCES = [
     H200 / "01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0.json.gz",
     H200 / "01_matmul_add/4096_bf16_warm_compile_reduce-overhead.json.gz",
     H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz",
-    ROOT / "tests/traces/conv.json.gz",
 ]
 DOCUMENTS = [json.loads(gzip.decompress(file.read_bytes())) for file in SOURCES]
 
@@ -493,7 +492,8 @@ def test_patterns_find_what_is_there_and_nothing_else():
 
 def test_every_pattern_is_found_in_some_trace():
     """A pattern that no real trace shows is one that nobody has seen work."""
-    shown = {pattern.see for file in [*REFERENCES, *OTHERS, *MODELS] for pattern, _ in cheatsheet.found(measured(file))}
+    everything = [*REFERENCES, *OTHERS, *LARGE, *MODELS]
+    shown = {pattern.see for file in everything for pattern, _ in cheatsheet.found(measured(file))}
     never = {pattern.see for pattern in cheatsheet.PATTERNS} - shown
     # What takes the run's facts: tests/test_decoding.py.
     never -= {"attention over the empty rest of a static cache", "in prefill, logits of every token"}
@@ -615,7 +615,7 @@ def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
 
 
 @pytest.mark.parametrize("width", [80, 140])
-@pytest.mark.parametrize("file", [*REFERENCES, *OTHERS], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+@pytest.mark.parametrize("file", [*REFERENCES, *OTHERS, *LARGE], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def test_a_report_fits_its_lines(monkeypatch, capsys, file, width):
     monkeypatch.setenv("COLUMNS", f"{width}")
     lines = shown(capsys, file, "--lanes").splitlines()

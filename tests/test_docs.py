@@ -124,6 +124,15 @@ def test_the_glossary_has_every_section_and_every_head_of_a_table(monkeypatch, c
     assert missing <= plain_words | of_two_words, missing - plain_words - of_two_words
 
 
+def test_a_sections_head_leads_to_the_glossary(monkeypatch):
+    from tracereader.show import text
+
+    page = (ROOT / "docs/glossary.md").as_uri()
+    assert text.head("steps", "steps") == f"[bold][link={page}#steps]steps[/link][/bold]"
+    monkeypatch.setattr(text, "GLOSSARY", ROOT / "docs/none.md")
+    assert text.head("steps", "steps") == "[bold]steps[/bold]", "the reader alone comes without the pages"
+
+
 def test_every_claim_of_the_articles_has_a_row():
     rows = re.findall(r"^\| ([\d ]+) \|", (ROOT / "docs/claims.md").read_text(), re.M)
     named = {claim for row in rows for claim in row.split()}

@@ -15,6 +15,15 @@ from tracereader.show.ranks import opened
 from tracereader.show.report import View
 
 FOLDER = ROOT / "tests/traces/ranks"
+
+
+def _ranks_of(first):
+    return sorted(first.parent.glob(first.name.replace("_rank0", "_rank*")))
+
+
+# Rung 6's on two H200s, recorded by torch 2.11.
+RECORDED = sorted((ROOT / "traces/reference").glob("*/*/*_rank0.json.gz"))
+REFERENCES = {path.name.removesuffix("_rank0.json.gz"): _ranks_of(path) for path in RECORDED}
 RUNS = {name: sorted(FOLDER.glob(f"{name}_rank*.json.gz")) for name in ("ddp_straggler", "fsdp", "gloo_ddp_slow")}
 
 
@@ -30,19 +39,22 @@ def end(event):
     return event["ts"] + event["dur"]
 
 
-def length(spans, but=()):
-    """Of what some spans cover and others do not, counted between neighbouring edges."""
-    edges = sorted({edge for span in [*spans, *but] for edge in span})
-    total, inside, outside = 0.0, 0, 0
+def pieces(spans, but=()):
+    """What some spans cover and others do not, cut at every edge."""
     change = {}
     for which, some in ((0, spans), (1, but)):
         for start, stop in some:
             change.setdefault(start, [0, 0])[which] += 1
             change.setdefault(stop, [0, 0])[which] -= 1
-    for left, right in itertools.pairwise(edges):
+    inside = outside = 0
+    for left, right in itertools.pairwise(sorted(change)):
         inside, outside = inside + change[left][0], outside + change[left][1]
-        total += (right - left) * (inside > 0 and outside == 0)
-    return total
+        if inside and not outside:
+            yield left, right
+
+
+def length(spans, but=()):
+    return sum(right - left for left, right in pieces(spans, but))
 
 
 def spans(events, start, stop):
@@ -80,11 +92,7 @@ def worked_out(paths):
             assert len({e["tid"] for e in ops}) == 1
             handed = spans([e for e in ops if e["name"].startswith("c10d::")], start, stop)
             ops = spans([e for e in ops if not e["name"].startswith("c10d::")], start, stop)
-            edges = sorted({edge for span in [*ops, *handed] for edge in span})
-            computing = [
-                (a, b) for a, b in itertools.pairwise(edges)
-                if any(s <= a < e for s, e in ops) and not any(s <= a < e for s, e in handed)
-            ]  # fmt: skip
+            computing = list(pieces(ops, but=handed))
         figures.append(
             {
                 "window_us": stop - start,
@@ -108,10 +116,11 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *REFERENCES])
 def test_every_figure_of_a_rank(name, capsys):
-    expected, count = worked_out(RUNS[name])
-    ours = as_json(capsys, *RUNS[name])
+    paths = RUNS.get(name) or REFERENCES[name]
+    expected, count = worked_out(paths)
+    ours = as_json(capsys, *paths)
     assert (ours["world_size"], ours["collectives"]) == (2, count)
     assert [one["rank"] for one in ours["ranks"]] == [0, 1]
     for one, raw in zip(ours["ranks"], expected, strict=True):
@@ -287,22 +296,63 @@ def test_sequence_numbers_match_where_the_order_does_not(tmp_path, capsys):
     assert (ours["collectives"], ours["unmatched"], ours["ranks"][1]["arrived_last"]) == (41, 1, 41)
 
 
-def test_other_traces_are_still_compared(capsys):
+def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
+    """Two groups of two, as in a mesh: whoever is late in one is waited for by its own group only."""
+
+    def moved(rank, group, ahead):
+        def change(found):
+            renumbered(rank, 4)(found)
+            for event in found["traceEvents"]:
+                if "Process Group Ranks" in event.get("args", {}):
+                    event["args"] |= {"Process Group Name": str(group[0]), "Process Group Ranks": str(group)}
+                if "ts" in event:
+                    event["ts"] = round(event["ts"] + ahead, 3)
+
+        return change
+
+    paths = []
+    for number, name in enumerate(("fsdp", "ddp_straggler")):
+        group = [2 * number, 2 * number + 1]
+        # The second run was recorded 3.3 s before the first.
+        paths += [
+            changed(tmp_path, path, moved(rank, group, 3_350_000 * number))
+            for rank, path in zip(group, RUNS[name], strict=True)
+        ]
+    ours = as_json(capsys, *paths)
+    assert ours["collectives"] == 114 + 42 and not ours["not_read"]
+    waited = [one["waited_for_others_us"] for one in ours["ranks"]]
+    expected = [one["waited_for_others_us"] for name in ("fsdp", "ddp_straggler") for one in worked_out(RUNS[name])[0]]
+    assert waited == pytest.approx(expected, rel=1e-4, abs=0.1)
+    assert [one["arrived_last"] for one in ours["ranks"]] == [113, 1, 0, 42]
+    assert [one["others_waited_us"] > 0 for one in ours["ranks"]] == [True, True, False, True]
+
+
+def test_other_traces_are_still_compared(tmp_path, capsys):
     assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][0])]) == 0  # rank 0 twice
     assert "what changed" in capsys.readouterr().out
     assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][1])]) == 0  # 3 s apart
+    assert "what changed" in capsys.readouterr().out
+    here = changed(tmp_path, RUNS["fsdp"][0], later(0, "here"))
+    there = changed(tmp_path, RUNS["fsdp"][1], later(7_200_000_000, "there"))  # as another day's run of the same
+    assert cli.main([str(here), str(there)]) == 0
     assert "what changed" in capsys.readouterr().out
 
 
 def test_in_processes_as_in_one(monkeypatch):
     paths = [path for name in ("fsdp", "gloo_ddp_slow") for path in RUNS[name]]
     at_once = reading.read_ranks(paths, 10**9, None)
-    monkeypatch.setattr(reading, "WORTH_A_PROCESS", 1)
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     assert reading.read_ranks([*paths, paths[0].with_name("none.json")], 10**9, None) == (
         at_once[0],
         {str(paths[0].with_name("none.json")): "no such file"},
     )
+
+
+def test_a_reader_that_is_ended_is_said(monkeypatch):
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    monkeypatch.setattr(reading.sys, "executable", "/bin/false")  # as one that the system ends for want of memory
+    kept, why = reading.read_ranks(RUNS["fsdp"], 10**9, None)
+    assert kept == [] and set(why.values()) == {"the process that read it was ended"}
 
 
 def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):

@@ -289,8 +289,16 @@ def recompiled(capsys, script, *flags):
     return [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
 
 
-def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys):
-    same, transposed = recompiled(capsys, "02_linear.py", "--strides", "--compile")
+def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys, tmp_path):
+    from tracereader.figures import summarize
+    from tracereader.trace import read
+
+    trace = tmp_path / "guard-failure.json"
+    same, transposed = recompiled(capsys, "02_linear.py", "--strides", "--compile", "--trace", str(trace))
+    summary = summarize(read(trace))
+    assert len(summary.steps) == 4, "two calls with each input"
+    assert summary.recompiled == ["Torch-Compiled Region: 0/1"]
+    assert list(tmp_path.iterdir()) == [trace]
     assert same[:3] == ["as", "it", "is"] and same[-2] == "1"
     assert transposed[0] == "transposed" and transposed[-2] == "2", "one graph more: compiled again"
     assert float(transposed[-1]) < 2e-2

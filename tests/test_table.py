@@ -34,26 +34,38 @@ def same(ours, text):
     return abs(ours - theirs) <= half + 1e-6
 
 
+def near(ours, text, share):
+    return abs(ours - printed(text)[0]) <= share * printed(text)[0]
+
+
 @pytest.mark.parametrize("trace", TABLES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def test_it_holds_what_torchs_own_table_holds(trace):
-    table, (rows, totals) = profiler_table(read(trace)), torchs(trace)
+    ours, (rows, totals) = read(trace), torchs(trace)
+    table = profiler_table(ours)
     assert len(rows) == min(15, len(table.rows))
-    # torch 2.11 takes an overhead's number for an op's, and so counts that op's GPU time in it and above it, too.
-    twice = any("Loading" in row["Name"] or "Buffer" in row["Name"] for row in rows)
+    # torch 2.11 takes the number of a slice that belongs to no op (an overhead) for an op's: that op's GPU time then
+    # counts twice in what encloses it (said in a comment of its profiler.py, 2.15). In traces of several ranks its self
+    # times differ by some percent, too: calls of NCCL's own threads have such numbers.
+    of_ranks = "_x2_" in trace.name
+    twice = bool(ours.overheads) or of_ranks
     left = list(table.rows)
     for row in rows:
         name, gpu = row["Name"].removesuffix("..."), "Self CUDA" in row
-        ours = next(
+        found = next(
             one for one in left
             if one.name.startswith(name) and one.calls == int(row["# of Calls"])
-            and same(one.self_cpu_us, row["Self CPU"]) and same(one.total_cpu_us, row["CPU total"])
+            and same(one.total_cpu_us, row["CPU total"])
+            and (same(one.self_cpu_us, row["Self CPU"]) or (of_ranks and near(one.self_cpu_us, row["Self CPU"], 0.1)))
         )  # fmt: skip
-        left.remove(ours)
-        if gpu and not twice:
-            assert same(ours.self_gpu_us, row["Self CUDA"]) and same(ours.total_gpu_us, row["CUDA total"]), name
-        elif gpu and ours.on_gpu:
-            assert same(ours.self_gpu_us, row["Self CUDA"]), name
-    assert same(table.self_cpu_us, totals["Self CPU time total"])
+        left.remove(found)
+        if gpu and (found.on_gpu or not twice):
+            assert same(found.self_gpu_us, row["Self CUDA"]) and same(found.total_gpu_us, row["CUDA total"]), name
+        elif gpu and "Loading" not in name and "Buffer" not in name:
+            # Of a call that loads, all that torch counts can be another op's.
+            assert found.total_gpu_us <= printed(row["CUDA total"])[0] * 1.001, name
+    assert same(table.self_cpu_us, totals["Self CPU time total"]) or (
+        of_ranks and near(table.self_cpu_us, totals["Self CPU time total"], 0.01)
+    )
     if "Self CUDA time total" in totals:
         assert same(table.self_gpu_us, totals["Self CUDA time total"])
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.places import _modules_around
 from tracereader.findings import cheatsheet
 from tracereader.trace import read
 
@@ -38,7 +39,7 @@ class Slow(Dataset):
         return torch.ones(16)
 
 
-def record(file, how=None, again=None, twice=False, loader=False):
+def record(file, how=None, again=None, twice=False, loader=False, stacks=False):
     """Three steps of a small model, trained by AdamW, as torch's profiler writes them."""
     torch.manual_seed(0)
     blocks = torch.nn.Sequential(*[Block() for _ in range(LAYERS)])
@@ -63,7 +64,7 @@ def record(file, how=None, again=None, twice=False, loader=False):
             optimizer.zero_grad()
 
     step()
-    options = {"record_shapes": True, "profile_memory": True}
+    options = {"record_shapes": True, "profile_memory": True, "with_stack": stacks}
     plan = schedule(wait=0, warmup=1, active=2, repeat=1)
     with profile(activities=[ProfilerActivity.CPU], schedule=plan, **options) as prof:
         for _ in range(3):
@@ -100,6 +101,19 @@ def test_what_is_computed_again(tmp_path, again):
     assert found.cpu_us > sum(e["dur"] for e in linear)
     assert found.cpu_us < backward["dur"]
     assert any(pattern.see == "forward ops inside backward" for pattern, _ in cheatsheet.found(ours))
+
+
+def test_what_is_computed_again_belongs_to_its_own_module(tmp_path):
+    """Not to that of the backward op that happens to ask for it first."""
+    record(tmp_path / "a.json", again="by hooks", stacks=True)
+    trace = read(tmp_path / "a.json")
+    linear = [op for op in trace.steps[0].walk() if op.name == "aten::linear"]
+    assert len(linear) == 4 * LAYERS
+    for op in linear:
+        modules, backward = _modules_around(trace, op)
+        assert modules[-1].name.startswith("nn.Module: Linear") and not backward
+    backward = [op for op in trace.steps[0].walk() if op.name == "AddmmBackward0"]
+    assert [_modules_around(trace, op.children[-1])[1] for op in backward] == [True] * 2 * LAYERS
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -190,16 +204,21 @@ def test_backward_by_forward_op_and_the_optimizers_launches(name):
 @pytest.mark.parametrize(("name", "asking"), [("train_item", "aten::item"), ("blocking", "aten::to")])
 def test_a_synchronization_and_what_it_costs(name, asking):
     ours, events, step, launched = of_an_h200(name)
-    raw = [e for e in inside(events, step) if "Synchronize" in e["name"] and e["cat"].startswith("cuda_")]
+    to_pageable = [launch for launch, work in launched if "Pageable" in work["name"]]  # these block, too
+    assert len(to_pageable) == (1 if name == "blocking" else 0)
+    calls = [e for e in inside(events, step) if e["cat"].startswith("cuda_")]
+    raw = [e for e in calls if "Synchronize" in e["name"] or any(e is call for call in to_pageable)]
     assert sum(one.calls for one in ours.training.syncs) == len(raw)
     assert sum(one.cpu_us for one in ours.training.syncs) == pytest.approx(sum(e["dur"] for e in raw))
     assert ours.training.syncs[0].asked_by == asking
     busy = [(e["ts"], end(e)) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     idle = 0.0
-    for call in raw:
+    reached = step["ts"]
+    for call in sorted(raw, key=lambda e: e["ts"]):
         after = [work["ts"] for launch, work in launched if launch["ts"] >= end(call)]
         stop = min(after, default=end(step))
-        edges = sorted({call["ts"], stop, *(edge for span in busy for edge in span if call["ts"] < edge < stop)})
+        begin, reached = max(call["ts"], reached), max(stop, reached)
+        edges = sorted({begin, reached, *(edge for span in busy for edge in span if begin < edge < reached)})
         idle += sum(
             right - left for left, right in itertools.pairwise(edges)
             if not any(start <= left and right <= close for start, close in busy)

@@ -16,11 +16,14 @@ def main(argv=None):
         prog="read-trace",
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
-        "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same",
+        "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same\n"
+        "  read-trace traces/SCRIPT/RUN_rank*.json       the ranks of one run: who waits for whom",
     )
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
     parser.add_argument("--name", metavar="KERNEL", help="say what this kernel's name says, instead of reading a trace")
-    parser.add_argument("--json", action="store_true", help="print all that was measured of one trace as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print all that was measured of a trace, or of one run's ranks, as JSON"
+    )
     parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
     parser.add_argument(
         "--ranks", action="store_true", help="these are the ranks of one run, though their files may not look like it"
@@ -119,12 +122,12 @@ def reference_of(path: Path, machine: str) -> Path:
     if not machines:
         raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
     found = [name for name in machines if machine.lower() in name.lower()]
-    if len(found) != 1:
-        raise BadInput(f"--against {machine}: the machines are {', '.join(machines)}")
-    reference = references.of(path, found[0])
-    if reference is None:
-        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {found[0]}")
-    return reference
+    recorded = {name: one for name in found if (one := references.of(path, name))}
+    if found and not recorded:
+        raise BadInput(f"--against {machine}: there is no reference of {path.name} in {' or '.join(found)}")
+    if len(recorded) != 1:
+        raise BadInput(f"--against {machine}: the machines are {', '.join(recorded or machines)}")
+    return next(iter(recorded.values()))
 
 
 def entry() -> int:

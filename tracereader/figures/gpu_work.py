@@ -394,3 +394,11 @@ def _count(value: object) -> int | None:
 
 def _sizes(value: object) -> list[int] | None:
     return value if isinstance(value, list) and all(_count(one) is not None for one in value) else None
+
+
+def sizes_of_op(op: Op) -> tuple[Product | None, int | None]:
+    """What a matrix product multiplies, or the bytes that a pointwise op moves, by recorded shapes."""
+    tensors = _tensors(op.args)
+    if op.name in MATMULS:
+        return product(op.name, [one.shape for one in tensors]), None
+    return None, _pointwise_bytes(op.name, "", tensors)

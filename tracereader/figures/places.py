@@ -118,6 +118,9 @@ def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
     track, time, backward = launch.track, launch.start, False
     for op in launch.above():
         if forward := trace.forward_of.get((op.track, op.start)):
+            again = innermost(trace.modules.get(track, ()), time)
+            if again and again[-1].start >= op.start:  # inside backward a module computes again (checkpointing)
+                return again, False
             track, time, backward = *forward, True
             break
     return innermost(trace.modules.get(track, ()), time), backward

@@ -37,8 +37,12 @@ BUS_FACTOR = {
 }  # fmt: skip
 # All ranks leave these at nearly one time, so that clocks can be set by them.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
+# Ranks of a group that are kept by number; of a larger group those that have a part in a collective are its members.
+LISTED = 4096
 # ns: on two H200s of one host the ends of one collective lie 24 µs apart at most.
 FAR_APART = 100_000
+# ns: clocks of two hosts that are farther apart than this are taken for two runs.
+CLOCKS_OFF = 60 * 10**9
 BYTES_OF = {
     "double": 8, "long": 8, "longint": 8, "complexfloat": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2,
     "short": 2, "char": 1, "signedchar": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
@@ -116,8 +120,9 @@ class RankTrace(msgspec.Struct, frozen=True):
 class RankFigures(msgspec.Struct, frozen=True):
     """One rank beside the others. Times in µs, over its window.
 
-    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive;
-    waited_exposed_us, together_exposed_us: exposed in these until then, and after. others_waited_us: the waits
+    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive, summed;
+    waiting_us: the same, counted once where several wait at a time. waited_exposed_us, together_exposed_us:
+    exposed in these until then, and after. others_waited_us: the waits
     of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
     not counting the wait. late_us: of its exposed communication, while its next kernel was not launched yet.
     hidden: collectives that had something computed beside them for half of their time or more.
@@ -134,6 +139,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     idle_us: float
     idle_not_launched_us: float
     waited_for_others_us: float
+    waiting_us: float
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
@@ -296,9 +302,7 @@ def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
                 hands_over = op.name.startswith(("c10d::", "_c10d_functional::", "record_param_comms"))
                 (handed if hands_over else computed)[op.track].append((op.start, op.end))
             pending.extend(op.children)
-    compute = union(
-        one for track, some in computed.items() for one in minus(union(some), union(handed[track]))
-    )
+    compute = union(one for track, some in computed.items() for one in minus(union(some), union(handed[track])))
     compute, communication = (union(clipped(some, start, end)) for some in (compute, communication))
     return Parts(
         compute=compute,
@@ -412,9 +416,11 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
             args = one.args
             if "Collective name" not in args and one.launch is not None:
                 args = next((op.args for op in one.launch.above() if op.name == "record_param_comms"), {})
-            kind, size = kind_of(str(args.get("Collective name", ""))), args.get("Group size")
+            name, size = str(args.get("Collective name", "")), args.get("Group size")
+            kind = kind_of(name)
+            if kind is None and ("SendRecv" in one.name or re.match("send|recv", name)):
+                continue  # between two ranks only: no collective
             if kind is None or type(size) is not int:
-                # Between two ranks only, which is no collective; or not described.
                 yield None
                 continue
             told = args.get("Process Group Ranks")
@@ -434,6 +440,7 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
 def _parts_on_cpu(steps: Sequence[Step], zero: int, rank) -> Iterator[Part | None]:
     # Such a slice does not tell its group: only where all groups are the whole world is it known.
     known = all(size == rank.world_size for size in rank.groups)
+    members = tuple(range(rank.world_size)) if rank.world_size <= LISTED else ()
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = ON_CPU.match(op.name).groups()
@@ -443,7 +450,7 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, rank) -> Iterator[Part | Non
                 continue
             yield Part(
                 group=backend,
-                members=tuple(range(rank.world_size)),
+                members=members,
                 kind=kind,
                 step=step.name,
                 seq=None,
@@ -525,9 +532,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
     common = [name for name in names[0] if all(name in some for some in names)]
     found, unmatched = _matched(ranks)
     clocks, shift = _clocks(ranks, found)
-    found = [
-        {rank: part for rank, part in parts.items() if rank not in clocks.not_aligned} for parts in found
-    ]
+    found = [{rank: part for rank, part in parts.items() if rank not in clocks.not_aligned} for parts in found]
     found = [parts for parts in found if len(parts) > 1]
     origin = min(one.start - shift[one.rank] for one in ranks)
     matched = [_collective(parts, shift, origin) for parts in found]
@@ -538,7 +543,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
         ranks=tuple(_figures(one, found, matched, shift) for one in ranks),
-        missing=tuple(sorted(set(range(ranks[0].world_size)) - {one.rank for one in ranks})[:1000]),
+        missing=_missing(ranks),
         not_read=not_read,
         steps=tuple(common),
         other_steps={
@@ -555,20 +560,23 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
     )
 
 
+def _missing(ranks: Sequence[RankTrace]) -> tuple[int, ...]:
+    """At most a thousand: a file may name any world size."""
+    present = {one.rank for one in ranks}
+    return tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in present)
+
+
 def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[list[RankTrace], dict[str, str]]:
     size, _ = Counter(one.world_size for one in ranks).most_common(1)[0]
     kept: list[RankTrace] = []
     for one in ranks:
         if one.world_size != size:
             not_read[one.path] = f"of another run: rank {one.rank} of {one.world_size}, the others are of {size}"
-    # Of one host, what was not recorded at one time is not one run. Other hosts' clocks may say anything.
+    # What was not recorded at one time is not one run.
     rest = [one for one in ranks if one.path not in not_read]
     clusters: list[list[RankTrace]] = []
     for one in sorted(rest, key=_start):
-        near = [
-            some for some in clusters
-            if any(_hosts_differ(one, other) or (one.start < other.end and other.start < one.end) for other in some)
-        ]  # fmt: skip
+        near = [some for some in clusters if any(_at_one_time(one, other) for other in some)]
         if near:
             near[0].append(one)
         else:
@@ -587,8 +595,10 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
     return kept, not_read
 
 
-def _hosts_differ(one: RankTrace, other: RankTrace) -> bool:
-    return None not in (one.host, other.host) and one.host != other.host
+def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
+    """By stamps of one clock, or of two hosts whose clocks somebody has set."""
+    off = CLOCKS_OFF if None not in (one.host, other.host) and one.host != other.host else 0
+    return one.start < other.end + off and other.start < one.end + off
 
 
 def _matched(ranks: Sequence[RankTrace]) -> tuple[list[dict[int, Part]], int]:
@@ -752,6 +762,7 @@ def _figures(
         idle_us=total.idle_us,
         idle_not_launched_us=total.idle_not_launched_us,
         waited_for_others_us=sum(right - left for left, right in waits) / 1e3,
+        waiting_us=length(waiting) / 1e3,
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
         together_exposed_us=length(both(minus(union(mine), waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,

@@ -3,15 +3,13 @@
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import re
-import signal
-import threading
+import subprocess
+import sys
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -111,37 +109,67 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | str:
 
 
 def _in_processes(processes: int, paths: Sequence[Path], limit: int, step: int | None) -> list[RankTrace | str]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
-        with _no_ctrl_c():
-            futures = [pool.submit(_one, path, limit, step) for path in paths]
-        found = []
-        for future in futures:
-            try:
-                found.append(future.result())
-            except BrokenProcessPool:
-                found.append("the process that read it was ended")
-    return found
+    """Each process is handed one path after the other, by a thread of its own here."""
+    todo, found = iter(enumerate(paths)), {}
+
+    def hand_out() -> None:
+        for number, path in todo:
+            with _Reader() as reader:
+                found[number] = reader.read(path, limit, step)
+                for number, path in todo if reader.is_alive else ():
+                    found[number] = reader.read(path, limit, step)
+                    if not reader.is_alive:
+                        break
+
+    with ThreadPoolExecutor(processes) as pool:
+        for done in [pool.submit(hand_out) for _ in range(processes)]:
+            done.result()
+    return [found[number] for number in range(len(paths))]
 
 
-def _begin() -> None:
-    """A process that reads ends with the one that it reads for, however that ends."""
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+class _Reader:
+    """A process that reads. It ends when this one does, however that ends: its standard input is closed then.
+
+    multiprocessing's would run the caller's script again first, which may import torch.
+    """
+
+    def __init__(self):
+        root = str(Path(__file__).resolve().parents[2])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from tracereader.figures.reading import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+            start_new_session=True,  # Ctrl-C is answered once, here
+        )
+        self.is_alive = True
+
+    def read(self, path: Path, limit: int, step: int | None) -> RankTrace | str:
+        try:
+            self.process.stdin.write(msgspec.json.encode((os.fsencode(path), limit, step)) + b"\n")
+            self.process.stdin.flush()
+            size = int(self.process.stdout.readline())
+            return msgspec.msgpack.decode(self.process.stdout.read(size), type=RankTrace | str)
+        except (OSError, ValueError):  # msgspec's errors are ValueErrors
+            self.is_alive = False
+            return "the process that read it was ended"
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
 
 
-def _end_with(parent) -> None:
-    parent.join()
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def _no_ctrl_c():
-    """Processes begun in here never see Ctrl-C: it is answered once, here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def serve() -> None:
+    """Read what standard input names, a line each, until it ends."""
+    gc.disable()
+    for line in sys.stdin.buffer:
+        path, limit, step = msgspec.json.decode(line, type=tuple[bytes, int, int | None])
+        answer = msgspec.msgpack.encode(_one(Path(os.fsdecode(path)), limit, step))
+        sys.stdout.buffer.write(b"%d\n%b" % (len(answer), answer))
+        sys.stdout.buffer.flush()

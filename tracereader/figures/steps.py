@@ -63,12 +63,14 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 def typical(trace: Trace) -> Step:
     """The step with the median CPU time of those that did work; of an even number, the lower middle one."""
+    # The stub after the last call of a loop is a step by name only.
     if any(step.work for step in trace.steps):
         amounts = [len(step.work) for step in trace.steps]
+        most = max(amounts)
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
-    # The stub after the last call of a loop is a step by name only.
-    most = max(amounts)
+        # A step that compiles makes many times the others' calls; of two, nothing tells which one is odd.
+        most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
 

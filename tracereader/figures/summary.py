@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.cpu_work import CpuWork, cpu_work
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -110,6 +111,7 @@ class Summary(msgspec.Struct, frozen=True):
     by_module_class: tuple[Place, ...]  # the same, equal modules in one
     training: Training
     gpu_work: tuple[GpuWork, ...]
+    cpu_work: tuple[CpuWork, ...]  # of the step, of a trace without GPU work
     repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
     weight_reads: tuple[WeightReads, ...]
     unneeded: Unneeded
@@ -208,6 +210,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         by_module_class=by_module_class(trace, step),
         training=training(trace, step),
         gpu_work=measured,
+        cpu_work=() if any(one.work for one in trace.steps) else cpu_work(step, layers),
         repeats=repeats(step.work, measured),
         weight_reads=weight_reads(trace, step, measured),
         unneeded=unneeded(step, measured),

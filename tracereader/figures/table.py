@@ -16,6 +16,8 @@ NOT_IN_IT = frozenset(
         "aten::is_leaf", "aten::output_nr", "aten::_version",
     }
 )  # fmt: skip
+# Slices that begin on one thread and end on another: torch counts their calls, and nests nothing in them.
+ASYNCHRONOUS = ("nccl:", "gloo:")
 EVERY_STEP = f"{STEP[:-1]}*"  # one row for the marks of all steps, as torch has it
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
@@ -61,7 +63,9 @@ def profiler_table(trace: Trace) -> Table:
     place = {id(op): number for number, op in enumerate(nodes)}
     work = [one for one in trace.work if one.launch is not None]
     for one, op in zip(work, asking_ops(work), strict=True):
-        if id(op) in place:
+        while op is not None and id(op) not in place:
+            op = op.parent
+        if op is not None:
             launched[place[id(op)]] += one.dur
     children = Counter(parent for parent in parents if parent is not None)
     for number, parent in enumerate(parents):
@@ -80,6 +84,9 @@ def profiler_table(trace: Trace) -> Table:
         if parent is not None:
             reached[parent] += reached[number]
         _add(rows, (_name(nodes[number]), False), own[number], nodes[number].dur, launched[number], reached[number])
+    for op in _all(trace):
+        if op.name.startswith(ASYNCHRONOUS):
+            _add(rows, (op.name, False), 0, op.dur, 0, 0)
     for one in trace.work:
         _add(rows, (one.name, True), 0, 0, one.dur, one.dur)
     found = [Row(name, on_gpu, times[0], *(ns / 1e3 for ns in times[1:])) for (name, on_gpu), times in rows.items()]
@@ -118,7 +125,7 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     """
     tracks: dict[tuple, list[Op]] = {}
     for op in _all(trace):
-        if op.name not in NOT_IN_IT:
+        if op.name not in NOT_IN_IT and not op.name.startswith(ASYNCHRONOUS):
             tracks.setdefault(op.track, []).append(op)
     marks = [op for ops in tracks.values() for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     main = marks[0].track if marks else max(tracks, key=lambda track: len(tracks[track]), default=None)

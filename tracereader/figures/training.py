@@ -3,13 +3,13 @@ synchronizations, the wait for the loader, memory."""
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, gaps, union
-from tracereader.figures.places import Place, innermost
+from tracereader.figures.places import TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
@@ -40,7 +40,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Calls in which the CPU waited for the GPU, by the op that asked; Python where there is none.
+    """Calls in which the CPU waited for the GPU, by the op that asked, or its label; Python where there is none.
 
     cpu_us: in the calls. idle_us: of the GPU, from each call's start to the next work launched after it.
     """
@@ -93,9 +93,10 @@ def training(trace: Trace, step: Step) -> Training:
     """What the step does besides computing forward."""
     ops = list(step.walk())
     idle = _idle(trace.work, step)
+    again = _again(step)
     return Training(
-        backward_of=_backward_of(trace, step, ops),
-        recomputed=_recomputed(step),
+        backward_of=_backward_of(trace, step, ops, again),
+        recomputed=_recomputed(step, again),
         optimizers=_optimizers(step, ops, idle),
         syncs=_syncs(step, ops, idle),
         loading=_loading(step, ops, idle),
@@ -112,14 +113,15 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     return gaps(inside, step.start, step.end)
 
 
-def _backward_of(trace: Trace, step: Step, ops: Sequence[Op]) -> tuple[Place, ...]:
+def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op]) -> tuple[Place, ...]:
     if not trace.forward_of:
         return ()
     # The outermost op that starts then is the one whose number autograd keeps: aten::linear has none.
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
+    inside = _ids(again)  # it is another op's forward: the one whose backward asks first computes all that was dropped
     gpu, pieces = Counter(), Counter()
     for one in step.work:
-        for op in one.launch.above() if one.launch else ():
+        for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
             forward = trace.forward_of.get((op.track, op.start))
             if forward is not None:
                 name = names.get(forward)
@@ -145,7 +147,12 @@ def _numbers_of(op: Op) -> _Numbers:
         return _Numbers()
 
 
-def _recomputed(step: Step) -> Recomputed | None:
+def _ids(ops: Sequence[Op]) -> set[int]:
+    """Of all that lies in some ops."""
+    return {id(op) for one in ops for op in one.walk()}
+
+
+def _again(step: Step) -> list[Op]:
     """Ops inside backward that autograd records as a forward's, whose own backward never runs but in them.
 
     A backward that is itself differentiated (create_graph) records its ops, too: their backward runs on its
@@ -170,9 +177,13 @@ def _recomputed(step: Step) -> Recomputed | None:
                     found.append(op)
                 continue
             pending.extend(op.children)
+    return found
+
+
+def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
     if not found:
         return None
-    inside = {id(op) for one in found for op in one.walk()}
+    inside = _ids(found)
     work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
     return Recomputed(
         calls=len(found),
@@ -189,7 +200,7 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
     found, idle_in = [], Lengths(idle or [])
     for name, some in slices.items():
-        inside = {id(op) for one in some for op in one.walk()}
+        inside = _ids(some)
         names = {op.name for one in some for op in one.walk() if op.kind == "op"}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
         how = "for-loop"
@@ -211,8 +222,12 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
 
 
 def _waits_in(op: Op) -> bool:
-    """A call of the driver that returns only when the GPU is done: a copy to or from memory that is not pinned, too."""
-    return op.kind == "runtime" and ("Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"))
+    """A call of the driver that returns only when the GPU is done; a copy to memory that is not pinned is one, too."""
+    if op.kind != "runtime":
+        return False
+    if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
+        return True
+    return any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync, ...]:
@@ -236,14 +251,16 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync,
 
 
 def _asking(call: Op) -> str:
-    """The outermost of the aten ops right around a call, as aten::item; another op where it is no aten op's."""
-    name = None
+    """The outermost of the aten ops right around a call, as aten::item; else the innermost op, or label."""
+    name = label = None
     for op in call.above():
-        if op.kind == "op" and (name is None or (op.name.startswith("aten::") and name.startswith("aten::"))):
+        if op.kind == "label":
+            label = label or op.name
+        elif op.kind == "op" and (name is None or (op.name.startswith("aten::") and name.startswith("aten::"))):
             name = op.name
         elif op.kind == "op":
             break
-    return name or "Python"
+    return name or (label if label and not label.startswith(STEP) else "Python")
 
 
 def _loading(step: Step, ops: Sequence[Op], idle: Intervals | None) -> Loading | None:
@@ -277,10 +294,10 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         at = inside[-1].total if inside else at
     around = list(_around(step, peak.track, peak.time))
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
-    labels = [op.name for op in around if op.kind == "label" and not op.name.startswith(STEP)]
+    labels = _labels(around)
     if not labels:  # backward's own thread: the label that is open then on the step's
         main = next((root.track for root in step.roots if root.name == step.name), None)
-        labels = [op.name for op in _around(step, main, peak.time) if op.kind == "label" and op.name != step.name]
+        labels = _labels(_around(step, main, peak.time))
     ops = [op.name for op in around if op.kind == "op"]
     return MemoryCurve(
         on_gpu=on_gpu,
@@ -293,6 +310,11 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
         op=ops[-1] if ops else None,
         points=tuple(points),
     )
+
+
+def _labels(ops: Iterable[Op]) -> list[str]:
+    names = (op.name for op in ops if op.kind == "label")
+    return [name for name in names if not name.startswith(STEP) and not TORCHS_OWN.match(name)]
 
 
 def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:

@@ -186,7 +186,8 @@ def dynamo() -> Finding:
 def compiled_graphs() -> Finding:
     def judge(summary):
         return Verdict(
-            bool(summary.compiled_graphs), f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
+            bool(summary.compiled_graphs) and not summary.recompiled,
+            f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
         )
 
     return Finding("the same graph hash in all steps", judge)

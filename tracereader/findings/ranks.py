@@ -32,6 +32,11 @@ class Loss(msgspec.Struct, frozen=True):
     part_more_us: float
 
 
+def share(one: RankFigures, us: float) -> float:
+    """Of a rank's window."""
+    return us / one.window_us if one.window_us else 0.0
+
+
 def ms(us: float) -> str:
     """Always in ms, so that the ranks' figures can be set against each other at a glance."""
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
@@ -44,7 +49,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
         return None
     slow = max(summary.ranks, key=lambda one: one.others_waited_us)
     others = [one for one in summary.ranks if one is not slow]
-    costs = max((one.waited_exposed_us / one.window_us for one in others if one.window_us), default=0.0)
+    costs = max((share(one, one.waited_exposed_us) for one in others), default=0.0)
     return slow if slow.others_waited_us > CAUSES_IT * total and costs > MUCH_WAITED and _told_apart(summary) else None
 
 
@@ -140,14 +145,16 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
             f"who arrives last cannot be told: by {_us(median(one.lead_us for one in summary.matched))} in the median, "
             f"and the clocks may be {_us(summary.clocks.apart_us)} off"
         ]
-    waiting = max((one for one in summary.ranks if one is not often), key=lambda one: one.waited_exposed_us)
-    cost = waiting.waited_exposed_us / waiting.window_us
+    waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
+    cost = share(waiting, waiting.waited_exposed_us)
     waits = (
-        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waited_for_others_us)}, "
+        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}, "
         f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
     )
     if slow:
-        return [f"rank {slow.rank} keeps the others waiting: {last}", waits]
+        of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
+        mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
+        return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if cost <= MUCH_WAITED:
         return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} is {last}"]
     return [f"the ranks wait for each other: {waits}", f"rank {often.rank}, the most often, is {last}"]
@@ -160,7 +167,7 @@ def _us(us: float) -> str:
 def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
     them = "" if len(others) == 1 else ", the others' median"
     place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
-    said = f"it loses{place}: {ms(where.own_us)} against {ms(where.others_us)}{them}"
+    said = f"it loses{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}"
     why = {
         "compute": "it computes {} longer",
         "copies": "its copies take {} longer",
@@ -173,7 +180,7 @@ def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) ->
 
 def _exposed(summary: RanksSummary) -> list[str]:
     """What communication costs the rank that it costs most, and why it is not hidden."""
-    worst = max(summary.ranks, key=lambda one: one.exposed_communication_us / one.window_us if one.window_us else 0)
+    worst = max(summary.ranks, key=lambda one: share(one, one.exposed_communication_us))
     exposed = worst.exposed_communication_us
     if not worst.communication_us:
         return []
@@ -181,20 +188,21 @@ def _exposed(summary: RanksSummary) -> list[str]:
     lines = [
         f"communication: rank {worst.rank} {ms(worst.communication_us)}, "
         f"{1 - exposed / worst.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
-        f"({exposed / worst.window_us:.1%})"
+        f"({share(worst, exposed):.1%})"
     ]
     why = []
     if worst.waited_exposed_us > 0.05 * exposed:
         why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
     if together > 0.05 * exposed:
-        why.append(f"{ms(together)} once all ranks were there")
+        last = ""
+        if one_bucket(summary, worst):
+            last = " (one all-reduce a step, nothing computed beside it)"
+        elif worst.exposed_in_last_us > MOST * together:
+            last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
+        why.append(f"{ms(together)} once all ranks were there{last}")
     if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
         known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
         why.append(f"{ms(rest)} in " + ("what was launched outside the steps" if known else "what is not matched"))
-    if one_bucket(summary, worst):
-        why.append("one all-reduce a step, and nothing is computed beside it")
-    elif together > 0.05 * exposed and worst.exposed_in_last_us > MOST * together:
-        why.append(f"of that {ms(worst.exposed_in_last_us)} in the last collective of each step")
     if worst.late_us > MOST * exposed:
         why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
     if why:

@@ -27,11 +27,12 @@ class Glyphs:
 
 @dataclass(frozen=True)
 class Mark:
-    """A stretch of the GPU's lane with a name; ns."""
+    """A stretch of a lane with a name; ns. kind: `wait` where a collective only waits for another rank."""
 
     name: str
     start: int
     end: int
+    kind: str = "mark"
 
 
 UNICODE = Glyphs(start="▐", fill="▬", tiny="▐", tick="┬", unit=" µs")
@@ -80,7 +81,7 @@ def draw(
         title = "GPU" if number == 0 else f"GPU {number + 1}"
         lines.append(f"{title:{margin}}" + _row(work, column, columns, glyphs, layers))
     if marks:
-        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs))
+        lines.append(f"{'same':{margin}}" + _row(marks, column, columns, glyphs, layers))
     return [line.rstrip() for line in lines]
 
 
@@ -101,9 +102,7 @@ def draw_rows(
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for title, row in rows:
-        slices = [
-            Op(name, "wait" if waits else "row", left, right - left, (), None) for left, right, name, waits in row
-        ]
+        slices = [Mark(name, left, right, "wait" if waits else "mark") for left, right, name, waits in row]
         lines.append(f"{title:{margin}}" + _row(slices, column, columns, glyphs))
     return [line.rstrip() for line in lines]
 

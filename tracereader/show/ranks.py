@@ -23,6 +23,7 @@ RANKS_SHOWN = 8
 STEPS_SHOWN = 3
 WAITS = lanes.WAITS
 KINDS_SHOWN = 5
+PHASES_SHOWN = 5
 
 
 def explain_files(paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT) -> None:
@@ -115,7 +116,8 @@ def notes(summary: RanksSummary) -> list[str]:
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unnamed:
-        found.append(f"not matched: {counted(summary.unnamed, 'piece')} of communication, not told which collective")
+        pieces = counted(summary.unnamed, "piece")
+        found.append(f"not matched: {pieces} of communication; the traces do not tell the collective or its group")
     clocks = summary.clocks
     if clocks.not_aligned:
         found.append(f"not matched: rank {_numbers(clocks.not_aligned)}, whose host's clock no collective ties to ours")
@@ -161,13 +163,13 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
             _ms(one.communication_us - one.exposed_communication_us),
             _ms(one.exposed_copy_us),
             _ms(one.idle_us),
-            _ms(one.waited_for_others_us),
+            _ms(one.waiting_us),
             f"{one.arrived_last:,}",
         )
         for one in shown
     ]
     heads = ("all steps, ms", "window", "compute", "exposed", "hidden", "copies", "idle", "waited", "last")
-    print_columns(out, heads, rows)
+    _print(out, heads, rows)
     if len(shown) < len(summary.ranks):
         out.print(f"… and {len(summary.ranks) - len(shown):,} more; these are waited for most, or wait most")
 
@@ -190,17 +192,37 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     if not rows:
         out.print("[bold]steps[/bold]: none that all ranks have")
         return
-    print_columns(out, heads, rows)
+    _print(out, heads, rows)
     if len(names) > STEPS_SHOWN and not view.all:
         out.print(f"… and {len(names) - STEPS_SHOWN} more steps")
     rows = []
-    for phase in findings.phases(summary):
+    for phase in _shown_phases(summary, view):
         for one in shown:
             figures = [findings.usual(summary, one, phase, figure) for figure in FIGURES]
             rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
     if rows:
         out.print()
-        print_columns(out, ("phase of a step, ms", *heads[1:]), rows)
+        _print(out, ("phase of a step, ms", *heads[1:]), rows)
+
+
+def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
+    """The phases that take a hundredth of any rank's step; of many the longest, in order."""
+    longest = {
+        phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
+        for phase in findings.phases(summary)
+    }
+    step = max(findings.usual(summary, one, None, FIGURES[0]) for one in summary.ranks)
+    chosen = sorted(longest, key=longest.get, reverse=True)[: view.most(PHASES_SHOWN)]
+    return [phase for phase in longest if phase in chosen and longest[phase] > 0.01 * step]
+
+
+def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table without the columns of what no rank did."""
+    kept = [
+        number for number, head in enumerate(heads)
+        if head not in ("hidden", "copies", "not launched") or any(row[number] != "0.0" for row in rows)
+    ]  # fmt: skip
+    print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
 
 
 FIGURES = (

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
 from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
+from tracereader.figures.cpu_work import CpuWork
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.layers import layer_names
 from tracereader.figures.repeats import repeated_names
@@ -231,9 +233,9 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.has_steps:
         count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
         words.append(
-            f"{count} steps of {time(summary.cpu_us)}, {first} to {last}"
+            f"{count} steps of {_step_time(summary)}, {first} to {last}"
             if count > 1
-            else f"one step of {time(summary.cpu_us)}, {first}"
+            else f"one step of {_step_time(summary)}, {first}"
         )
     else:
         words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
@@ -247,6 +249,13 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
     for text in summary.warnings:
         out.print(f"[yellow]warning[/yellow] {plain(text)}")
+
+
+def _step_time(summary: Summary) -> str:
+    """The median step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
+    on_gpu = median(one.gpu_busy_us for one in summary.steps)
+    on_cpu = time(summary.cpu_us)
+    return f"{time(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
 
 
 def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
@@ -271,18 +280,27 @@ def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View
         if not view.brief:
             lines.append(f"of the GPU's time: {', '.join(shares)}")
     else:
-        ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)[:3]
-        if ops:
-            lines.append(
-                "ops by their own time, of a step: "
-                + ", ".join(f"{plain(short(name, 40))} {one.self_us / summary.chosen.cpu_us:.0%}" for name, one in ops)
-            )
+        lines += _cpu_in_short(summary)
     lines += [plain(line) for line in decoding.in_words(summary)]
     lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         lines.append(plain(means.partition(": ")[2] or means))
     for number, line in enumerate(lines):
         paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
+
+
+def _cpu_in_short(summary: Summary) -> list[str]:
+    """Where a step's time is on the CPU: in which ops, and how much of it in none."""
+    step_us = summary.chosen.cpu_us
+    ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)
+    if not ops or not step_us:
+        return []
+    told = ", ".join(f"{plain(short(name, 40))} {one.self_us / step_us:.0%}" for name, one in ops[:3])
+    lines = [f"ops by their own time, of a step: {told}"]
+    outside = 1 - sum(one.self_us for _, one in ops) / step_us
+    if outside > 0.05:  # of several threads the ops may sum up to more than the step
+        lines.append(f"{outside:.0%} of the step is in no op at all: Python, labels, the profiler's marks")
+    return lines
 
 
 FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
@@ -357,6 +375,22 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         if rows:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             _and_more(out, len(ordered), len(rows))
+    for line in dict.fromkeys(_rates(one) for one in sorted(summary.cpu_work, key=lambda one: -one.us)):
+        if line:
+            paragraph(out, plain(line), rest="  ")
+
+
+def _rates(one: CpuWork) -> str:
+    """What an op of the CPU computed, and how fast, where shapes tell it."""
+    name = f"{one.layer}, {one.name}" if one.layer else one.name
+    if one.product and one.tflops:
+        shape = one.product
+        batch = f"{shape.batch} x " if shape.batch > 1 else ""
+        return (
+            f"{name}: {batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP at "
+            f"{one.tflops * 1e3:,.1f} GFLOP/s"
+        )
+    return f"{name}: {size(one.bytes_moved)} moved at {one.gb_s:,.1f} GB/s" if one.gb_s else ""
 
 
 def _and_more(out: Console, count: int, shown: int) -> None:

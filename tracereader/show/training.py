@@ -5,7 +5,7 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted
-from tracereader.show.text import Name, plain, print_columns, size, time, us
+from tracereader.show.text import Name, paragraph, plain, print_columns, size, time, us
 from tracereader.trace.kernel_names import short
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -44,7 +44,7 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             (Name(short(one.asked_by, 40)), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
             for one in found.syncs[:rows]
         ]
-        heads = ("the CPU waits for the GPU", "in", "calls", "CPU µs", "GPU idle µs, until its next work")
+        heads = ("the CPU waits for the GPU", "in", "calls", "CPU µs", "GPU idle µs")
         print_columns(out, heads, shown, left=(0, 1))
     if found.backward_of:
         shown = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}") for one in found.backward_of[:rows]]
@@ -53,7 +53,7 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             out.print(f"… and {len(found.backward_of) - len(shown):,} more")
     if found.memory:
         for line in memory(found.memory, ascii_only):
-            out.print(plain(line))
+            paragraph(out, plain(line), "", "  ")
 
 
 def memory(curve: MemoryCurve, ascii_only: bool) -> list[str]:

@@ -357,7 +357,7 @@ def _inductor(match, text):
         family = "normalization"
     elif "embedding" in said and "softmax" not in said:
         family = "embedding"
-    return family, "Inductor, C++" if match[0].startswith("cpp") else "Inductor, Triton", parts
+    return family, "Inductor, C++" if kind == "cpp" else "Inductor, Triton", parts
 
 
 # By the op's own name, or by what RMS norm is made of.
@@ -706,7 +706,7 @@ READERS = tuple(
         (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
         # Inductor, before any word of the ops that it names
         (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
-        (r"^(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
+        (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
         (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
          _inductor_template),
         (LIGER, _liger),
@@ -841,13 +841,13 @@ JOBS = tuple(
         (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
          r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
          r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing", "sort and scan", ""),
-        (r"attention|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+        (r"attention|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
          r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
          r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
         (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
          r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
         (r"(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
-        (r"(?<!fb)(?<!deep_)gemm|gemv|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
+        (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
          r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),

@@ -27,7 +27,7 @@ done <<'RUNS'
 01_matmul_add.py --size 4096 --warmup
 01_matmul_add.py --size 4096 --warmup --record-shapes
 01_matmul_add.py --size 4096 --wait 0 --schedule-warmup 0 --active 20
-01_matmul_add.py --size 4096 --warmup --compile
+01_matmul_add.py --size 4096 --warmup --compile --code
 01_matmul_add.py --size 4096 --warmup --compile reduce-overhead
 01_matmul_add.py --size 4096 --warmup --compile max-autotune
 01_matmul_add.py --size 4096 --warmup --op addmm
@@ -37,7 +37,7 @@ done <<'RUNS'
 03_simple_mlp.py
 03_simple_mlp.py --warmup
 03_simple_mlp.py --warmup --record-shapes
-03_simple_mlp.py --warmup --compile
+03_simple_mlp.py --warmup --compile --code
 03_kernels_mlp.py
 03_kernels_mlp.py --warmup
 03_kernels_mlp.py --warmup --compile
