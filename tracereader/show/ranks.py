@@ -48,13 +48,21 @@ def opened(
     return summary, kept
 
 
-def as_json(summary: RanksSummary) -> str:
+# What of the summary each section is made of; the rest is always there.
+SECTION_KEYS = {"short": ("in_short", "straggler"), "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "kinds")}
+
+
+def as_json(summary: RanksSummary, view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks."""
     document = msgspec.to_builtins(summary)
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
     document["in_short"] = findings.sentences(summary)
+    if view.only:
+        wanted = {key for section in view.only for key in SECTION_KEYS.get(section, ())}
+        left_out = {key for keys in SECTION_KEYS.values() for key in keys} - wanted
+        document = {key: value for key, value in document.items() if key not in left_out}
     return json.dumps(document, indent=1)
 
 
