@@ -49,7 +49,9 @@ def opened(
 
 
 # What of the summary each section is made of; the rest is always there.
-SECTION_KEYS = {"short": ("in_short", "straggler"), "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "kinds")}
+SECTION_KEYS = {
+    "short": ("in_short", "straggler"), "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "kinds"),
+}  # fmt: skip
 
 
 def as_json(summary: RanksSummary, view: View) -> str:
