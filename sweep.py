@@ -5,6 +5,7 @@ best that this machine reaches now: a table, and a picture beside the traces.
 
   uv run sweep.py 01_matmul_add.py --size 64 128 256 512 1024 2048 4096 --warmup
   uv run sweep.py 03_simple_mlp.py --seq 16 64 256 1024 --compile --warmup
+  uv run sweep.py 05_llm.py --batch 1 2 4 8 16 32 64 128 256 --graph
   uv run sweep.py 04_a_naive_attention.py "04_c_sdpa_attention.py --backend flash" --seq 128 512 2048 8192
 
 One of the script's flags takes several whole numbers; the others are the script's own. Several
@@ -17,10 +18,10 @@ import math
 import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
@@ -43,6 +44,7 @@ class Point:
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
     compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
+    decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
@@ -66,6 +68,7 @@ class Point:
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
+            decoding=summary.decoding,
         )
 
     @property
@@ -99,6 +102,7 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
     """TFLOP/s and GB/s: the best of what is measured now, and of the sweep itself, so that nothing is above."""
     import torch
 
+    from common.harness import best_us
     from common.memory import free_bytes
 
     # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
@@ -111,7 +115,7 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
         for size in (n // 2, n):
             a, b = (torch.randn(size, size, device=args.device, dtype=args.dtype) for _ in range(2))
             out = torch.empty_like(a)
-            us = _best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
+            us = best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
             products.append(Roof(2 * size**3 / us / 1e6, f"a product of {size} x {size} matrices"))
         del a, b, out
         one, two, three = (torch.ones(length, device=args.device, dtype=args.dtype) for _ in range(3))
@@ -120,28 +124,13 @@ def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
             ("a large add, two read and one written", 3, lambda: torch.add(one, two, out=three)),
             ("a large read", 1, lambda: torch.amax(one)),
         ):
-            us = _best_us(move, args.device)
+            us = best_us(move, args.device)
             moves.append(Roof(tensors * length * args.dtype.itemsize / us / 1e3, what))
     for point in points:
         here = f"this sweep at {name} {point.value}"
         products.append(Roof(point.tflops or 0.0, here))
         moves.append(Roof(point.gb_s or 0.0, f"{here}, some of it from cache"))
     return tuple(max(found, key=lambda roof: roof.rate) for found in (products, moves))
-
-
-def _best_us(fn: Callable, device) -> float:
-    """µs a call: the best of ten rounds of five calls, after a round to warm up."""
-    from common.harness import synchronize
-
-    times = []
-    for _ in range(11):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(5):  # in one go, so that launching and waiting weigh little
-            fn()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / 5 * 1e6)
-    return min(times[1:])
 
 
 def crossing(points: Sequence[Point]) -> float | None:
@@ -183,6 +172,57 @@ def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> Non
         out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")
 
 
+def least_us(facts, compute: Roof, memory: Roof) -> tuple[float, float]:
+    """µs that a decoding step takes at least: to read weights and cache once, and to multiply by the weights."""
+    read = (facts.weight_bytes + (facts.cache_bytes or 0)) / memory.rate / 1e3
+    return read, 2 * facts.parameters * facts.tokens / compute.rate / 1e6
+
+
+def decodes(points: Sequence[Point]) -> bool:
+    """Whether each point's run told what a decoding step of it reads."""
+    found = [point.decoding and point.decoding.facts for point in points]
+    return all(one and one.phase == "decode" and one.weight_bytes and one.parameters for one in found)
+
+
+def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+    """Tokens a second under both roofs, and at which batch arithmetic becomes the lower one."""
+    from tracereader.show.text import console, print_columns, size, us
+
+    out, rows = console(), []
+    for point in points:
+        facts = point.decoding.facts
+        read, multiply = (facts.tokens / one * 1e6 for one in least_us(facts, compute, memory))
+        rows.append((str(point.value), *(f"{one:,.1f}" for one in (point.decoding.tokens_s, read, multiply))))
+    out.print()
+    print_columns(out, (name, "tokens a second", "reading allows", "arithmetic allows"), rows)
+    facts = points[0].decoding.facts
+    _, multiply = (one / facts.batch for one in least_us(facts, compute, memory))
+    cache = (facts.cache_bytes or 0) / facts.batch
+    fetch, weights = cache / memory.rate / 1e3, facts.weight_bytes / memory.rate / 1e3
+    out.print()
+    out.print(
+        f"a step reads {size(facts.weight_bytes)} of weights once, {us(weights)} µs; each sequence of it brings "
+        f"{size(int(cache))} of keys and values, {us(fetch)} µs, and {us(multiply)} µs of arithmetic:"
+    )
+    if multiply > fetch:
+        turns = weights / (multiply - fetch)
+        out.print(f"  memory-bound up to a batch of about {turns:,.0f}, compute-bound from there")
+    else:
+        out.print("  memory-bound at any batch, since a sequence's cache takes longer than its arithmetic")
+
+
+def _draw_decoding(axis, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+    values = [point.value for point in points]
+    facts = [point.decoding.facts for point in points]
+    roofs = zip(*(least_us(one, compute, memory) for one in facts), strict=True)
+    axis.set(xscale="log", yscale="log", xlabel=name, ylabel="tokens a second", title="decoding")
+    axis.plot(values, [point.decoding.tokens_s for point in points], "o-", color="tab:blue", label="while profiled")
+    for label, us, style in zip(("reading allows", "arithmetic allows"), roofs, ("--", ":"), strict=True):
+        rates = [one.tokens / least * 1e6 for one, least in zip(facts, us, strict=True)]
+        axis.plot(values, rates, style, color="black", label=label)
+    axis.legend(loc="lower right")
+
+
 def picture(file: Path, title: str, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """Draw time, rates and memory over the values. Raises ImportError without matplotlib."""
     import matplotlib
@@ -192,7 +232,7 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
 
     values = [point.value for point in points]
     gpu = any(point.busy_us for point in points)
-    panels = [7, *([5] if gpu else []), *([4] if points[0].peak_bytes else [])]
+    panels = [7, *([5] if gpu else []), *([5] if decodes(points) else []), *([4] if points[0].peak_bytes else [])]
     figure, axes = plt.subplots(
         1, len(panels), figsize=(sum(panels), 4.6), width_ratios=panels, squeeze=False, layout="constrained"
     )
@@ -203,6 +243,8 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         times.plot(values, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
         _mark_crossing(times, name, values, crossing(points))
         _draw_rates(axes[0][1], name, points, compute, memory)
+    if decodes(points):
+        _draw_decoding(axes[0][1 + gpu], name, points, compute, memory)
     if points[0].peak_bytes:
         axes[0][-1].set(xscale="log", yscale="log", xlabel=name, ylabel="MB", title="peak device memory")
         axes[0][-1].plot(values, [(point.peak_bytes or 0) / 1e6 for point in points], "o-", color="tab:purple")
@@ -347,6 +389,8 @@ def sweep(argv: Sequence[str] | None = None) -> None:
         points = series[0].points
         compute, memory = roofs(args, points, name)
         show(name, points, compute, memory)
+        if decodes(points):
+            show_decoding(name, points, compute, memory)
         file = run.trace.with_name(f"sweep_{name}_{points[0].value}_to_{run.trace.stem}.png")
         draw = [picture, file, f"{run.trace.parent.name} · {run.machine}", name, points, compute, memory]
     else:

@@ -65,6 +65,8 @@ class Ranks:
         self._over, self._ending = False, threading.Lock()
         self._listener = threading.Thread(target=self._listen, name="lifeline", daemon=True)
         self._listener.start()
+        if hasattr(os, "register_at_fork"):  # or a loader's processes hold it for seconds after this one has died
+            os.register_at_fork(after_in_child=self._let_go)
 
     def all_agree(self) -> None:
         """Wait until every rank has come here; from then on none of them ends another."""
@@ -86,6 +88,10 @@ class Ranks:
         with self._ending:
             self._over = True
         self._say(f"{why}\n".encode())
+
+    def _let_go(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
 
     def _say(self, line: bytes) -> None:
         for peer in self._peers.values():
@@ -155,8 +161,7 @@ def processes(args) -> Iterator:
             ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
             raise
         time.sleep(HEARD_WITHIN_S)  # if another's death broke it, the lifeline ends this process first
-        waits = f"it waits {args.timeout} s at most"
-        _end_all(ranks, f"a collective failed; {waits} ({_first_line(problem)})", 1)
+        _end_all(ranks, f"a collective failed, or waited {args.timeout} s for a rank: {_first_line(problem)}", 1)
     except BaseException as problem:
         ranks.fail(f"rank {here.rank} has failed: {type(problem).__name__}")
         raise

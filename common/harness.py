@@ -110,6 +110,19 @@ def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize()
 
 
+def best_us(fn: Callable, device: torch.device) -> float:
+    """µs a call: the best of ten rounds of five calls, after a round to warm up."""
+    times = []
+    for _ in range(11):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(5):  # in one go, so that launching and waiting weigh little
+            fn()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / 5 * 1e6)
+    return min(times[1:])
+
+
 @contextlib.contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
     """Turn what get_kernel raises where the Hub or the kernel is out of reach into BadInput."""
@@ -232,17 +245,18 @@ def save(
     reference: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
     facts: dict | None = None,
     against: str = "eager",
+    check: Callable[[torch.Tensor], float] | None = None,
 ) -> Run:
     """Check what was recorded, and write trace and table under args.out: whole or not at all.
 
     out: what the last step computed; reference: computes the same in eager mode (or as `against` says), or
     None where the step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
-    of this run and no profiler records, stored in the trace as JSON. Raises BadInput and RunFailed; then
-    no file has been written or replaced.
+    of this run and no profiler records, stored in the trace as JSON. check: instead of a reference, what judges
+    `out`: its relative error, or RunFailed. Raises BadInput and RunFailed; then no file has been written or replaced.
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
-    error = None if reference is None else _checked(out, reference, args, against)
+    error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {

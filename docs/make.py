@@ -6,7 +6,8 @@
 A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
 and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
 <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
-figures (figures.py). A block without a command is typed, and says so.
+figures (figures.py); <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). A block without a command
+is typed, and says so.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
@@ -35,7 +37,7 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training) -->\n)(.*?)(<!-- end -->)", re.S)
+MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -329,6 +331,7 @@ def refreshed(text: str) -> str:
         "part2": lambda: figures(PART_2),
         "tables": tables,
         "training": training,
+        **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)
 

@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 import references
-from references import OTHERS, REFERENCES
+from references import LARGE, OTHERS, REFERENCES
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -212,7 +212,7 @@ def test_a_graph_is_advised_where_it_would_do():
     assert GRAPH not in see(measured("qwen3moe_generate"))
     assert GRAPH not in see(measured("qwen3_decode_graph"))
     assert GRAPH not in see(measured("qwen3_generate_static"))  # one step: nothing to compare
-    slow_loader = next(file for file in REFERENCES if "_loader2_workers0" in file.name and "06_" in file.parent.name)
+    slow_loader = next(file for file in LARGE if "_loader2_workers0" in file.name and "06_" in file.parent.name)
     assert GRAPH not in see(summarize(read(slow_loader)))
 
 

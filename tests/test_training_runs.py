@@ -1,7 +1,9 @@
 """Rung 6: a training step, alone and on two ranks; what ends a run of several, and what it leaves."""
 
+import gzip
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +15,10 @@ import torch
 from conftest import ROOT, names, only_trace
 
 from common import harness
+from common.flags import tag_of
+from tracereader.figures import summarize
+from tracereader.show.report import guesses_of
+from tracereader.trace import read
 
 TINY = ("--layers", "2", "--dim", "16", "--seq", "8", "--dtype", "fp32")
 CPU = ("--device", "cpu")
@@ -231,7 +237,7 @@ def check_a_rank_that_ends(folder, who, when, how, *flags):
     ("who", "when", "how"), [(0, "a step", "dies"), (1, "writing", "dies"), (1, "a step", "refuses")]
 )
 def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
-    check_a_rank_that_ends(tmp_path, who, when, how, *CPU)
+    check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
@@ -273,3 +279,77 @@ def test_two_ranks_on_two_gpus(scripts, tmp_path, parallel):
 def test_a_rank_that_dies_on_a_gpu_ends_the_other(tmp_path):
     """NCCL alone would go on waiting."""
     check_a_rank_that_ends(tmp_path, 1, "a step", "dies", "--device", "cuda")
+
+
+RECORDED = ROOT / "traces/reference/nvidia-h200-x2/06_training"
+
+
+def test_the_references_have_the_names_of_their_runs(scripts, monkeypatch):
+    text = (ROOT / "traces/reference/record-training.sh").read_text()
+    size = re.search(r'^size="(.*)"$', text, re.M)[1]
+    expected = set()
+    for launched, runs in enumerate(reversed(re.findall(r"<<'RUNS'\n(.*?)RUNS\n", text, re.S))):
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+            if launched:
+                monkeypatch.setenv(name, str(value))
+        tags = [tag_of(scripts["06_training"].flags([*size.split(), *flags.split()])) for flags in runs.splitlines()]
+        expected |= {tag + rank for tag in tags for rank in (("_x2_rank0", "_x2_rank1") if launched else ("",))}
+    assert {file.name.removesuffix(".json.gz") for file in RECORDED.glob("*.gz")} == expected
+    assert sum(file.stat().st_size for file in RECORDED.iterdir()) < 3e6
+
+
+@pytest.mark.parametrize(
+    ("run", "hidden"), [("ddp", True), ("ddp_bucket10000", False), ("ddp_slow1", None), ("fsdp", None)]
+)
+def test_what_the_references_show_of_communication(run, hidden):
+    """By microseconds in which a collective's kernel runs, from the raw events: alone, or beside another kernel."""
+    file = RECORDED / f"4x1024x1024x16_bf16_warm_eager_{run}_x2_rank0.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    first = min(one["ts"] for one in kernels)
+
+    def ticks(chosen):  # of 0.1 µs
+        return {
+            tick for one in chosen
+            for tick in range(round((one["ts"] - first) * 10), round((one["ts"] + one["dur"] - first) * 10))
+        }  # fmt: skip
+
+    sent = ticks(one for one in kernels if one["name"].startswith("nccl"))
+    alone = sent - ticks(one for one in kernels if not one["name"].startswith("nccl"))
+    trace = read(file)
+    summary = summarize(trace)
+    assert summary.gpu.exposed_communication_us == pytest.approx(len(alone) / 10, rel=0.01)
+    assert (len(alone) < len(sent) / 2) is hidden or hidden is None
+    verdicts = {guess.record["guess"]: guess.ask(summary) for guess in guesses_of(trace)}
+    if hidden is not None:
+        assert verdicts["communication_is_hidden"].holds
+        assert f"{len(sent) / 1e4:.1f} ms of collectives" in verdicts["communication_is_hidden"].evidence
+    if run == "ddp_slow1":
+        assert verdicts["busy_while_waiting"].holds and summary.busy_share > 0.95
+
+
+def test_what_the_references_show_of_the_phases():
+    """GPU time by label, from the raw events: by the label in which a kernel was launched."""
+    file = RECORDED / "4x1024x1024x16_bf16_warm_eager.json.gz"
+    document = json.loads(gzip.decompress(file.read_bytes()))
+    events = document["traceEvents"]
+    launches = {
+        one["args"]["correlation"]: one["ts"] for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    times = []
+    for name in ("forward", "backward"):
+        slices = [(one["ts"], one["ts"] + one["dur"]) for one in labelled(document) if one["name"] == name]
+        times.append(
+            sum(
+                one["dur"] for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+                and any(start <= launches[one["args"]["correlation"]] < end for start, end in slices)
+            )
+        )  # fmt: skip
+    assert 1.7 < times[1] / times[0] < 2.3
+    trace = read(file)
+    (verdict,) = [
+        guess.ask(summarize(trace)) for guess in guesses_of(trace)
+        if guess.record["guess"] == "backward_is_twice_the_forward"
+    ]  # fmt: skip
+    assert verdict.holds
+    assert float(verdict.evidence.rpartition(" ")[2]) == pytest.approx(times[1] / times[0], rel=0.02)

@@ -28,12 +28,12 @@ def in_words(summary: Summary) -> list[str]:
     facts = found.facts
     sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
     lines = [
-        f"{facts.phase} of {sequences}: {found.tokens_s:,.0f} tokens a second while profiled, a step of "
+        f"{facts.phase} of {sequences}: {_rate(found.tokens_s)} tokens a second while profiled, a step of "
         f"{counted(facts.tokens, 'token')} every {_time(found.step_us)} on the {found.lane} lane"
     ]
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
-        lines[0] += f"; the GPU's work alone would allow {facts.tokens / busy * 1e6:,.0f}"
+        lines[0] += f"; the GPU's work alone would allow {_rate(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
         ridge = ridge_rows(peaks_of(summary.devices[0]))
         if ridge and rows >= ridge:
@@ -56,6 +56,11 @@ def in_words(summary: Summary) -> list[str]:
                 f"{rate / found.gb_s:.0%} of that bandwidth"
             )
     return lines
+
+
+def _rate(a_second: float) -> str:
+    """A large model on a CPU writes less than one."""
+    return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
 
 
 def _rows(summary: Summary) -> int | None:

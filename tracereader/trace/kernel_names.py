@@ -841,13 +841,13 @@ JOBS = tuple(
         (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
          r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
          r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing", "sort and scan", ""),
-        (r"attention|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+        (r"attention|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
          r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
          r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
         (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
          r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
         (r"(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
-        (r"(?<!fb)(?<!deep_)gemm|gemv|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
+        (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
          r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),

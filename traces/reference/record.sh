@@ -38,10 +38,8 @@ done <<'RUNS'
 03_simple_mlp.py --warmup
 03_simple_mlp.py --warmup --record-shapes
 03_simple_mlp.py --warmup --compile --code
-03_simple_mlp.py --warmup --compile --record-shapes
 03_kernels_mlp.py
 03_kernels_mlp.py --warmup
-03_kernels_mlp.py --warmup --record-shapes
 03_kernels_mlp.py --warmup --compile
 04_a_naive_attention.py
 04_a_naive_attention.py --warmup 0

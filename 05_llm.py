@@ -1,0 +1,111 @@
+"""Rung 5: a whole decoder of the transformers library, from 38 tokens a second towards the memory's roof.
+
+You will see 1,877 pieces of work for one token, what is left when they are one launch, and a token that
+takes little longer than reading the weights once. Each step's report names the next step's lever.
+
+  uv run 05_llm.py --warmup --layers 4                                        (a laptop, too)
+  uv run 05_llm.py --warmup
+  uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
+  uv run 05_llm.py --warmup --phase prefill --logits last
+"""
+
+from common import llm_flags
+from common.flags import answer_before_torch, parse
+from tracereader import expect
+
+
+def flags(argv=None):
+    return llm_flags.settled(parse(argv, __doc__, __file__, *llm_flags.FLAGS))
+
+
+answer_before_torch(flags, __file__)
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import record_function
+
+from common import decoder
+from common.harness import profiler, save, warm_up
+from common.lesson import lesson
+
+
+def build(args):
+    model = decoder.language_model(args)
+    prompt = torch.randint(model.config.vocab_size, (args.batch, args.prompt), device=args.device)
+    return model, prompt
+
+
+def prefilling(args, model, prompt):
+    """The step that reads the prompt: () -> logits of the last token, [batch, vocabulary]."""
+    kept = decoder.new_cache(args, model)
+    wanted = {"all": 0, "last": 1}[args.logits]  # 0 is transformers' default: every token's
+
+    def prefill():
+        cache = decoder.emptied(kept) if args.cache == "static" else decoder.new_cache(args, model)
+        return model(prompt, past_key_values=cache, logits_to_keep=wanted).logits[:, -1]
+
+    return prefill
+
+
+def decoding(args, model, text, position):
+    """The step that writes one token: () -> logits, [batch, vocabulary].
+
+    The text's tokens at `position` are the input, and the likeliest ones are written behind them.
+    """
+    cache = decoder.new_cache(args, model)
+    with torch.no_grad():
+        logits = model(text[:, : args.prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    text[:, args.prompt] = logits.argmax(-1)
+
+    def decode():
+        token = text.index_select(1, position)
+        logits = model(token, past_key_values=cache).logits[:, -1]
+        position.add_(1)
+        text.index_copy_(1, position, logits.argmax(-1, keepdim=True))
+        return logits
+
+    if args.triton:
+        return decoder.by_hand(model, cache, text, position, overlap=args.triton == "overlap")
+    return decode
+
+
+def profiled(args, model, prompt):
+    facts = {"decoding": decoder.facts(args, model)}
+    if args.merge:
+        decoder.merge(model)
+    text = F.pad(prompt, (0, llm_flags.tokens_written(args)))
+    position = torch.tensor([args.prompt], device=args.device)
+    decoder.keep_address(text, position)
+    fn = decoding(args, model, text, position) if args.phase == "decode" else prefilling(args, model, prompt)
+    if args.compile:
+        fn = torch.compile(fn, options=decoder.inductor_options(args))
+    if args.graph:
+        fn = decoder.recorded(fn)
+
+    def one_step():
+        with torch.no_grad(), record_function(args.phase):
+            return fn()
+
+    steps = warm_up(one_step, args)
+    with profiler(args) as prof:  # 01_matmul_add.py writes it out
+        for step in steps:
+            out = step()
+            prof.step()
+    if args.phase == "prefill":
+        text[:, args.prompt] = out.argmax(-1)
+    written = text[:, : int(position) + 1]
+    return save(prof, args, steps, out, facts=facts, check=lambda out: decoder.check(args, model, written, out))
+
+
+def what_we_guess(args):
+    if args.compile:
+        yield expect.compiled_rows()
+    if args.graph or args.compile in ("reduce-overhead", "max-autotune"):
+        yield expect.graph_replay_without_copies()
+    elif args.phase == "decode":
+        yield expect.regime_is("overhead-bound")
+
+
+main = lesson(flags, build, profiled, what_we_guess)
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,278 @@
+"""What the decoder rung needs of transformers: the model, its cache, the ways to attend, and the check."""
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read as it is imported
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from common.harness import TOLERANCE, best_us, relative_error
+from tracereader.command import BadInput, RunFailed
+
+# As Qwen/Qwen3-0.6B's config.json has them.
+QWEN3_0_6B = {
+    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def language_model(args) -> nn.Module:
+    """A causal language model: --model's, or one of Qwen3-0.6B's sizes with random weights. Raises BadInput."""
+    config = _config(args)
+    if args.layers:
+        if args.layers > config.num_hidden_layers:
+            raise BadInput(f"--layers {args.layers}: the model has {config.num_hidden_layers}")
+        config.num_hidden_layers = args.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: args.layers]
+    how = {"dtype": args.dtype, "attn_implementation": _attention(args)}
+    if args.model is None:
+        with args.device:
+            return transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    with _reachable(args.model):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            args.model, config=config, trust_remote_code=False, **how
+        )
+    return model.to(args.device).eval()
+
+
+def _config(args):
+    if args.model is None:
+        return transformers.Qwen3Config(**QWEN3_0_6B)
+    with _reachable(args.model):
+        return transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=False).get_text_config()
+
+
+@contextlib.contextmanager
+def _reachable(name: str) -> Iterator[None]:
+    """Turn what from_pretrained raises for a model that is not there, or is none, into BadInput."""
+    try:
+        yield
+    except Exception as problem:  # its errors have no common type
+        if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(problem):
+            raise
+        said = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise BadInput(
+            f"--model {name!s} could not be loaded ({said.rstrip('.')}): name a causal language model of the Hub "
+            "that is cached or reachable, or a folder; without --model nothing is downloaded"
+        ) from None
+
+
+def new_cache(args, model: nn.Module) -> transformers.Cache:
+    """Keys and values of every layer: room for --cache-len tokens from the start, or growing with the text."""
+    if args.cache == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=args.cache_len)
+    return transformers.DynamicCache(config=model.config)
+
+
+def emptied(cache: transformers.StaticCache) -> transformers.StaticCache:
+    """The same one, of which nothing counts as filled."""
+    if lengths := [layer.cumulative_length for layer in cache.layers if layer.is_initialized]:
+        torch._foreach_zero_(lengths)
+    return cache
+
+
+def keep_address(*tensors: torch.Tensor) -> None:
+    """Tell torch.compile that these stay where they are: a CUDA graph then changes them in place."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+
+
+def inductor_options(args) -> dict:
+    """What the mode of --compile stands for, and with --tune the settings that paid on an H200."""
+    options = dict(torch._inductor.list_mode_options(args.compile))
+    return options | ({"coordinate_descent_tuning": True} if args.tune else {})
+
+
+def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, overlap: bool) -> Callable:
+    """The decoding step in hand-written kernels; see decode_kernels.decoding(). Raises BadInput."""
+    if not isinstance(model, qwen3.Qwen3ForCausalLM):
+        raise BadInput(f"--triton knows the layers of Qwen3, and this is {type(model).__name__}")
+    from common import decode_kernels  # Triton is only where a GPU is
+
+    if not decode_kernels.fits(model.config):
+        raise BadInput("--triton: its tiles do not cover a model of these sizes")
+    return decode_kernels.decoding(model, cache, text, position, overlap)
+
+
+def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The step as one CUDA graph: called once, recorded once, and from then on replayed with one launch."""
+    with torch.no_grad():
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # what is made at the first call is no part of the graph
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+
+    def replay():
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _attention(args) -> str:
+    """What transformers calls --attention; ours are made known to it."""
+    if args.attention == "gqa":
+        AttentionInterface.register("gqa", _grouped_attention)
+        AttentionMaskInterface.register("gqa", sdpa_mask)
+    return {"flex": "flex_attention"}.get(args.attention, args.attention)
+
+
+def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **others):
+    """SDPA that is told of query heads that share a key-value head; transformers' own expands these in memory."""
+    tokens = query.shape[2]
+    causal = attention_mask is None and tokens > 1
+    if causal:  # an empty cache: nothing stands behind the tokens of this call
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def merge(model: nn.Module) -> None:
+    """One product for queries, keys and values, and one for gate and up, in every layer of a Qwen3 model.
+
+    The separate weights become views of the merged ones. Raises BadInput for another architecture.
+    """
+    if not isinstance(model, qwen3.Qwen3ForCausalLM):
+        raise BadInput(f"--merge knows the layers of Qwen3, and this is {type(model).__name__}")
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention.qkv_proj = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.forward = types.MethodType(_merged_attention, attention)
+        mlp.gate_up_proj = _joined(mlp.gate_proj, mlp.up_proj)
+        mlp.forward = types.MethodType(_merged_mlp, mlp)
+
+
+def unmerge(model: nn.Module) -> None:
+    """What transformers wrote, again."""
+    for layer in model.model.layers:
+        for module, name in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
+            delattr(module, name)
+            del module.forward
+
+
+def _joined(*linears: nn.Linear) -> nn.Linear:
+    weight = torch.cat([linear.weight for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = part
+    return joined
+
+
+def _merged_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **others):
+    shape = hidden_states.shape[:-1]
+    widths = [linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj)]
+    parts = (part.view(*shape, -1, self.head_dim) for part in self.qkv_proj(hidden_states).split(widths, dim=-1))
+    query, key, value = parts
+    query, key, value = (one.transpose(1, 2) for one in (self.q_norm(query), self.k_norm(key), value))
+    query, key = qwen3.apply_rotary_pos_emb(query, key, *position_embeddings)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, qwen3.eager_attention_forward)
+    out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **others)
+    return self.o_proj(out.reshape(*shape, -1)), None
+
+
+def _merged_mlp(self, x):
+    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(self.act_fn(gate) * up)
+
+
+def facts(args, model: nn.Module) -> dict:
+    """What a step has to read at least, in bytes, and how fast this device reads: for the report's roof.
+
+    Of a mixture of experts no bytes of weights: a step reads some experts of each layer, and no fact says which.
+    """
+    config = model.config
+    weights = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    read = sum(weight.nbytes for weight in weights.values())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if head.data_ptr() != embedding.data_ptr():
+        read -= embedding.nbytes  # of which only the rows of the tokens are read
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * kv_heads * head_dim * args.dtype.itemsize * args.batch
+    decodes = args.phase == "decode"
+    return {
+        "phase": args.phase,
+        "batch": args.batch,
+        "tokens": args.batch * (1 if decodes else args.prompt),
+        "weight_bytes": None if experts else read,
+        "cache_bytes": a_token * args.prompt if decodes else 0,
+        "cache_bytes_allocated": a_token * args.cache_len if args.cache == "static" else None,
+        "layers": config.num_hidden_layers,
+        "parameters": sum(weight.numel() for weight in weights.values()),
+        "gb_s": _bandwidth(args.device),
+    }
+
+
+def _bandwidth(device: torch.device) -> float | None:
+    """GB/s of a copy of 1 GiB, what is read and what is written counted; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / best_us(lambda: target.copy_(source), device) / 1e3
+
+
+def check(args, model: nn.Module, text: torch.Tensor, logits: torch.Tensor) -> float:
+    """Judge a run by eager's forward pass, without a cache, over all that it read and wrote; see _judge().
+
+    text: [batch, tokens], the prompt and what the run chose; logits: [batch, vocabulary], of its last choice.
+    The model is not what it was afterwards. Raises RunFailed.
+    """
+    written = text.shape[1] - args.prompt
+    if args.merge:
+        unmerge(model)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        rounded = model(text[:, :-1], use_cache=False, logits_to_keep=written).logits
+        exact = None
+        with contextlib.suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # where it does not fit
+            exact = model.float()(text[:, :-1], use_cache=False, logits_to_keep=written).logits
+        return _judge(logits, text[:, -written:], rounded.float(), exact, TOLERANCE[args.dtype])
+
+
+def _judge(logits, chosen, rounded, exact, tolerance: float) -> float:
+    """The relative error of logits; raises RunFailed where that is more than rounding, or a token is not eager's.
+
+    rounded, exact: [batch, written, vocabulary], eager's in the run's type and in fp32. Random weights make many
+    tokens nearly equally likely, and rounding decides between them. So the run's logits may be twice as far from
+    exact as rounded is, or within tolerance; and each chosen token's exact logit may be as far below the largest.
+    """
+    if exact is None:
+        exact = rounded
+    allowed = max(tolerance, 2 * relative_error(rounded[:, -1], exact[:, -1]))
+    slack = torch.maximum(tolerance * exact.abs().amax(-1), 2 * (rounded - exact).abs().amax(-1))
+    error = relative_error(logits, exact[:, -1])
+    if not error <= allowed:  # so that NaN fails too
+        raise RunFailed(
+            f"the profiled step does not compute what eager computes: relative error {error:.1e} of the logits, "
+            f"at most {allowed:.1e} is rounding; no file was written"
+        )
+    below = exact.amax(-1) - exact.gather(-1, chosen[..., None])[..., 0]
+    if not (below <= slack).all():
+        raise RunFailed(
+            f"{int((below > slack).sum())} of {below.numel()} tokens are not those that eager chooses: "
+            f"a logit is {below.max():.1e} below the largest one; no file was written"
+        )
+    return error

@@ -1,0 +1,101 @@
+"""The decoder rung's flags, and which of them go together: answered before torch is imported."""
+
+import re
+from dataclasses import replace
+
+from common.flags import HOW, flag, positive
+from tracereader.command import BadInput
+
+NEEDS_GPU = "--graph and --triton need a GPU, and this run is on the CPU"
+
+
+class ModelName(str):
+    """A model's name or folder; formatted, as a file's name can hold it."""
+
+    def __format__(self, spec: str) -> str:
+        return re.sub(r"[^\w.-]+", "-", self).strip("-.") or "model"
+
+
+FLAGS = (
+    flag("--batch", "sequences (1)", shape=True, type=positive, default=1),
+    flag("--prompt", "tokens that each of them begins with (512)", shape=True, type=positive, default=512),
+    flag("--phase", "a step writes a token, or reads the prompt (decode)", tag="{}", choices=("decode", "prefill")),
+    flag(
+        "--model",
+        "a causal language model of the Hub, or a folder (Qwen3-0.6B's sizes with random weights)",
+        tag="{}",
+        type=ModelName,
+        metavar="NAME",
+    ),
+    flag("--layers", "only the first N layers (all)", tag="layers{}", type=positive),
+    flag(
+        "--cache",
+        "for keys and values: all room at once, or growing with the text (static)",
+        tag="{}",
+        choices=("static", "dynamic"),
+    ),
+    flag("--cache-len", "tokens that a static cache has room for (1024)", tag="cache{}", type=positive, default=1024),
+    flag(
+        "--logits",
+        "of a prefill: for every token, as transformers' models do, or for the last (all)",
+        tag="{}",
+        choices=("all", "last"),
+    ),
+    flag(
+        "--attention",
+        "sdpa, eager and flex are transformers' own; gqa: SDPA that is told of shared heads (sdpa)",
+        group=HOW,
+        tag="{}",
+        choices=("sdpa", "eager", "gqa", "flex"),
+    ),
+    flag("--merge", "one product for q, k and v, and one for gate and up", group=HOW, tag="merge", action="store_true"),
+    flag("--tune", "with --compile: time variants of each kernel", group=HOW, tag="tune", action="store_true"),
+    flag(
+        "--triton",
+        "decode with hand-written kernels; MODE overlap: each begins before the one before it ends",
+        group=HOW,
+        tag="triton-{}",
+        nargs="?",
+        const="kernels",
+        choices=("kernels", "overlap"),
+        metavar="MODE",
+    ),
+    flag("--graph", "record the step into one CUDA graph, and replay it", group=HOW, tag="graph", action="store_true"),
+)
+
+
+def tokens_written(args) -> int:
+    """By one run behind the prompt: one by the prefill, one by each decoding step, one before a graph is recorded."""
+    steps = args.warmup + args.wait + args.schedule_warmup + args.active + 1
+    return 1 + (steps if args.phase == "decode" else 0)
+
+
+def settled(args):
+    """The flags of a run that is possible. Raises BadInput for flags that do not go together."""
+    tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
+    decodes = args.phase == "decode" and args.cache == "static" and args.dtype == "bf16"
+    for wrong, why in (
+        (args.tune and not args.compile, "--tune is Inductor's: add --compile"),
+        (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
+        (
+            args.graph and args.compile,
+            "--graph is for what --compile leaves: --compile reduce-overhead records its own",
+        ),
+        (args.graph and args.phase == "decode" and args.cache != "static", "--graph decodes with a static cache"),
+        (args.triton and (args.merge or args.attention != "sdpa"), "--triton has its own products and attention"),
+        (
+            args.triton and (args.batch > 1 or not decodes),
+            "--triton decodes one sequence in bf16 with a static cache, and nothing else",
+        ),
+        (args.logits == "last" and args.phase == "decode", "--logits last is for --phase prefill"),
+        (
+            args.cache == "static" and tokens > args.cache_len,
+            f"--cache-len {args.cache_len}: {tokens} tokens do not fit (the prompt, and one for each step)",
+        ),
+    ):
+        if wrong:
+            raise BadInput(why)
+    needs_gpu = args.graph or args.triton
+    if needs_gpu and args.device == "cpu":
+        raise BadInput(NEEDS_GPU)
+    return replace(args, needs_gpu=NEEDS_GPU if needs_gpu else None)  # where no device was named

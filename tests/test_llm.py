@@ -1,0 +1,258 @@
+"""Rung 5 on the CPU, by a small model of the same architecture, and on an NVIDIA GPU by the whole one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, names, only_trace
+
+import sweep
+from common.flags import tag_of
+from tracereader.command import RunFailed
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a small Qwen3 as transformers saves it: what --model takes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    where = tmp_path_factory.mktemp("small")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SMALL)).save_pretrained(where)
+    return str(where)
+
+
+@pytest.fixture
+def decode(run, folder, tmp_path, capsys):
+    """decode("--cache", "dynamic") -> the trace of the small model's run, which found eager's tokens."""
+
+    def small(*flags: str) -> dict:
+        sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu")
+        assert run("05_llm", *sizes, *flags) == 0
+        assert "matches eager: relative error" in capsys.readouterr().out
+        return only_trace(tmp_path)
+
+    return small
+
+
+def calls(document: dict, op: str) -> int:
+    return names(document, "cpu_op").count(op)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--warmup",), ("--cache", "dynamic"), ("--attention", "gqa", "--dtype", "fp32"), ("--attention", "eager"),
+        ("--merge", "--batch", "3"), ("--phase", "prefill"),
+        ("--phase", "prefill", "--cache", "dynamic", "--logits", "last", "--attention", "gqa"),
+    ],
+)  # fmt: skip
+def test_every_way_writes_eagers_tokens(decode, flags):
+    document = decode(*flags)
+    phase = "prefill" if "prefill" in flags else "decode"
+    assert names(document, "user_annotation").count(phase) == 3
+
+
+def test_merged_and_compiled_matches_eager(decode):
+    document = decode("--merge", "--compile", "--warmup")  # products of qkv, o, gate and up, down; and the head
+    assert calls(document, "aten::mm") == 3 * (4 * SMALL["num_hidden_layers"] + 1)
+
+
+def test_the_trace_holds_what_a_step_reads(decode):
+    facts = decode("--batch", "3")["lesson"]["facts"]["decoding"]
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16  # q, k, v; o; gate, up, down; norms
+    parameters = 320 * 64 + 2 * layer + 64
+    a_token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, head_dim, bytes
+    assert facts == {
+        "phase": "decode", "batch": 3, "tokens": 3, "layers": 2, "parameters": parameters,
+        "weight_bytes": 2 * parameters, "cache_bytes": 3 * 24 * a_token, "cache_bytes_allocated": 3 * 48 * a_token,
+        "gb_s": None,
+    }  # fmt: skip
+
+
+def test_a_prefill_can_leave_out_the_logits_that_nobody_asked_for(decode, tmp_path):
+    def widest(document):
+        shapes = [e["args"]["Input Dims"] for e in document["traceEvents"] if e["name"] == "aten::mm"]
+        return max(dims[0][0] for dims in shapes if dims[1][1] == SMALL["vocab_size"])
+
+    flags = ("--phase", "prefill", "--record-shapes", "--active", "1")
+    assert widest(decode(*flags)) == 24
+    next(tmp_path.rglob("*.json")).unlink()
+    assert widest(decode(*flags, "--logits", "last")) == 1
+
+
+@pytest.mark.parametrize(("kind", "machine"), [("cpu", "cpu"), ("gpu", "nvidia-h200")])
+def test_the_reference_traces_are_those_of_the_list(scripts, kind, machine):
+    runs = re.findall(rf"^{kind} 05_llm.py (.*)$", (ROOT / "traces/reference/record_llm.sh").read_text(), re.M)
+    wanted = {f"{tag_of(scripts['05_llm'].flags(flags.split()))}.json.gz" for flags in runs}
+    assert wanted == {file.name for file in (ROOT / f"traces/reference/{machine}/05_llm").glob("*.json.gz")}
+
+
+def logits(*, batch=2, written=3, vocabulary=50):
+    torch.manual_seed(0)
+    exact = torch.randn(batch, written, vocabulary)
+    rounded = exact + 1e-3 * torch.randn_like(exact)
+    return exact, rounded
+
+
+def test_a_wrong_token_or_wrong_logits_fail_the_run():
+    from common.decoder import _judge
+
+    exact, rounded = logits()
+    chosen = exact.argmax(-1)
+    assert 0 < _judge(exact[:, -1] + 1e-3, chosen, rounded, exact, 2e-2) < 2e-3
+    with pytest.raises(RunFailed, match="1 of 6 tokens"):
+        wrong = chosen.clone()
+        wrong[1, 0] = exact[1, 0].argmin()
+        _judge(exact[:, -1], wrong, rounded, exact, 2e-2)
+    for computed in (exact[:, 0], exact[:, -1] * 1.1, torch.full_like(exact[:, 0], float("nan"))):
+        with pytest.raises(RunFailed, match="relative error"):
+            _judge(computed, chosen, rounded, exact, 2e-2)
+
+
+def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
+    from common.decoder import _judge
+
+    exact, rounded = logits()
+    best, second = exact[0, 1].topk(2).indices
+    exact[0, 1, second] = exact[0, 1, best] - 1e-4
+    chosen = exact.argmax(-1)
+    chosen[0, 1] = second
+    assert _judge(exact[:, -1], chosen, rounded, exact, 2e-2) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model nobody/has-this", "could not be loaded"),
+        ("--model /", "could not be loaded"),
+        ("--layers 29", "the model has 28"),
+        ("--prompt 1020", "1027 tokens do not fit"),
+        ("--phase prefill --prompt 1025", "1025 tokens do not fit"),
+        ("--tune", "add --compile"),
+        ("--triton --compile", "choose one"),
+        ("--triton --batch 2", "one sequence"),
+        ("--graph --compile", "records its own"),
+        ("--logits last", "--phase prefill"),
+        ("--graph --device cpu", "need a GPU"),
+        ("--triton --device cpu", "need a GPU"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(run, capsys, tmp_path, monkeypatch, flags, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("05_llm", *flags.split()) == 2
+    screen = capsys.readouterr()
+    assert screen.out == ""
+    assert said in screen.err
+    assert screen.err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_merge_and_by_hand_know_one_architecture_only():
+    from common.decoder import by_hand, merge
+    from tracereader.command import BadInput
+
+    other = torch.nn.Linear(1, 1)
+    for call in (lambda: merge(other), lambda: by_hand(other, None, None, None, False)):
+        with pytest.raises(BadInput, match="this is Linear"):
+            call()
+
+
+def test_a_mixture_of_experts_has_no_bytes_of_weights_a_step():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from common.decoder import facts
+
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **SMALL}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    args = SimpleNamespace(
+        phase="decode", batch=1, prompt=8, cache="static", cache_len=16, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert facts(args, model)["weight_bytes"] is None
+
+
+def test_hand_written_kernels_in_tritons_interpreter(folder):
+    """In a process of its own: Triton decides as it is imported whether it interprets."""
+    pytest.importorskip("triton")
+    program = [sys.executable, str(ROOT / "tests/interpreted_kernels.py"), folder]
+    done = subprocess.run(program, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{prompt}: eager's tokens" for prompt in (1, 15, 16, 33, 1030)]
+
+
+WHOLE = ("--warmup", "--layers", "3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("flags", "a_layer"),
+    [(("--graph",), None), (("--triton", "--graph"), 6), (("--triton", "overlap", "--graph"), 6), (("--triton",), 6)],
+)
+def test_hand_written_kernels_write_eagers_tokens(run, tmp_path, capsys, flags, a_layer):
+    assert run("05_llm", *WHOLE, *flags) == 0
+    assert "matches eager: relative error" in capsys.readouterr().out
+    document = only_trace(tmp_path)
+    kernels = names(document, "kernel")
+    if a_layer:
+        assert len(kernels) == 3 * (a_layer * 3 + 2), "the layers', the head and the choice"
+    if "--graph" in flags:
+        assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
+    assert json.dumps(document["lesson"]["facts"]["decoding"]["gb_s"]) > "1000"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prompt", ["1", "31", "32", "33", "900"])
+def test_attention_over_the_filled_part_is_right_at_every_length(run, capsys, prompt):
+    assert run("05_llm", *WHOLE, "--triton", "overlap", "--graph", "--prompt", prompt) == 0
+    assert "matches eager" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [("--merge", "--batch", "3"), ("--attention", "gqa")])
+def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
+    assert run("05_llm", *WHOLE, "--compile", "reduce-overhead", *flags) == 0
+    assert "matches eager" in capsys.readouterr().out
+    document = only_trace(tmp_path)
+    assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
+
+
+def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(folder, tmp_path, capsys, compile_afresh):
+    sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu", "--out", str(tmp_path))
+    assert sweep.main([str(ROOT / "05_llm.py"), "--batch", "1", "4", *sizes]) == 0
+    screen = capsys.readouterr().out
+    table = screen[screen.index("tokens a second") :].splitlines()
+    rates = {line.split()[0]: [float(word.replace(",", "")) for word in line.split()[1:]] for line in table[1:3]}
+    for file in tmp_path.rglob("*.json"):
+        steps = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"].startswith("ProfilerStep#")]
+        starts = sorted({e["ts"] for e in steps})
+        apart = median(after - before for before, after in pairwise(starts))
+        batch = file.name.split("x")[0]
+        assert rates[batch][0] == pytest.approx(int(batch) / apart * 1e6, abs=1)
+    assert rates["4"][1] > 2 * rates["1"][1], "weights are read once for all"
+    assert rates["4"][2] == pytest.approx(rates["1"][2], rel=0.01, abs=1)
+    assert next(tmp_path.rglob("*.png")).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("cache", "said"), [(0, "up to a batch of about 200,"), (10**9, "at any batch")])
+def test_where_decoding_turns_compute_bound(capsys, cache, said):
+    """1 GB of weights at 1 TB/s take 1 ms, and a token's 1 GFLOP at 200 TFLOP/s 5 µs: 200 tokens take 1 ms."""
+    from tracereader.figures.decoding import Decoding, Facts
+
+    facts = Facts("decode", batch=1, tokens=1, weight_bytes=10**9, cache_bytes=cache, parameters=500_000_000)
+    found = Decoding(facts, step_us=2000.0, lane="GPU", tokens_s=500.0, gb_s=None, measured=False, read_us=None)
+    point = sweep.Point(1, 1.0, 1.0, "", None, None, None, None, decoding=found)
+    assert sweep.decodes([point])
+    sweep.show_decoding("batch", [point], sweep.Roof(200, "a product"), sweep.Roof(1000, "a copy"))
+    assert said in capsys.readouterr().out
