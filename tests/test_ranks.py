@@ -231,7 +231,8 @@ def test_a_missing_rank_is_said(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "2 of 3 ranks" in shown and "not here: rank 2" in shown
     assert "last of those read in 113 of 114 collectives" in shown
-    assert as_json(capsys, zero, one)["missing"] == [2]
+    short = as_json(capsys, zero, one, "--only", "short")
+    assert short["missing"] == [2] and short["straggler"] == 0 and not {"ranks", "matched", "kinds"} & set(short)
 
 
 @pytest.mark.parametrize("packed", [False, True])

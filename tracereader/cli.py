@@ -102,7 +102,7 @@ def _as_ranks(args) -> bool:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary))
+        print(ranks.as_json(summary, view))
     else:
         ranks.explain(summary, traces, view)
     if args.open:
