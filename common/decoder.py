@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from common import screen
 from common.harness import TOLERANCE, best_us, relative_error
 from tracereader.command import BadInput, RunFailed
 
@@ -58,7 +59,8 @@ def _config(args):
 def _reachable(name: str) -> Iterator[None]:
     """Turn what from_pretrained raises for a model that is not there, or is none, into BadInput."""
     try:
-        yield
+        with screen.status(f"looking for {name!s} …"):  # the Hub out of reach is asked again for half a minute
+            yield
     except Exception as problem:  # its errors have no common type
         if isinstance(problem, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(problem):
             raise

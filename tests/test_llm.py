@@ -151,7 +151,7 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(run, capsys, tmp_path, monkeypatch, flags, said):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it tries again for twenty seconds
     assert run("05_llm", *flags.split()) == 2
     screen = capsys.readouterr()
     assert screen.out == ""
@@ -189,7 +189,7 @@ def test_hand_written_kernels_in_tritons_interpreter(folder):
     program = [sys.executable, str(ROOT / "tests/interpreted_kernels.py"), folder]
     done = subprocess.run(program, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{prompt}: eager's tokens" for prompt in (1, 15, 16, 33, 1030)]
+    assert done.stdout.splitlines() == [f"{prompt}: eager's tokens" for prompt in (15, 32, 1030)]
 
 
 WHOLE = ("--warmup", "--layers", "3")
@@ -209,7 +209,7 @@ def test_hand_written_kernels_write_eagers_tokens(run, tmp_path, capsys, flags, 
         assert len(kernels) == 3 * (a_layer * 3 + 2), "the layers', the head and the choice"
     if "--graph" in flags:
         assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
-    assert json.dumps(document["lesson"]["facts"]["decoding"]["gb_s"]) > "1000"
+    assert document["lesson"]["facts"]["decoding"]["gb_s"] > 1000
 
 
 @pytest.mark.gpu
@@ -228,7 +228,10 @@ def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
     assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
 
 
-def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(folder, tmp_path, capsys, compile_afresh):
+def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
+    folder, tmp_path, capsys, compile_afresh, monkeypatch
+):  # fmt: skip
+    monkeypatch.setattr(sweep, "roofs", lambda *_: (sweep.Roof(0.1, "a product"), sweep.Roof(10, "a copy")))
     sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu", "--out", str(tmp_path))
     assert sweep.main([str(ROOT / "05_llm.py"), "--batch", "1", "4", *sizes]) == 0
     screen = capsys.readouterr().out
@@ -239,9 +242,11 @@ def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(folder, tm
         starts = sorted({e["ts"] for e in steps})
         apart = median(after - before for before, after in pairwise(starts))
         batch = file.name.split("x")[0]
-        assert rates[batch][0] == pytest.approx(int(batch) / apart * 1e6, abs=1)
-    assert rates["4"][1] > 2 * rates["1"][1], "weights are read once for all"
-    assert rates["4"][2] == pytest.approx(rates["1"][2], rel=0.01, abs=1)
+        assert rates[batch][0] == pytest.approx(int(batch) / apart * 1e6, abs=0.1)
+        facts = json.loads(file.read_text())["lesson"]["facts"]["decoding"]
+        reading = int(batch) / ((facts["weight_bytes"] + facts["cache_bytes"]) / 10e9)
+        multiplying = 0.1e12 / (2 * facts["parameters"])
+        assert rates[batch][1:] == pytest.approx([reading, multiplying], abs=0.1)
     assert next(tmp_path.rglob("*.png")).read_bytes().startswith(b"\x89PNG")
 
 
