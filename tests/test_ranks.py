@@ -12,7 +12,7 @@ from tracereader import cli
 from tracereader.figures import reading
 from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
-from tracereader.show.report import View
+from tracereader.show.view import View
 
 FOLDER = ROOT / "tests/traces/ranks"
 

@@ -13,8 +13,9 @@ from tracereader.figures.ranks import RankFigures, RanksSummary, RankTrace, join
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.show import lanes
-from tracereader.show.report import View, lane_glyphs, lanes_wanted
+from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, size, time
+from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
 
