@@ -209,7 +209,9 @@ def _first_line(problem: BaseException) -> str:
 def _lifelines(here: Place, store, within_s: float) -> dict[int, socket.socket]:
     """The connections of this rank, once every rank has started: rank 0's to all others, or the one to rank 0."""
     if here.rank == 0:
-        listening = socket.create_server(("", 0), backlog=here.world_size)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listening = socket.create_server(("", 0), family=family, backlog=here.world_size, dualstack_ipv6=both)
         store.set("lifeline", str(listening.getsockname()[1]))
     _all_started(store, here, within_s)
     try:

@@ -13,6 +13,7 @@ from common.memory import build_unfilled, within_memory
 from common.publish import require_writable
 from tracereader.command import BadInput, command
 from tracereader.show.text import console, seconds, shown_path, size
+from tracereader.show.view import View
 
 
 def lesson(
@@ -37,7 +38,7 @@ def lesson(
         from tracereader.show import report  # here, so that nothing of it weighs on the run
 
         _header(run)
-        view = report.View.of(args, brief=True)
+        view = View.of(args, brief=True)
         if run.ranks:
             _explain_ranks(run, view, args.open)
             return

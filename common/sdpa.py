@@ -52,7 +52,7 @@ def refuse_scores(args, itemsize: int | None = None) -> None:
         raise BadInput(
             f"the [{args.batch}, {args.heads}, {args.seq}, {args.seq}] scores are {size(needed)}"
             f"{'' if args.compile else ', twice over'}, and {size(free)} are free here: make them smaller, or take a "
-            "fused backend, which does not need them (04_c_sdpa_attention.py --backend flash)"
+            "fused backend, which does not need them"
         )
 
 

@@ -29,7 +29,7 @@ from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, summarize  # noqa: E402
 from tracereader.findings import cheatsheet  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
-from tracereader.show.report import guesses_of  # noqa: E402
+from tracereader.show.guesses import guesses_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
 REFERENCE = ROOT / "traces/reference"

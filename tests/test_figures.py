@@ -15,7 +15,7 @@ from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings.steps import waits_for
-from tracereader.show.report import guesses_of
+from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -7,6 +7,7 @@ from references import ROOT
 from rich.cells import cell_len
 
 from tracereader.show import report
+from tracereader.show.view import View
 
 # What common/lesson.py prints around it: title, first call, the two files.
 AROUND = 4
@@ -19,7 +20,7 @@ def screen(capsys, monkeypatch):
 
     def shown(trace):
         monkeypatch.setenv("COLUMNS", "80")
-        report.explain_file(trace, report.View(brief=True, lanes=True))
+        report.explain_file(trace, View(brief=True, lanes=True))
         lines = capsys.readouterr().out.splitlines()
         return lines, AROUND + sum(max(1, math.ceil(cell_len(line) / 80)) for line in lines)
 

@@ -12,7 +12,7 @@ from tracereader import cli
 from tracereader.figures import reading
 from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
-from tracereader.show.report import View
+from tracereader.show.view import View
 
 FOLDER = ROOT / "tests/traces/ranks"
 
@@ -231,7 +231,8 @@ def test_a_missing_rank_is_said(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "2 of 3 ranks" in shown and "not here: rank 2" in shown
     assert "last of those read in 113 of 114 collectives" in shown
-    assert as_json(capsys, zero, one)["missing"] == [2]
+    short = as_json(capsys, zero, one, "--only", "short")
+    assert short["missing"] == [2] and short["straggler"] == 0 and not {"ranks", "matched", "kinds"} & set(short)
 
 
 @pytest.mark.parametrize("packed", [False, True])

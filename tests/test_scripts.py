@@ -269,12 +269,13 @@ def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
     """What a script says of its trace, it says of the file later, too, and read-trace has its figures and guesses."""
     from tracereader import cli
     from tracereader.show import report
+    from tracereader.show.view import View
 
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
     _title, _costs, *said, _trace, _table = capsys.readouterr().out.splitlines()
     *command, trace, every = said[-1].removeprefix("more: ").split()
     assert command == ["uv", "run", "read-trace"]
-    report.explain_file(Path(trace), report.View(brief=True))
+    report.explain_file(Path(trace), View(brief=True))
     assert capsys.readouterr().out.splitlines() == said and len(said) > 15
     assert cli.main([trace, every]) == 0
     later = capsys.readouterr().out

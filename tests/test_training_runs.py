@@ -17,7 +17,7 @@ from conftest import ROOT, names, only_trace
 from common import harness
 from common.flags import tag_of
 from tracereader.figures import summarize
-from tracereader.show.report import guesses_of
+from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
 
 TINY = ("--layers", "2", "--dim", "16", "--seq", "8", "--dtype", "fp32")

@@ -61,9 +61,11 @@ def main(argv=None):
     # Here, so that --help and refusals are there at once; and each only where it is used: a tenth of a
     # second is a third of what reading a trace of 10 MB takes.
     from tracereader.show import report
+    from tracereader.show.guesses import guesses_of
+    from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    view = report.View.of(args)
+    view = View.of(args)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     read = [report.opened(path, view, args.limit or DEFAULT_LIMIT) for path in args.traces]
@@ -71,7 +73,7 @@ def main(argv=None):
     if args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(trace, summary, report.guesses_of(trace), view))
+        print(as_json(trace, summary, guesses_of(trace), view))
     elif len(read) == 1:
         report.explain(trace, summary, view)
     else:
@@ -92,17 +94,18 @@ def _as_ranks(args) -> bool:
         return False
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
-    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.show import merged, perfetto, ranks
+    from tracereader.show.view import View
     from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    view = report.View.of(args)
+    view = View.of(args)
     found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, forced=args.ranks)
     if found is None:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary))
+        print(ranks.as_json(summary, view))
     else:
         ranks.explain(summary, traces, view)
     if args.open:

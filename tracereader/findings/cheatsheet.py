@@ -128,7 +128,10 @@ PATTERNS = (
 )  # fmt: skip
 
 
-def found(summary: Summary) -> list[tuple[Pattern, Verdict]]:
+Shown = tuple[Pattern, Verdict]
+
+
+def found(summary: Summary) -> list[Shown]:
     """The patterns that a trace shows: those with a cost first, the costliest before the others."""
     verdicts = [(pattern, pattern.finding.ask(summary)) for pattern in PATTERNS]
     return sorted((one for one in verdicts if one[1].holds), key=lambda one: -(one[1].cost_us or 0))
@@ -138,7 +141,7 @@ def found(summary: Summary) -> list[tuple[Pattern, Verdict]]:
 WORTH_TELLING = 0.05
 
 
-def costliest(summary: Summary, shown: Sequence[tuple[Pattern, Verdict]]) -> list[tuple[Pattern, Verdict]]:
+def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
     """Of the patterns found the one or two that cost a step most."""
     step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
     return [one for one in shown if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]

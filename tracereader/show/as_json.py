@@ -11,7 +11,7 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Finding
-from tracereader.show.report import View
+from tracereader.show.view import View
 from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.

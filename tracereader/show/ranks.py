@@ -13,8 +13,9 @@ from tracereader.figures.ranks import RankFigures, RanksSummary, RankTrace, join
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted
 from tracereader.show import lanes
-from tracereader.show.report import View, lane_glyphs, lanes_wanted
+from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, size, time
+from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
 
@@ -48,13 +49,23 @@ def opened(
     return summary, kept
 
 
-def as_json(summary: RanksSummary) -> str:
+# What of the summary each section is made of; the rest is always there.
+SECTION_KEYS = {
+    "short": ("in_short", "straggler"), "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "kinds"),
+}  # fmt: skip
+
+
+def as_json(summary: RanksSummary, view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks."""
     document = msgspec.to_builtins(summary)
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
     document["in_short"] = findings.sentences(summary)
+    if view.only:
+        wanted = {key for section in view.only for key in SECTION_KEYS.get(section, ())}
+        left_out = {key for keys in SECTION_KEYS.values() for key in keys} - wanted
+        document = {key: value for key, value in document.items() if key not in left_out}
     return json.dumps(document, indent=1)
 
 
@@ -106,7 +117,8 @@ def notes(summary: RanksSummary) -> list[str]:
     """What is missing, was left out, or could not be matched; and how far the clocks can be trusted."""
     found = []
     if summary.missing:
-        found.append(f"not here: rank {_numbers(summary.missing)}: who waits for them is not known")
+        missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
+        found.append(f"not here: {missing}: who waits for them is not known")
     found += [f"left out: {shown_path(Path(path))}: {why}" for path, why in list(summary.not_read.items())[:5]]
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
@@ -120,7 +132,8 @@ def notes(summary: RanksSummary) -> list[str]:
         found.append(f"not matched: {pieces} of communication; the traces do not tell the collective or its group")
     clocks = summary.clocks
     if clocks.not_aligned:
-        found.append(f"not matched: rank {_numbers(clocks.not_aligned)}, whose host's clock no collective ties to ours")
+        apart = _numbers(clocks.not_aligned, len(clocks.not_aligned))
+        found.append(f"not matched: {apart}, whose host's clock no collective ties to ours")
     if clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
         whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
@@ -133,8 +146,10 @@ def notes(summary: RanksSummary) -> list[str]:
     return found
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _numbers(ranks: Sequence[int], count: int) -> str:
+    """The first of `count` ranks by number."""
+    more = f" and {count - 8:,} more" if count > 8 else ""
+    return f"rank{'s' * (count > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _shown(summary: RanksSummary, view: View) -> list[RankFigures]:

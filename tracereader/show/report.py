@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,16 +12,13 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu_work import CpuWork
-from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.layers import layer_names
-from tracereader.figures.repeats import repeated_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
-from tracereader.figures.summary import Call
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
-from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
-from tracereader.show import lanes, references, repeats, training
+from tracereader.findings.finding import counted
+from tracereader.show import chain, guesses, lanes, repeats, training, work
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -35,19 +32,18 @@ from tracereader.show.text import (
     percent,
     plain,
     print_columns,
-    rate,
     seconds,
     shown_path,
     size,
     time,
     us,
 )
+from tracereader.show.view import FAMILY_WORDS, View, and_more
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
-from tracereader.trace.kernel_names import KernelName, labels, short
+from tracereader.trace.kernel_names import labels, short
 
 STEPS_SHOWN = 8
-LINES_SHOWN = 24
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
@@ -56,44 +52,8 @@ LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
 # Left out, the first one first, where even the least of every table is too long.
 LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
-NAMES_SHOWN = 5
 PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
-# What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
-MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
-
-
-Shown = tuple[cheatsheet.Pattern, Verdict]
-
-
-@dataclass(frozen=True)
-class View:
-    """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
-
-    all: every section and row. brief: what a numbered script shows of its own run. share: of the rows that a table
-    shows where there is room.
-    """
-
-    only: Sequence[str] | None = None
-    step: int | None = None
-    lanes: bool = False  # drawn at a terminal anyway
-    all: bool = False
-    brief: bool = False
-    share: float = 1.0
-
-    @classmethod
-    def of(cls, args, brief: bool = False) -> "View":
-        return cls(args.only, args.step, args.lanes, args.all, brief)
-
-    def shows(self, section: str) -> bool:
-        if self.only is not None:
-            return section in self.only
-        return self.all or not self.brief or section in BRIEF
-
-    def most(self, rows: int) -> int | None:
-        """How many rows of something to show; None: all."""
-        return None if self.all else max(1, round(rows * self.share))
 
 
 def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
@@ -115,12 +75,6 @@ def chosen_step(trace: Trace, number: int | None) -> Step | None:
             return step
     held = f"{trace.steps[0].name} to {trace.steps[-1].name}" if trace.has_steps else "no steps"
     raise BadInput(f"--step {number}: the trace holds {held}")
-
-
-def guesses_of(trace: Trace) -> list[Finding]:
-    """What the numbered script that made this trace guessed, as far as this version can read it."""
-    records = trace.lesson.guesses if trace.lesson else ()
-    return [guess for record in records if (guess := expect.from_record(record))]
 
 
 def explain_file(path: Path, view: View) -> None:
@@ -153,8 +107,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         wanted.discard("repeats")
     if not training.tells(summary):
         wanted.discard("training")
-    guesses = guesses_of(trace)
-    if not guesses:
+    guessed = guesses.guesses_of(trace)
+    if not guessed:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # drawn; and a guess speaks of the first one
@@ -164,7 +118,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     sections: dict[str, Callable[[View], None]] = {
         "short": lambda view: _in_short(out, summary, found, view),
         "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
-        "guesses": lambda view: _verdicts(out, guesses, summary, view),
+        "guesses": lambda view: guesses.show(out, guessed, summary, view),
         "steps": lambda view: _steps(out, summary, view),
         "lanes": lambda view: _lanes(out, trace, summary),
         "gpu": lambda view: _gpu_time(out, summary, view),
@@ -172,13 +126,13 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "repeats": lambda view: repeats.table(out, summary),
         "kernels": lambda view: _kernels(out, summary, view),
         "cpu": lambda view: _cpu(out, summary, view),
-        "work": lambda view: _gpu_work(out, summary, view),
-        "names": lambda view: _names(out, summary, view),
+        "work": lambda view: work.show(out, summary, view),
+        "names": lambda view: work.names(out, summary, view),
         "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
         "series": lambda view: series_of.show(
             out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
         ),
-        "chain": lambda view: _chain(out, summary, view),
+        "chain": lambda view: chain.show(out, summary, view),
         "patterns": lambda view: _patterns(out, summary, found, view),
     }
 
@@ -258,7 +212,7 @@ def _step_time(summary: Summary) -> str:
     return f"{time(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
 
 
-def _in_short(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
+def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
     word, figures = steps.waiting(summary)
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
@@ -303,9 +257,6 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     return lines
 
 
-FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
-
-
 def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     """The window's time, adding up; then the same by family of kernel."""
     gpu, window = summary.gpu, summary.window_us
@@ -331,7 +282,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if shown:
             rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
             print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
-            _and_more(out, len(places), len(rows))
+            and_more(out, len(places), len(rows))
     if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
         return  # the answer has the families already
     out.print()
@@ -340,7 +291,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
     print_columns(out, ("by family", "µs", "share", "pieces"), families)
-    _and_more(out, len(summary.families), len(families))
+    and_more(out, len(summary.families), len(families))
 
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
@@ -361,7 +312,7 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
     ]
     heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
     print_columns(out, heads, rows, left=(0, 1), section="kernels")
-    _and_more(out, len(summary.kernels), len(rows))
+    and_more(out, len(summary.kernels), len(rows))
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
@@ -374,7 +325,7 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         ]
         if rows:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
-            _and_more(out, len(ordered), len(rows))
+            and_more(out, len(ordered), len(rows))
     for line in dict.fromkeys(_rates(one) for one in sorted(summary.cpu_work, key=lambda one: -one.us)):
         if line:
             paragraph(out, plain(line), rest="  ")
@@ -391,11 +342,6 @@ def _rates(one: CpuWork) -> str:
             f"{one.tflops * 1e3:,.1f} GFLOP/s"
         )
     return f"{name}: {size(one.bytes_moved)} moved at {one.gb_s:,.1f} GB/s" if one.gb_s else ""
-
-
-def _and_more(out: Console, count: int, shown: int) -> None:
-    if count > shown:
-        out.print(f"… and {count - shown:,} more")
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:
@@ -452,170 +398,7 @@ def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
 
-def _gpu_work(out: Console, summary: Summary, view: View) -> None:
-    """Piece by piece; what repeats is shown once unless all is asked for."""
-    folded = not view.all and bool(repeats.told(summary))
-    listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
-    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
-    named = labels([one.work.name for one in shown if one.work], 60)
-    rows = []
-    for row in shown:
-        if one := row.work:
-            rows.append(
-                (
-                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
-                    Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
-                    us(one.us),
-                    f"{us(one.low_us)}–{us(one.high_us)}",
-                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-                    _footprint(one),
-                )
-            )
-        else:
-            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
-    heads = (
-        f"GPU work of one step ({summary.chosen.number})",
-        "from",
-        "median µs" if len(summary.steps) > 1 else "µs",
-        "range",
-        "launched by",
-        "regs, shared, grid x block",
-    )
-    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
-    _and_more(out, len(listed), len(rows))
-
-
-def _footprint(one: GpuWork) -> str:
-    if one.kind != "kernel" or None in (one.registers, one.shared_memory, one.grid, one.block):
-        return ""
-    grid, block = ("·".join(str(n) for n in dim if n != 1) or "1" for dim in (one.grid, one.block))
-    return f"{one.registers}, {one.shared_memory / 1024:.0f} KB, {grid} x {block}"
-
-
-def _names(out: Console, summary: Summary, view: View) -> None:
-    said: dict[str, list[GpuWork]] = {}
-    for one in sorted(summary.gpu_work, key=lambda one: -one.us):
-        said.setdefault(one.name, []).append(one)
-    out.print(head("what the names say", "names"))
-    for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
-        says = KernelName(same[0].family, same[0].maker, same[0].name_says)
-        layers = list(dict.fromkeys(one.layer for one in same if one.layer))
-        out.print(f"  {plain(short(name, out.width - 4))}")
-        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
-        paragraph(out, plain(told), " " * 6, " " * 6)
-    _and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
-
-
-def _measured(same: Sequence[GpuWork]) -> list[str]:
-    """Sizes and rates, where the trace has what they are made of; one entry for each distinct size."""
-    found = {}
-    for one in same:
-        if shape := one.product:
-            batch = f"{shape.batch} x " if shape.batch > 1 else ""
-            found[shape] = f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP" + (
-                f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
-            )
-        elif heads := one.attention:
-            found[heads] = (
-                f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-                + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
-            )
-        elif conv := one.convolution:
-            found[(*conv.data, *conv.filter)] = (
-                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
-                f"{conv.flops / 1e9:,.1f} GFLOP"
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
-            )
-        elif one.bytes_moved and one.gb_s:
-            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
-    return list(found.values())
-
-
-# How attention's FLOPs are counted, by what is known of its mask.
-MASKS = {True: "causal", False: "not causal", None: "without a mask"}
-
-
-def _occupancy(one: GpuWork) -> list[str]:
-    found = one.occupancy
-    if found is None:
-        return []
-    told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    if found.not_estimated:
-        told = " (the profiler's 0% is no estimate)"
-    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
-    limit = f"{found.limit:.1%}".replace(".0%", "%")
-    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
-
-
-def _of_roof(one: GpuWork) -> str:
-    roofs = {"compute": "the data sheet's arithmetic peak", "memory": "the data sheet's memory bandwidth"}
-    return f", {one.of_roof:.0%} of {roofs[one.roof]}" if one.roof else ""
-
-
-def _chain(out: Console, summary: Summary, view: View) -> None:
-    """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
-    folded = not view.all and len(summary.chain) > LINES_SHOWN
-    step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(head(f"dispatch chain of {step}{', into what takes longest' * folded}", "chain"))
-    if folded:
-        _folded_chain(out, summary.chain, 0, len(summary.chain))
-        return
-    for call in summary.chain:
-        line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
-        if call.layer:
-            line += f"  {plain(call.layer)}"
-        if call.launched:
-            names = " + ".join(short(name, 48) for name in call.launched[:4])
-            more = f" + {len(call.launched) - 4} more" if len(call.launched) > 4 else ""
-            line += f"  → {plain(names)}{more}"
-        elif summary.has_gpu_work and call.kind == "op" and not call.reaches_gpu:
-            line += "  · no GPU work"
-        out.print(line)
-
-
-def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
-    """The calls side by side at one depth, by name; then the same inside the longest of the costliest name."""
-    for _ in range(DEPTHS_SHOWN):
-        if start >= end:
-            return
-        depth = chain[start].depth
-        calls = [index for index in range(start, end) if chain[index].depth == depth]
-        if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
-            calls, end = _median_stretch(out, chain, calls, end, found)
-        by_name: dict[str, list[int]] = {}
-        for index in calls:
-            by_name.setdefault(chain[index].name, []).append(index)
-        costliest = sorted(by_name.items(), key=lambda item: -sum(chain[index].us for index in item[1]))
-        for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
-            total = sum(chain[index].us for index in same)
-            times = f"{len(same):,} x " if len(same) > 1 else ""
-            layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
-            named = f"  {plain(', '.join(layers))}" if layers else ""
-            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}")
-        longest = max(costliest[0][1], key=lambda index: chain[index].us)
-        start, end = longest + 1, next((i for i in calls if i > longest), end)
-
-
-def _median_stretch(
-    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int]
-) -> tuple[list[int], int]:
-    """Say that calls repeat; those of the stretch with the median time, and where it ends."""
-    first, length, times = found
-    stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
-    each = [sum(chain[index].us for index in stretch) for stretch in stretches]
-    middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
-    kept = stretches[middle]
-    indent = "  " * (chain[calls[0]].depth + 1)
-    out.print(f"{indent}{times} x the same {length:,} calls  [dim]{us(sum(each))} µs[/dim], in one of them")
-    return kept, next((index for index in calls if index > kept[-1]), end)
-
-
-CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
-
-
-def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View) -> None:
+def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
     roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
     explained = view.all or view.only or roomy
@@ -625,58 +408,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[Shown], view: View
         out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
         if explained:
             out.print(f"      {plain(pattern.means)}")
-    _and_more(out, len(found), len(shown))
-
-
-def _verdicts(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
-    answers = [(guess, guess.ask(summary)) for guess in guesses]
-    told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
-    brief = (view.brief or view.share < 1) and not (view.all or view.only)
-    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
-    for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
-        if brief and verdict.holds is not False:
-            continue
-        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
-            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
-        if verdict.why_not and not verdict.holds:
-            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
-    if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
-
-
-def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
-    """How many guesses the trace bears out."""
-    holds = [verdict.holds for _, verdict in answers]
-    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
-    broken = "; not these:" if False in holds else ""
-    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
-
-
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
-    """What the reference trace of a GPU answers, where a run on the CPU cannot."""
-    reference = references.of(Path(summary.trace), GPU_REFERENCE)
-    if reference is None:
-        out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
-        return
-    gpu = summarize(read(reference))
-    answers = [(guess, guess.ask(gpu)) for guess in guesses]
-    where = f"{plain(gpu.devices[0])}, by its reference trace"
-    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
-    if brief:
-        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
-    else:
-        out.print(f"{line} {plain(shown_path(reference))}:")
-    for guess, verdict in answers:
-        if brief and verdict.holds is not False:
-            continue
-        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if not verdict.holds:
-            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
-
-
-GPU_REFERENCE = "nvidia-h200"
+    and_more(out, len(found), len(shown))
 
 
 def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:
@@ -690,5 +422,5 @@ def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:
         guess = expect.from_record(record)
         verdict = guess.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
-        out.print(f"  {MARKS[right]}  {plain(guess.text)}")
+        out.print(f"  {guesses.MARKS[right]}  {plain(guess.text)}")
         out.print(f"       you: {words[said]}; the trace: {words[verdict.holds]}, {plain(verdict.evidence)}")

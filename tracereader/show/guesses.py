@@ -1,0 +1,71 @@
+"""A numbered script's guesses and the reader's own, against the trace."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tracereader import expect
+from tracereader.figures import Summary, summarize
+from tracereader.findings.finding import NO_GPU, Finding, Verdict
+from tracereader.show import references
+from tracereader.show.text import head, paragraph, plain, shown_path
+from tracereader.show.view import View
+from tracereader.trace import Trace, read
+
+GPU_REFERENCE = "nvidia-h200"
+MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+
+
+def guesses_of(trace: Trace) -> list[Finding]:
+    """What the numbered script that made this trace guessed, as far as this version can read it."""
+    records = trace.lesson.guesses if trace.lesson else ()
+    return [guess for record in records if (guess := expect.from_record(record))]
+
+
+def show(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
+    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
+    answers = [(guess, guess.ask(summary)) for guess in guesses]
+    told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+    brief = (view.brief or view.share < 1) and not (view.all or view.only)
+    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
+    for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
+        if verdict.why_not and not verdict.holds:
+            paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
+    if len(told) < len(answers):
+        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
+
+
+def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
+    """How many guesses the trace bears out."""
+    holds = [verdict.holds for _, verdict in answers]
+    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
+    broken = "; not these:" if False in holds else ""
+    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+
+
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
+    """What the reference trace of a GPU answers, where a run on the CPU cannot."""
+    reference = references.of(Path(summary.trace), GPU_REFERENCE)
+    if reference is None:
+        out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
+        return
+    gpu = summarize(read(reference))
+    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    where = f"{plain(gpu.devices[0])}, by its reference trace"
+    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
+    if brief:
+        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
+    else:
+        out.print(f"{line} {plain(shown_path(reference))}:")
+    for guess, verdict in answers:
+        if brief and verdict.holds is not False:
+            continue
+        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        if not verdict.holds:
+            paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)

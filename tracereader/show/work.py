@@ -1,0 +1,119 @@
+"""The GPU work of one step, piece by piece, and what the kernels' names say."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.show import repeats
+from tracereader.show.text import Name, head, paragraph, plain, print_columns, rate, size, us
+from tracereader.show.view import View, and_more
+from tracereader.trace.kernel_names import KernelName, labels, short
+
+LINES_SHOWN = 24
+
+
+NAMES_SHOWN = 5
+
+
+def show(out: Console, summary: Summary, view: View) -> None:
+    """Piece by piece; what repeats is shown once unless all is asked for."""
+    folded = not view.all and bool(repeats.told(summary))
+    listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
+    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
+    named = labels([one.work.name for one in shown if one.work], 60)
+    rows = []
+    for row in shown:
+        if one := row.work:
+            rows.append(
+                (
+                    Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
+                    Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
+                    us(one.us),
+                    f"{us(one.low_us)}–{us(one.high_us)}",
+                    one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
+                    _footprint(one),
+                )
+            )
+        else:
+            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
+    heads = (
+        f"GPU work of one step ({summary.chosen.number})",
+        "from",
+        "median µs" if len(summary.steps) > 1 else "µs",
+        "range",
+        "launched by",
+        "regs, shared, grid x block",
+    )
+    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
+    and_more(out, len(listed), len(rows))
+
+
+def _footprint(one: GpuWork) -> str:
+    if one.kind != "kernel" or None in (one.registers, one.shared_memory, one.grid, one.block):
+        return ""
+    grid, block = ("·".join(str(n) for n in dim if n != 1) or "1" for dim in (one.grid, one.block))
+    return f"{one.registers}, {one.shared_memory / 1024:.0f} KB, {grid} x {block}"
+
+
+def names(out: Console, summary: Summary, view: View) -> None:
+    said: dict[str, list[GpuWork]] = {}
+    for one in sorted(summary.gpu_work, key=lambda one: -one.us):
+        said.setdefault(one.name, []).append(one)
+    out.print(head("what the names say", "names"))
+    for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
+        says = KernelName(same[0].family, same[0].maker, same[0].name_says)
+        layers = list(dict.fromkeys(one.layer for one in same if one.layer))
+        out.print(f"  {plain(short(name, out.width - 4))}")
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
+        paragraph(out, plain(told), " " * 6, " " * 6)
+    and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
+
+
+def _measured(same: Sequence[GpuWork]) -> list[str]:
+    """Sizes and rates, where the trace has what they are made of; one entry for each distinct size."""
+    found = {}
+    for one in same:
+        if shape := one.product:
+            batch = f"{shape.batch} x " if shape.batch > 1 else ""
+            found[shape] = f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP" + (
+                f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
+            )
+        elif heads := one.attention:
+            found[heads] = (
+                f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
+                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
+                + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
+            )
+        elif conv := one.convolution:
+            found[(*conv.data, *conv.filter)] = (
+                f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
+                f"{conv.flops / 1e9:,.1f} GFLOP"
+                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
+            )
+        elif one.bytes_moved and one.gb_s:
+            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
+    return list(found.values())
+
+
+# How attention's FLOPs are counted, by what is known of its mask.
+MASKS = {True: "causal", False: "not causal", None: "without a mask"}
+
+
+def _occupancy(one: GpuWork) -> list[str]:
+    found = one.occupancy
+    if found is None:
+        return []
+    told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
+    if found.not_estimated:
+        told = " (the profiler's 0% is no estimate)"
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    limit = f"{found.limit:.1%}".replace(".0%", "%")
+    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
+
+
+def _of_roof(one: GpuWork) -> str:
+    roofs = {"compute": "the data sheet's arithmetic peak", "memory": "the data sheet's memory bandwidth"}
+    return f", {one.of_roof:.0%} of {roofs[one.roof]}" if one.roof else ""
