@@ -26,6 +26,7 @@ class Row:
     names: str
 
 
+OVERHEAD = r"in short +overhead-bound.*"
 IDLE = r"the same launches in every step, and the GPU waiting for them: .*"
 FAMILIES = r"of the GPU's time: .*"
 ROOF = r"its roof is .*"
@@ -39,18 +40,18 @@ CLIMBS = {
         Row("… --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead", FAMILIES),
         Row("--compile max-autotune --attention gqa --tune", "1x512_bf16_warm_compile_gqa_tune_max-autotune",
             r"TorchDynamo Cache Lookup in every step: .*"),
-        Row("--triton overlap", "1x512_bf16_warm_eager_triton-overlap_active2", IDLE),
+        Row("--triton overlap", "1x512_bf16_warm_eager_triton-overlap_active2", OVERHEAD),
         Row("--triton --graph", "1x512_bf16_warm_eager_triton-kernels_graph", ROOF),
         Row("--triton overlap --graph", "1x512_bf16_warm_eager_triton-overlap_graph", ROOF),
     ),
     "climb-batch": (
-        Row("--batch 32", "32x512_bf16_warm_eager_active1", r"in short +overhead-bound.*"),
+        Row("--batch 32", "32x512_bf16_warm_eager_active1", OVERHEAD),
         Row("--batch 32 --graph", "32x512_bf16_warm_eager_graph", FAMILIES),
         Row("--batch 32 --compile reduce-overhead --attention gqa", "32x512_bf16_warm_compile_gqa_reduce-overhead",
             FAMILIES),
     ),
     "climb-prefill": (
-        Row("--phase prefill", "1x512_bf16_warm_eager_prefill_active2", r"in short +overhead-bound.*"),
+        Row("--phase prefill", "1x512_bf16_warm_eager_prefill_active2", OVERHEAD),
         Row("… --cache dynamic --logits last --graph", "1x512_bf16_warm_eager_prefill_dynamic_last_graph", FAMILIES),
         Row("… --cache dynamic --logits last --compile", "1x512_bf16_warm_compile_prefill_dynamic_last", IDLE),
     ),
