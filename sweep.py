@@ -145,7 +145,8 @@ def crossing(points: Sequence[Point]) -> float | None:
 
 def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """A line for each value, the roofs, and where the regimes meet."""
-    from tracereader.show.text import console, percent, print_columns, rate, size, us
+    from tracereader.findings.finding import size
+    from tracereader.show.text import console, percent, print_columns, rate, us
 
     out = console()
     out.print()
@@ -186,7 +187,8 @@ def decodes(points: Sequence[Point]) -> bool:
 
 def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """Tokens a second under both roofs, and at which batch arithmetic becomes the lower one."""
-    from tracereader.show.text import console, print_columns, size, us
+    from tracereader.findings.finding import size
+    from tracereader.show.text import console, print_columns, us
 
     out, rows = console(), []
     for point in points:
@@ -290,7 +292,8 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory:
 
 def show_together(name: str, series: Sequence[Series]) -> None:
     """Time and memory of each series by value, and how each grows at the end."""
-    from tracereader.show.text import console, print_columns, size, us
+    from tracereader.findings.finding import size
+    from tracereader.show.text import console, print_columns, us
 
     out = console()
     values = sorted({point.value for one in series for point in one.points})

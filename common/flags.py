@@ -184,7 +184,7 @@ def parse(
         raise BadInput(f"--pause {given['pause']} is longer than a day")
     free = free_memory()
     if free is not None and count * BYTES_A_STEP > free:
-        from tracereader.show.text import size
+        from tracereader.findings.finding import size
 
         raise BadInput(
             f"--active {count}: recording takes about {size(BYTES_A_STEP)} a step or more, which makes "

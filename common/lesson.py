@@ -12,7 +12,8 @@ from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
 from common.publish import require_writable
 from tracereader.command import BadInput, command
-from tracereader.show.text import console, seconds, shown_path, size
+from tracereader.findings.finding import size
+from tracereader.show.text import console, seconds, shown_path
 from tracereader.show.view import View
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tracereader.command import BadInput
+from tracereader.findings.finding import size
 from tracereader.machine import free_memory
-from tracereader.show.text import size
 
 # What torch's allocators say: bytes on a CPU, binary units on a GPU.
 ASKED_FOR = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", re.I)

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.attention import scores_bytes
 from common.memory import free_bytes
 from tracereader.command import BadInput
-from tracereader.show.text import size
+from tracereader.findings.finding import size
 
 PINNED = {
     "math": SDPBackend.MATH,

@@ -130,7 +130,7 @@ def test_how_often_the_scores_are_written_and_read(tmp_path):
     (saved,) = summarize(read(altered(tmp_path, "inplace", with_shapes))).unfused
     assert (saved.scores.written, saved.scores.read) == (4, 4)
     seen = attention.unfused().ask(ours).evidence
-    assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.7 GB moved" in seen
+    assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.68 GB moved" in seen
 
 
 def test_the_hidden_copy():

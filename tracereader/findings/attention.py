@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, megabytes, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable, size
 from tracereader.findings.steps import waits_for
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -67,10 +67,10 @@ def _moved(found: Sequence) -> str:
     """What the matrices of scores cost in bytes, by the recorded shapes."""
     first = found[0].scores
     alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
-    matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({megabytes(first.bytes)}) are written "
+    matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({size(first.bytes)}) are written "
     passes = f"{matrix}{counted(first.written, 'time')} and read {counted(first.read, 'time')}: " if alike else ""
     moved, least = sum(one.scores.moved for one in found), sum(one.scores.at_least for one in found)
-    return f"{passes}{megabytes(moved)} moved where a fused kernel needs {megabytes(least)}"
+    return f"{passes}{size(moved)} moved where a fused kernel needs {size(least)}"
 
 
 @recordable
@@ -82,7 +82,7 @@ def hidden_copy() -> Finding:
         gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
         us = _cost(summary, gpu_us, cpu_us)
         first = found[0]
-        moved = f", {megabytes(first.copied)} moved" if first.copied else ""
+        moved = f", {size(first.copied)} moved" if first.copied else ""
         each = first.gpu_us if summary.has_gpu_work else first.cpu_us
         times = f" ({first.calls:,} times)" if first.calls > 1 else ""
         more = f", and {len(found) - 1} more ops do so" if len(found) > 1 else ""

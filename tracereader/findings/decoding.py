@@ -5,7 +5,7 @@ from collections import Counter
 from tracereader.figures import Summary
 from tracereader.figures.decoding import Asked, ridge_rows
 from tracereader.figures.hardware import peaks_of
-from tracereader.findings.finding import Finding, Verdict, counted
+from tracereader.findings.finding import Finding, Verdict, counted, duration, size
 from tracereader.findings.steps import waits_for
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
@@ -29,7 +29,7 @@ def in_words(summary: Summary) -> list[str]:
     sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
     lines = [
         f"{facts.phase} of {sequences}: {_rate(found.tokens_s)} tokens a second while profiled, a step of "
-        f"{counted(facts.tokens, 'token')} every {_time(found.step_us)} on the {found.lane} lane"
+        f"{counted(facts.tokens, 'token')} every {duration(found.step_us)} on the {found.lane} lane"
     ]
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
@@ -40,19 +40,19 @@ def in_words(summary: Summary) -> list[str]:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
     if facts.phase == "decode" and found.read_us and found.read_us <= found.step_us:
-        read = f"weights ({_bytes(facts.weight_bytes)})"
+        read = f"weights ({size(facts.weight_bytes)})"
         if facts.cache_bytes:
-            read += f" and cache ({_bytes(facts.cache_bytes)})"
+            read += f" and cache ({size(facts.cache_bytes)})"
         source = "as measured by the run" if found.measured else "by the data sheet"
         lines.append(
             f"its roof is {facts.tokens / found.read_us * 1e6:,.0f}: {read} read once at {found.gb_s / 1e3:.1f} TB/s "
-            f"{source} take {_time(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
+            f"{source} take {duration(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
         )
         products = sum(one.us for one in summary.gpu_work if one.family == "GEMM")
         if MUCH_READING * found.step_us < products and facts.weight_bytes <= products * found.gb_s * 1e3:
             rate = facts.weight_bytes / products / 1e3
             lines.append(
-                f"matrix products take {_time(products)} of a step: they read the weights at {rate / 1e3:.2f} TB/s, "
+                f"matrix products take {duration(products)} of a step: they read the weights at {rate / 1e3:.2f} TB/s, "
                 f"{rate / found.gb_s:.0%} of that bandwidth"
             )
     return lines
@@ -89,7 +89,7 @@ def graph_would_do() -> Finding:
         return Verdict(
             True,
             f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
-            f"{_time(step.gpu_busy_us)} of {_time(step.cpu_us)}",
+            f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
             cost_us=left,
         )
 
@@ -131,9 +131,9 @@ def _cost(summary: Summary, found: Asked, what: str) -> Verdict:
     step, total = summary.chosen, sum(one.us for one in summary.gpu_work)
     overhead = waits_for(summary) == "overhead"
     cost, whole = (found.cpu_us, step.cpu_us) if overhead and found.cpu_us else (found.gpu_us, total)
-    seen = f"{what}: {_time(found.gpu_us)} of {_time(total)} of GPU work"
+    seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
-        seen += f", {_time(found.cpu_us)} of {_time(step.cpu_us)} on the CPU"
+        seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
     return Verdict(cost > WORTH_A_WORD * whole, seen, cost_us=cost if found.cpu_us else _unless_waiting(summary, cost))
 
 
@@ -150,7 +150,7 @@ def empty_cache() -> Finding:
         us = sum(one.us for one in attending) + (summary.unneeded.expanded.gpu_us if summary.unneeded.expanded else 0)
         if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
             return Verdict(False, "")
-        seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {_time(us)} a step"
+        seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
         return Verdict(True, seen, cost_us=_unless_waiting(summary, us * (1 - filled)))
 
     return Finding("attention over the empty rest of a static cache", judge, needs_gpu=True)
@@ -170,7 +170,7 @@ def logits_of_all() -> Finding:
         if head is not products[-1] or head.product.m != max(rows) or head.product.m <= asked_for:
             return Verdict(False, "")
         shape = head.product
-        seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {_time(head.us)} for {shape.m:,} rows of logits"
+        seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
         return Verdict(True, seen, cost_us=_unless_waiting(summary, head.us * (1 - asked_for / shape.m)))
 
     return Finding("in prefill, logits of every token", judge, needs_gpu=True)
@@ -188,8 +188,8 @@ def reads_weights() -> Finding:
         if peaks and gb_s > peaks.gb_s:
             return Verdict(False, "")  # out of a cache
         seen = (
-            f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {_bytes(found.bytes)} in "
-            f"{_time(found.us)}: {gb_s / 1e3:.2f} TB/s"
+            f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {size(found.bytes)} in "
+            f"{duration(found.us)}: {gb_s / 1e3:.2f} TB/s"
         )
         if peaks:
             seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
@@ -204,14 +204,3 @@ def reads_weights() -> Finding:
 def _unless_waiting(summary: Summary, gpu_us: float) -> float | None:
     """In a step that waits for launches, GPU time saved saves nothing."""
     return None if waits_for(summary) == "overhead" else gpu_us
-
-
-def _time(us: float) -> str:
-    return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
-
-
-def _bytes(count: int) -> str:
-    return next(
-        (f"{count / scale:.3g} {unit}" for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= scale),
-        f"{count} B",
-    )

@@ -88,6 +88,9 @@ def duration(us: float) -> str:
     return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
 
 
-def megabytes(count: int) -> str:
+def size(count: int) -> str:
     """Bytes in decimal units, as memory bandwidth is quoted."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+    for unit, scale, digits in (("TB", 1e12, 2), ("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if count >= scale:
+            return f"{count / scale:.{digits}f} {unit}"
+    return f"{count} B"

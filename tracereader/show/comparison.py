@@ -9,7 +9,8 @@ from rich.table import Table
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
 from tracereader.findings import cheatsheet, steps
-from tracereader.show.text import Name, console, plain, print_columns, printable, ratio, size, us
+from tracereader.findings.finding import size
+from tracereader.show.text import Name, console, plain, print_columns, printable, ratio, us
 from tracereader.show.view import FAMILY_WORDS, View
 
 SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")

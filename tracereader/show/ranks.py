@@ -11,10 +11,10 @@ from tracereader.command import BadInput
 from tracereader.figures import reading
 from tracereader.figures.ranks import RankFigures, RanksSummary, RankTrace, joined
 from tracereader.findings import ranks as findings
-from tracereader.findings.finding import counted
+from tracereader.findings.finding import counted, duration, size
 from tracereader.show import lanes
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, size, time
+from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -101,7 +101,7 @@ def _header(summary: RanksSummary) -> str:
         first, last = (name.removeprefix(STEP[:-1]) for name in (summary.steps[0], summary.steps[-1]))
         times = [findings.usual(summary, one, None, lambda step: step.us) for one in summary.ranks]
         named = first if first == last else f"{first} to {last}"
-        words.append(f"{counted(len(summary.steps), 'step')} of {time(max(times))}, {named}")
+        words.append(f"{counted(len(summary.steps), 'step')} of {duration(max(times))}, {named}")
     words.append(f"{counted(len(summary.matched), 'collective')} matched")
     return f"[bold]{plain(summary.device)}[/bold] · {plain(' · '.join(words))}"
 
@@ -139,10 +139,10 @@ def notes(summary: RanksSummary) -> list[str]:
         whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
         found.append(
             f"clocks of {whose} aligned by the ends of their common collectives (up to "
-            f"{time(abs(most))} apart); nine in ten then agree within {time(clocks.apart_us)}"
+            f"{duration(abs(most))} apart); nine in ten then agree within {duration(clocks.apart_us)}"
         )
     elif clocks.apart_us is not None and summary.on_gpu:
-        found.append(f"clocks as recorded: nine in ten collectives end within {time(clocks.apart_us)} on all ranks")
+        found.append(f"clocks as recorded: nine in ten collectives end within {duration(clocks.apart_us)} on all ranks")
     return found
 
 
@@ -265,8 +265,8 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
             one.kind + (f" of {one.size}" if one.size != summary.world_size else ""),
             size(one.bytes) if one.bytes else "–",
             f"{one.count:,}",
-            time(one.longest_wait_us),
-            time(one.transfer_us),
+            duration(one.longest_wait_us),
+            duration(one.transfer_us),
             f"{one.bus_gb_s:,.3g}" if one.bus_gb_s else "–",
             percent(one.of_best),
         )

@@ -17,7 +17,7 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
-from tracereader.findings.finding import counted
+from tracereader.findings.finding import counted, duration, size
 from tracereader.show import chain, guesses, lanes, repeats, training, work
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -34,8 +34,6 @@ from tracereader.show.text import (
     print_columns,
     seconds,
     shown_path,
-    size,
-    time,
     us,
 )
 from tracereader.show.view import FAMILY_WORDS, View, and_more
@@ -192,7 +190,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
             else f"one step of {_step_time(summary)}, {first}"
         )
     else:
-        words.append(f"no profiler steps: {time(summary.cpu_us)}, read as one")
+        words.append(f"no profiler steps: {duration(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
     took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
@@ -208,8 +206,8 @@ def _header(out: Console, summary: Summary, view: View) -> None:
 def _step_time(summary: Summary) -> str:
     """The median step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
     on_gpu = median(one.gpu_busy_us for one in summary.steps)
-    on_cpu = time(summary.cpu_us)
-    return f"{time(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
+    on_cpu = duration(summary.cpu_us)
+    return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
 
 
 def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
@@ -218,13 +216,13 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     if summary.has_gpu_work:
         step = summary.chosen
         waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
-        each = f", {time(step.cpu_us / step.launches)} of CPU time each" if step.launches else ""
+        each = f", {duration(step.cpu_us / step.launches)} of CPU time each" if step.launches else ""
         if waits > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
-            each = f"; {time(waits)} of its CPU time in synchronizations and copies"
+            each = f"; {duration(waits)} of its CPU time in synchronizations and copies"
         busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
-            f"the work itself takes {time(step.gpu_busy_us)} a step{busiest}"
+            f"the work itself takes {duration(step.gpu_busy_us)} a step{busiest}"
         )
         shares = [
             f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}"

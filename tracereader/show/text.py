@@ -152,11 +152,6 @@ def us(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
 
 
-def time(value: float) -> str:
-    """µs with their unit: to one decimal below a millisecond, then ms."""
-    return f"{value:,.1f} µs" if value < 1000 else f"{value / 1e3:,.1f} ms"
-
-
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
@@ -171,11 +166,3 @@ def rate(value: float | None) -> str:
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units, as memory bandwidth is quoted."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

@@ -4,8 +4,8 @@ from rich.console import Console
 
 from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
-from tracereader.findings.finding import counted
-from tracereader.show.text import Name, paragraph, plain, print_columns, size, time, us
+from tracereader.findings.finding import counted, duration, size
+from tracereader.show.text import Name, paragraph, plain, print_columns, us
 from tracereader.trace.kernel_names import short
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -30,15 +30,16 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
         ]
         print_columns(out, ("by label", "CPU µs", "share"), shown)
     for one in found.optimizers:
-        gpu = f"; {counted(one.launches, 'launch', 'launches')}, {time(one.gpu_us)} of GPU time" if one.launches else ""
-        out.print(f"  optimizer: {plain(one.name)}, {one.how}: {time(one.cpu_us)} of CPU time{gpu}")
+        launches = counted(one.launches, "launch", "launches")
+        gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
+        out.print(f"  optimizer: {plain(one.name)}, {one.how}: {duration(one.cpu_us)} of CPU time{gpu}")
     if again := found.recomputed:
-        gpu = f", {time(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""
+        gpu = f", {duration(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""
         calls = counted(again.calls, "forward op")
-        out.print(f"  computed again in backward: {calls}, {time(again.cpu_us)} of CPU time{gpu}")
+        out.print(f"  computed again in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}")
     if waits := found.loading:
-        idle = "" if waits.idle_us is None else f", the GPU idle for {time(waits.idle_us)} of it"
-        out.print(f"  waiting for the DataLoader: {time(waits.us)}, {waits.share:.0%} of the step{idle}")
+        idle = "" if waits.idle_us is None else f", the GPU idle for {duration(waits.idle_us)} of it"
+        out.print(f"  waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}")
     if found.syncs:
         shown = [
             (Name(short(one.asked_by, 40)), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))

@@ -6,8 +6,9 @@ from rich.console import Console
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings.finding import size
 from tracereader.show import repeats
-from tracereader.show.text import Name, head, paragraph, plain, print_columns, rate, size, us
+from tracereader.show.text import Name, head, paragraph, plain, print_columns, rate, us
 from tracereader.show.view import View, and_more
 from tracereader.trace.kernel_names import KernelName, labels, short
 
