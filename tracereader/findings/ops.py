@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
-from tracereader.figures.gpu_work import MATMULS
+from tracereader.figures.sizes import MATMULS
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.findings.steps import waits_for
 
