@@ -195,12 +195,10 @@ def compiled_graphs() -> Finding:
 
 def recompiled() -> Finding:
     def judge(summary):
-        seen = ", ".join(summary.recompiled[:5])
         steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
-        for one in steps[:2]:
-            seen += f"{'; ' * bool(seen)}{compiled(one)}, {duration(one.compile_us)} of step {one.number}"
+        seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
         spoken_of = [one for one in steps if one.name not in summary.left_out]
         us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
-        return Verdict(bool(summary.recompiled or steps), seen, cost_us=us or None)
+        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=us or None)
 
     return Finding("Torch-Compiled Region n/1 or higher", judge)

@@ -147,7 +147,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     first = summary.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
-        return f"{compiled(step)}, {duration(step.compile_us)} of it{beside}"
+        return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
     if sum(more.first_calls.values()) > more.us / 3:
         calls = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.first_calls.items())[:3])
         return f"{cold}{calls} in calls that the typical step does not make{beside}"
