@@ -168,7 +168,7 @@ def _differences(
         table.add_column(title, ratio=share, overflow="fold")
     table.add_row(plain(names[0]), plain(setup), against)
     for name, cells in zip(names[1:], rows, strict=True):
-        table.add_row(plain(name), *("\n".join(f"· {plain(text)}" for text in texts or ["nothing"]) for texts in cells))
+        table.add_row(plain(name), *("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in cells))
     # Wrapped in columns here, so no soft wrapping; and without the blanks that would pad the last column.
     wrapping = Console(highlight=False, emoji=False, width=out.width)
     with wrapping.capture() as drawn:
@@ -177,7 +177,8 @@ def _differences(
 
 
 def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, rows: Sequence[tuple]) -> None:
-    out.print(f"[bold]{plain(names[0])}[/bold]   {against}")
+    out.print(f"[bold]{plain(names[0])}[/bold]")
+    out.print(f"  {against}")
     _wrapped(out, setup, "  ")
     for name, cells in zip(names[1:], rows, strict=True):
         out.print(f"[bold]{plain(name)}[/bold]")

@@ -189,7 +189,7 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     _print(out, heads, rows)
     if len(shown) < len(summary.ranks):
         out.print(f"… and {len(summary.ranks) - len(shown):,} more; these are waited for most, or wait most")
-    before = {one.rank: one.compute_us - sum(step.compute_us for step in one.steps) for one in shown}
+    before = {one.rank: max(0.0, one.compute_us - sum(step.compute_us for step in one.steps)) for one in shown}
     if summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
         said = f"the window's compute holds work launched before the first step, no load of these steps: {told}"
