@@ -1,5 +1,6 @@
 """What a language model's step reads and how often: its run's facts, its weights, and work that it could do without."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_d
 MUCH_BUSY = 0.5
 # Of a product's bytes the weight's share, from which on reading the weight is what it does.
 MOSTLY_WEIGHT = 0.8
+DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
 LOOKED_AT = 20_000  # pieces of a step; more are not compared with another step's, shape by shape
 
 
@@ -201,8 +203,8 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     """Casts, and keys and values expanded in memory, of a step."""
     us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)}
     casts: dict[int, tuple[Op, list[Work]]] = {}
-    for one in step.work:
-        if one.kind == "kernel" and (op := _cast(one)):
+    for one, asked_by in zip(step.work, asking_ops(step.work), strict=True):
+        if one.kind == "kernel" and asked_by is not None and (op := _cast(asked_by)):
             casts.setdefault(id(op), (op, []))[1].append(one)
     expanded, key_heads = _expanded(step)
     found = _asked([(op, work) for op, work in casts.values()], us)
@@ -216,10 +218,10 @@ def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Aske
     return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
 
 
-def _cast(work: Work) -> Op | None:
-    """The outermost aten::to whose cast this piece is."""
+def _cast(asked_by: Op) -> Op | None:
+    """The outermost aten::to whose cast is what this op launches."""
     found, casts = None, False
-    for op in work.launch.above() if work.launch else ():
+    for op in (asked_by, *itertools.islice(asked_by.above(), DEEPEST_CAST)):
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":
@@ -228,7 +230,7 @@ def _cast(work: Work) -> Op | None:
                 return None  # another layout, or another device: no cast
         elif op.name == "aten::to" and casts:
             found = op
-        elif op.kind == "op":
+        else:
             break
     return found
 

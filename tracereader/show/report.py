@@ -216,9 +216,12 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     if summary.has_gpu_work:
         step = summary.chosen
         waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
-        each = f", {duration(step.cpu_us / step.launches)} of CPU time each" if step.launches else ""
-        if waits > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
-            each = f"; {duration(waits)} of its CPU time in synchronizations and copies"
+        loading = summary.training.loading.us if summary.training.loading else 0.0
+        a_launch = f", {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
+        each = a_launch + " each" * (step.launches > 1)
+        if max(waits, loading) > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
+            what = "waiting for the DataLoader" if loading > waits else "in synchronizations and copies"
+            each = f"; {duration(max(waits, loading))} of its CPU time {what}"
         busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
