@@ -76,8 +76,9 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
-    Pattern(CHAIN, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
-            "keys go through memory again and again. A fused kernel keeps them on the chip.", attention.unfused()),
+    Pattern(CHAIN, "a softmax between two batched products", "As in attention that is not fused: the scores of "
+            "all queries with all keys go through memory again and again. A fused kernel keeps them on the chip.",
+            attention.unfused()),
     Pattern(GPU, "casts to fp32 before a product", "Factors of two bytes are made four: time for the cast, and the "
             "product leaves the fast tensor cores.", attention.cast_before_product()),
     Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
