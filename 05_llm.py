@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
-from common import decoder
+from common import decoder, screen
 from common.harness import profiler, save, warm_up
 from common.lesson import lesson
 
@@ -53,7 +53,7 @@ def decoding(args, model, text, position):
     The text's tokens at `position` are the input, and the likeliest ones are written behind them.
     """
     cache = decoder.new_cache(args, model)
-    with torch.no_grad():
+    with screen.status("reading the prompt …"), torch.no_grad():
         logits = model(text[:, : args.prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
     text[:, args.prompt] = logits.argmax(-1)
 
