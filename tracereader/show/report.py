@@ -420,5 +420,6 @@ def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:
         guess = expect.from_record(record)
         verdict = guess.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
-        out.print(f"  {guesses.MARKS[right]}  {plain(guess.text)}")
-        out.print(f"       you: {words[said]}; the trace: {words[verdict.holds]}, {plain(verdict.evidence)}")
+        seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
+        paragraph(out, plain(guess.text), f"  {guesses.READERS_MARKS[right]}  ", " " * 9)
+        paragraph(out, f"you: {words[said]}; the trace: {seen}", " " * 9, " " * 9)
