@@ -1,9 +1,10 @@
-"""Rung 5: a whole decoder of the transformers library, from 38 tokens a second towards the memory's roof.
+"""Rung 5: a whole decoder of transformers, from 19 tokens a second to 1,491.
 
-You will see 1,877 pieces of work for one token, what is left when they are one launch, and a token that
-takes little longer than reading the weights once. Each step's report names the next step's lever.
+On an H200 you will see 1,882 pieces of work for one token, what is left when
+they are one launch, and kernels that overlap, 44% of what the memory allows.
+Each step's report names the next step's lever.
 
-  uv run 05_llm.py --warmup --layers 4                                        (a laptop, too)
+  uv run 05_llm.py --warmup --layers 4       (a laptop, too)
   uv run 05_llm.py --warmup
   uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
   uv run 05_llm.py --warmup --phase prefill --logits last
