@@ -1,4 +1,4 @@
-"""One numbered script over several sizes: where a step stops waiting for the CPU.
+"""One numbered script over several sizes: where the CPU stops mattering.
 
 Profiles once for each value, reads every trace back, and sets what the
 kernels reach against the best that this machine reaches now: a table, and a
