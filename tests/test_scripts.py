@@ -273,11 +273,11 @@ def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
 
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
     _title, _costs, *said, _trace, _table = capsys.readouterr().out.splitlines()
-    *command, trace, every = said[-1].removeprefix("more: ").split()
+    *command, trace = said[-1].removeprefix("more: ").split()
     assert command == ["uv", "run", "read-trace"]
     report.explain_file(Path(trace), View(brief=True))
     assert capsys.readouterr().out.splitlines() == said and len(said) > 15
-    assert cli.main([trace, every]) == 0
+    assert cli.main([trace]) == 0
     later = capsys.readouterr().out
     assert "guess first, then look" in later
     steps = [line for line in said if re.match(r"#\d", line)]

@@ -39,9 +39,11 @@ def main(argv=None):
     if (args.name is None) == (not args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.name is not None:
+        from tracereader.show.text import console, paragraph, plain
         from tracereader.trace.kernel_names import decode
 
-        print(f"{printable(args.name)}\n    {printable(str(decode(args.name)))}")
+        print(printable(args.name))
+        paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
