@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -104,8 +105,9 @@ class Summary(msgspec.Struct, frozen=True):
     cpu_us: float  # of the typical step, whichever one is spoken of
     window_us: float
     gpu: GpuTime | None
-    steady: GpuTime | None  # the same after a first step that stands out; else the same as gpu
+    steady: GpuTime | None  # the same from one step's first GPU work to the last one's: see _steady()
     steady_us: float  # of its window
+    after_first: bool  # whether that leaves out a first step that stands out
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
@@ -162,6 +164,16 @@ def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
     return spoken_of, min(one.start for one in spoken_of), max(ends)
 
 
+def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
+
+    Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
+    that is much. None of a single step.
+    """
+    firsts = [min(one.start for one in step.work) for step in steps if step.work]
+    return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
+
+
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Measure a trace. step: the one to speak of; a typical one where None."""
     usual = typical(trace)  # once: of a trace without GPU work it counts every op
@@ -170,8 +182,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     spoken_of, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(spoken_of)
     wide_start = not left_out and facts[0].times_the_typical is not None
-    steady_start = trace.steps[1].start if wide_start else start
     gpu = gpu_time(trace.work, start, end)
+    steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
     layers = layer_names(trace, step)
     chain = _chain(step, layers)
     label = label_of(step)
@@ -198,8 +210,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
         gpu=gpu,
-        steady=gpu_time(trace.work, steady_start, end) if wide_start else gpu,
-        steady_us=(end - steady_start) / 1e3,
+        steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
+        steady_us=(steady_end - steady_start) / 1e3,
+        after_first=wide_start,
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
-from tracereader.figures.gpu_work import MATMULS
+from tracereader.figures.sizes import MATMULS
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.findings.steps import compiled, waits_for
 
@@ -176,7 +176,7 @@ def dynamo() -> Finding:
         # The region less the graph that it calls: what torch.compile itself takes on the way there.
         around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
         step_us = summary.chosen.cpu_us
-        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; {around:,.1f} with the rest around the graph"
+        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; with all that leads to the graph {around:,.1f} µs"
         # A step that waits for the GPU does not wait for this.
         return Verdict(lookup > 0, seen, cost_us=around if waits_for(summary) in ("overhead", "cpu-only") else None)
 

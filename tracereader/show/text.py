@@ -1,5 +1,6 @@
 """How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
 
+import math
 import os
 import shutil
 import sys
@@ -66,7 +67,8 @@ def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> Non
         out.print(first + markup)
         return
     start = Text.from_markup(first)
-    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, out.width - len(start)))):
+    room = out.width - max(len(start), len(rest))
+    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, room))):
         line.rstrip()
         out.print(Text(rest) + line if number else start + line)
 
@@ -157,7 +159,11 @@ def percent(share: float | None) -> str:
 
 
 def ratio(value: float, base: float) -> str:
-    return f"x {value / base:.2f}" if base else ""
+    """To two decimals, and at least two significant digits."""
+    if not base:
+        return ""
+    digits = 2 - min(0, math.floor(math.log10(value / base)) + 1) if value else 2
+    return f"x {value / base:.{digits}f}"
 
 
 def rate(value: float | None) -> str:
