@@ -1,7 +1,8 @@
-"""Rung 1: a matrix product and a bias add, from the Python call down to the kernel.
+"""Rung 1: a matrix product and a bias add, from the Python call to the kernel.
 
-You will see what one step costs on the CPU and what it costs on the GPU, at which size the first
-stops mattering, what torch.compile changes here, and what it leaves as it was.
+You will see what one step costs on the CPU and what it costs on the GPU, at
+which size the first stops mattering, what torch.compile changes here, and
+what it leaves as it was.
 
   uv run 01_matmul_add.py --size 64
   uv run 01_matmul_add.py --size 4096 --warmup --compile

@@ -1,7 +1,8 @@
-"""Rung 2: one nn.Linear with bias, and where its transpose and its bias add went.
+"""Rung 2: one nn.Linear with bias: where its transpose and its bias add went.
 
-You will see that aten::t moves no data, that the bias is added inside the matrix product's own
-kernel, and how little is left for torch.compile to do about a single layer.
+You will see that aten::t moves no data, that the bias is added inside the
+matrix product's own kernel, and how little is left for torch.compile to do
+about a single layer.
 
   uv run 02_linear.py
   uv run 02_linear.py --batch 1024 --in_dim 32 --out_dim 64 --compile

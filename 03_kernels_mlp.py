@@ -1,10 +1,11 @@
-"""Rung 3, by hand: the same GeGLU MLP, its GELU and product in one kernel that a person wrote.
+"""Rung 3, by hand: the same GeGLU MLP, its GELU and product in one kernel.
 
-You will see the fusion that torch.compile finds, without torch.compile: Liger's Triton kernel,
-built beforehand and fetched from the Hub, between the same three matrix products.
+You will see the fusion that torch.compile finds, without torch.compile:
+Liger's Triton kernel, built beforehand and fetched from the Hub, between the
+same three matrix products.
 
   uv run 03_kernels_mlp.py
-  uv run 03_kernels_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 --warmup
+  uv run 03_kernels_mlp.py --warmup
 """
 
 from common import mlp

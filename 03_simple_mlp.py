@@ -1,10 +1,11 @@
 """Rung 3: three linears and a GELU, the GeGLU MLP of a transformer.
 
-You will see five kernels in one forward pass, two kinds of matrix product for three layers of the
-same arithmetic, and what torch.compile merges once there is something to merge.
+You will see five kernels in one forward pass, two kinds of matrix product for
+three layers of the same arithmetic, and what torch.compile merges once there
+is something to merge.
 
   uv run 03_simple_mlp.py
-  uv run 03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 --compile --warmup
+  uv run 03_simple_mlp.py --compile --warmup
 """
 
 from common import mlp

@@ -1,10 +1,11 @@
 """Rung 4: causal attention as its formula says it, one op after the other.
 
-You will see six things on the GPU for four lines of Python: one of them is a copy that nobody
-wrote, and between them the scores of all pairs of tokens go through memory again and again.
+You will see six things on the GPU for five ops: one of them is a copy that
+nobody wrote, and between them the scores of all pairs of tokens go through
+memory again and again.
 
   uv run 04_a_naive_attention.py
-  uv run 04_a_naive_attention.py --batch 8 --heads 16 --seq 1024 --head_dim 64 --compile
+  uv run 04_a_naive_attention.py --seq 2048 --head_dim 128 --compile
 """
 
 from common import attention

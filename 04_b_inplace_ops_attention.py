@@ -1,10 +1,11 @@
-"""Rung 4, one character on: the same attention, its mask filled in place (masked_fill_).
+"""Rung 4, one character on: the mask filled in place (masked_fill_).
 
-You will see the copy gone, and the peak memory as it was: an op that is not in place makes a
-second matrix of scores, and so does the product with the scale before it.
+You will see the copy gone, and the peak memory as it was: an op that is not
+in place makes a second matrix of scores, and so does the product with the
+scale before it.
 
   uv run 04_b_inplace_ops_attention.py
-  uv run 04_b_inplace_ops_attention.py --batch 8 --heads 16 --seq 1024 --head_dim 64 --compile
+  uv run 04_b_inplace_ops_attention.py --seq 2048 --head_dim 128 --compile
 """
 
 from common import attention

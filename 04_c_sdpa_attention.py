@@ -1,12 +1,14 @@
-"""Rung 4, in one call: scaled_dot_product_attention, on each of the backends that torch has for it.
+"""Rung 4, in one call: scaled_dot_product_attention, on each of its backends.
 
-You will see one op become one kernel, or twenty: the same line of Python runs a kernel of
-FlashAttention, of CUTLASS or of cuDNN, or the formula again, with more work than the naive one.
+You will see one op become one kernel, or twenty: the same line of Python runs
+a kernel of FlashAttention, of CUTLASS or of cuDNN, or the formula again, with
+more work than the naive one.
 
   uv run 04_c_sdpa_attention.py --backend flash
-  uv run 04_c_sdpa_attention.py --batch 8 --heads 16 --seq 1024 --head_dim 64 --backend math
+  uv run 04_c_sdpa_attention.py --seq 2048 --head_dim 128 --backend math
 
---backend flex is flex_attention, which torch.compile writes a kernel for: it is always compiled.
+--backend flex is flex_attention, which torch.compile writes a kernel for: it
+is always compiled.
 """
 
 from dataclasses import replace

@@ -1,10 +1,11 @@
 """Rung 4, from a library: FlashAttention's own function, fetched from the Hub.
 
-You will see one kernel and hardly an op around it: flash_attn_func takes the tokens' layout,
-[batch, seq, heads, head_dim], so nothing is transposed on the way in or out.
+You will see one kernel and hardly an op around it: flash_attn_func takes the
+tokens' layout, [batch, seq, heads, head_dim], so nothing is transposed on the
+way in or out.
 
   uv run 04_d_kernels_attention.py
-  uv run 04_d_kernels_attention.py --batch 8 --heads 16 --seq 1024 --head_dim 64 --warmup 0
+  uv run 04_d_kernels_attention.py --seq 2048 --head_dim 128 --warmup 0
 """
 
 from common import attention

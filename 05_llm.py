@@ -1,9 +1,10 @@
-"""Rung 5: a whole decoder of the transformers library, from 38 tokens a second towards the memory's roof.
+"""Rung 5: a whole decoder of transformers, from 19 tokens a second to 1,491.
 
-You will see 1,877 pieces of work for one token, what is left when they are one launch, and a token that
-takes little longer than reading the weights once. Each step's report names the next step's lever.
+On an H200 you will see 1,882 pieces of work for one token, what is left when
+they are one launch, and kernels that overlap, 44% of what the memory allows.
+Each step's report names the next step's lever.
 
-  uv run 05_llm.py --warmup --layers 4                                        (a laptop, too)
+  uv run 05_llm.py --warmup --layers 4       (a laptop, too)
   uv run 05_llm.py --warmup
   uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
   uv run 05_llm.py --warmup --phase prefill --logits last
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
-from common import decoder
+from common import decoder, screen
 from common.harness import profiler, save, warm_up
 from common.lesson import lesson
 
@@ -53,7 +54,7 @@ def decoding(args, model, text, position):
     The text's tokens at `position` are the input, and the likeliest ones are written behind them.
     """
     cache = decoder.new_cache(args, model)
-    with torch.no_grad():
+    with screen.status("reading the prompt …"), torch.no_grad():
         logits = model(text[:, : args.prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
     text[:, args.prompt] = logits.argmax(-1)
 

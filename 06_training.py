@@ -1,11 +1,12 @@
 """Rung 6: one training step, on one device and on several.
 
-You will see how a step divides into forward, backward and optimizer, what checkpointing, another
-optimizer loop or a slow data loader do to it, and, with several GPUs, who waits for whom.
+You will see how a step divides into forward, backward and optimizer, what
+checkpointing, another optimizer loop or a slow data loader do to it, and,
+with several GPUs, who waits for whom.
 
   uv run 06_training.py --warmup
   uv run torchrun --nproc-per-node 2 06_training.py --warmup --parallel ddp
-  uv run torchrun --nproc-per-node 2 06_training.py --parallel ddp --slow 1 --device cpu
+  uv run torchrun --nproc-per-node 2 06_training.py --parallel ddp --slow 1
 """
 
 from common.distributed import place, processes

@@ -1,15 +1,17 @@
-"""What a model does with inputs that it has not seen: is it compiled again, and is the result right?
+"""A model with inputs that it has not seen: compiled again? Right?
 
-Calls a numbered script's model twice with each input in turn, after its first one, and times the calls.
---trace FILE records them as well, a step each: then the profiler's cost is in the times.
+Calls a numbered script's model twice with each input in turn, after its first
+one, and times the calls. --trace FILE records them as well, a step each: then
+the profiler's cost is in the times.
 
   uv run recompile.py 02_linear.py --strides --compile
   uv run recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile
   uv run recompile.py 03_kernels_mlp.py --seq 128 256 64 200
-  uv run recompile.py 02_linear.py --strides --compile --trace guard-failure.json
+  uv run recompile.py 02_linear.py --strides --compile --trace guard.json
 
-Either --strides: the same input, then one that lies transposed in memory. Or one of the script's
-flags takes several whole numbers, each making an input. The other flags are the script's own.
+Either --strides: the same input, then one that lies transposed in memory. Or
+one of the script's flags takes several whole numbers, each making an input.
+The other flags are the script's own.
 """
 
 import contextlib

@@ -1,15 +1,17 @@
-"""One numbered script over several sizes: where the CPU stops being what a step waits for.
+"""One numbered script over several sizes: where the CPU stops mattering.
 
-Profiles once for each value, reads every trace back, and sets what the kernels reach against the
-best that this machine reaches now: a table, and a picture beside the traces.
+Profiles once for each value, reads every trace back, and sets what the
+kernels reach against the best that this machine reaches now: a table, and a
+picture beside the traces.
 
-  uv run sweep.py 01_matmul_add.py --size 64 128 256 512 1024 2048 4096 --warmup
+  uv run sweep.py 01_matmul_add.py --size 64 256 1024 2048 4096 --warmup
   uv run sweep.py 03_simple_mlp.py --seq 16 64 256 1024 --compile --warmup
   uv run sweep.py 05_llm.py --batch 1 2 4 8 16 32 64 128 256 --graph
-  uv run sweep.py 04_a_naive_attention.py "04_c_sdpa_attention.py --backend flash" --seq 128 512 2048 8192
+  uv run sweep.py 03_simple_mlp.py "03_simple_mlp.py --compile" --seq 64 256
 
-One of the script's flags takes several whole numbers; the others are the script's own. Several
-scripts, or one with several flags of its own, in quotes, become one picture: time and memory.
+One of the script's flags takes several whole numbers; the others are the
+script's own. Several scripts, or one with several flags of its own, in
+quotes, become one picture: time and memory.
 """
 
 import gc

@@ -56,9 +56,14 @@ def child(eager_first: bool) -> None:
     print(json.dumps({"timed": timed, "then": times[len(times) // 2]}))
 
 
-def main() -> int:
+def main(argv=None) -> None:
+    import torch
+
+    from tracereader.command import BadInput, RunFailed
     from tracereader.show.text import console, print_columns
 
+    if not torch.cuda.is_available():
+        raise BadInput("Triton's block sizes need a GPU, and torch sees none here")
     rows = []
     for name, eager_first in CASES.items():
         with tempfile.TemporaryDirectory() as cache:
@@ -67,8 +72,7 @@ def main() -> int:
                 env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
             )  # fmt: skip
         if done.returncode:
-            print(done.stderr, file=sys.stderr)
-            return 1
+            raise RunFailed(f"{name}: {(done.stderr or done.stdout).strip().rpartition(chr(10))[2]}")
         found = json.loads(done.stdout.splitlines()[-1])
         best = min(us for _, us in found["timed"])
         for candidate, us in found["timed"]:
@@ -76,11 +80,12 @@ def main() -> int:
             rows.append((name, candidate, f"{us:.1f} µs", then))
             name = ""
     print_columns(console(), ("when it chose", "candidate", "timed at", ""), rows, left=(0, 1, 3))
-    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2] == "1")
     else:
-        sys.exit(main())
+        from tracereader.command import command
+
+        sys.exit(command(main)())

@@ -44,7 +44,7 @@ def language_model(args) -> nn.Module:
         raise BadInput(f"the model has {positions:,} positions, and prompt and steps make {tokens:,} tokens")
     how = {"dtype": args.dtype, "attn_implementation": _attention(args)}
     if args.model is None:
-        with args.device:
+        with screen.status("building the model …"), args.device:
             return transformers.AutoModelForCausalLM.from_config(config, **how).eval()
     with _reachable(args.model):
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -257,7 +257,8 @@ def save(
     """
     # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
-    error = check(out) if check else reference and _checked(out, reference, args, against)
+    with screen.status(f"checking against {against} …"):
+        error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = secrets.token_hex(8)
     lesson = {

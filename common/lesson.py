@@ -12,7 +12,7 @@ from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
 from common.publish import require_writable
 from tracereader.command import BadInput, command
-from tracereader.findings.finding import size
+from tracereader.findings.finding import counted, size
 from tracereader.show.text import console, seconds, shown_path
 from tracereader.show.view import View
 
@@ -31,7 +31,7 @@ def lesson(
 
     def main(argv: Sequence[str] | None = None) -> None:
         args = _ready(argv, flags, what_we_guess)
-        given = [(guess.record, screen.ask(f"{guess.text}?")) for guess in _asked(args)]
+        given = _answers(_asked(args))
         run = _run(args, build, profiled, processes)
         if run.rank:
             return  # rank 0 speaks for all
@@ -79,6 +79,13 @@ def _asked(args) -> list:
     if not guesses:
         raise BadInput("--guess: a run on the CPU can tell none of this script's guesses; leave it out")
     return guesses
+
+
+def _answers(guesses: list) -> list[tuple[dict, bool]]:
+    """What the reader expects: the record of each guess, and whether they said yes."""
+    if guesses:
+        console().print(f"{counted(len(guesses), 'guess', 'guesses')} about this run; answer y or n")
+    return [(guess.record, screen.ask(f"{guess.text}?")) for guess in guesses]
 
 
 def _header(run: Run) -> None:

@@ -1,5 +1,6 @@
 """The decoder rung's flags, and which of them go together: answered before torch is imported."""
 
+import importlib.util
 import re
 from dataclasses import replace
 
@@ -70,6 +71,8 @@ def tokens_written(args) -> int:
 
 def settled(args):
     """The flags of a run that is possible. Raises BadInput for flags that do not go together."""
+    if importlib.util.find_spec("transformers") is None:
+        raise BadInput("rung 5 needs transformers: uv run installs it; elsewhere, pip install transformers")
     tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
     decodes = args.phase == "decode" and args.cache == "static" and args.dtype == "bf16"
     for wrong, why in (

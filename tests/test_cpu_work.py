@@ -60,8 +60,27 @@ def test_the_time_in_no_op(capsys):
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     assert cli.main([str(trace), "--only", "short"]) == 0
-    (share,) = re.findall(r"(\d+)% of the step is in no op", capsys.readouterr().out)
+    (share,) = re.findall(r"(\d+)% of the step is in no recorded op", capsys.readouterr().out)
     assert int(share) == pytest.approx(100 * (1 - covered / mark["dur"]), abs=1)
+
+
+def test_what_inductors_code_takes_is_no_time_in_no_op(tmp_path, capsys):
+    """torch 2.15 records the call of a compiled graph as a label, and its C++ kernels not at all."""
+    slices = [
+        ("ProfilerStep#1", "user_annotation", 0, 100), ("Torch-Compiled Region: 0/0", "cpu_op", 10, 85),
+        ("## Call CompiledFxGraph fa7vxxm ##", "user_annotation", 12, 80), ("aten::mm", "cpu_op", 20, 30),
+        ("aten::empty", "cpu_op", 60, 0.5),
+    ]  # fmt: skip
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
+        for name, cat, ts, dur in slices
+    ]
+    (tmp_path / "made.json").write_text(json.dumps({"traceEvents": events}))
+    assert cli.main([str(tmp_path / "made.json"), "--only", "short,gpu"]) == 0
+    said = capsys.readouterr().out
+    assert "Inductor's graph 50%, aten::mm 30%, Torch-Compiled Region: 0/0 5%" in said  # 80 - 30 - 0.5 of 100
+    assert "15% of the step is in no recorded op" in said  # 100 - 85
+    assert "gpu: nothing of it in this trace (no GPU work)" in said
 
 
 def test_a_trace_with_a_gpu_has_none_of_it():

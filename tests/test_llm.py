@@ -1,5 +1,6 @@
 """Rung 5 on the CPU, by a small model of the same architecture, and on an NVIDIA GPU by the whole one."""
 
+import importlib.util
 import json
 import os
 import re
@@ -45,6 +46,18 @@ def decode(run, folder, tmp_path, capsys):
         return only_trace(tmp_path)
 
     return small
+
+
+def test_without_transformers_one_line_says_so(tmp_path):
+    """As after docs/first-steps.md's shorter list: -S leaves out what is installed, torch too."""
+    command = [sys.executable, "-S", str(ROOT / "05_llm.py"), "--warmup", "--layers", "1"]
+    rich = tmp_path / "site"
+    rich.mkdir()
+    for name in ("rich", "msgspec", "markdown_it", "mdurl", "pygments"):
+        (rich / name).symlink_to(os.path.dirname(importlib.util.find_spec(name).origin))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(rich)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "rung 5 needs transformers" in done.stderr and done.stderr.count("\n") == 1
 
 
 def calls(document: dict, op: str) -> int:

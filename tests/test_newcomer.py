@@ -1,5 +1,6 @@
 """What a numbered script shows of its own run: it fits a screen and opens with what the run teaches."""
 
+import ast
 import math
 
 import pytest
@@ -44,3 +45,12 @@ def test_it_says_what_to_do_about_what_it_found(screen):
     large = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager.json.gz")[0])
     assert "Give each launch" in small and "Give each launch" not in large
     assert "less or faster" in " ".join(large.split())
+
+
+PAGES = [*sorted(ROOT.glob("0*.py")), ROOT / "sweep.py", ROOT / "recompile.py"]
+
+
+@pytest.mark.parametrize("script", PAGES, ids=lambda path: path.stem)
+def test_what_opens_a_help_page_fits_80_columns(script):
+    text = ast.get_docstring(ast.parse(script.read_text()))
+    assert max(map(len, text.splitlines())) <= 78

@@ -273,11 +273,11 @@ def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
 
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
     _title, _costs, *said, _trace, _table = capsys.readouterr().out.splitlines()
-    *command, trace, every = said[-1].removeprefix("more: ").split()
+    *command, trace = said[-1].removeprefix("more: ").split()
     assert command == ["uv", "run", "read-trace"]
     report.explain_file(Path(trace), View(brief=True))
     assert capsys.readouterr().out.splitlines() == said and len(said) > 15
-    assert cli.main([trace, every]) == 0
+    assert cli.main([trace]) == 0
     later = capsys.readouterr().out
     assert "guess first, then look" in later
     steps = [line for line in said if re.match(r"#\d", line)]
@@ -352,3 +352,7 @@ def test_guess_at_a_terminal(tmp_path):
     assert "kernels a step?" not in seen, "a CPU's trace cannot tell"
     _, _, marks = seen.partition("your guesses")
     assert marks.count("you: no") == answered - 1
+    assert seen.startswith(f"{answered - 1} guesses about this run; answer y or n")
+    marks = re.sub(r"\x1b\[[\d;]*m", "", marks)
+    marked = re.findall(r"^  (right|wrong)  .*?you: no; the trace: (yes|no)", marks, re.S | re.M)
+    assert marked and all((mark == "right") == (told == "no") for mark, told in marked)

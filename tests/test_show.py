@@ -35,7 +35,7 @@ def test_lanes_show_each_slice_where_it_is():
     ours = read(MLP)
     step = typical(ours)
     end = max(step.end, max(work.end for work in step.work))
-    columns = 200 - 6 - 14
+    columns = 200 - 6 - lanes.COUNTED
     (gpu,) = [line[6:] for line in lanes.draw(step, 200, lanes.ASCII) if line.startswith("GPU")]
     for work in step.work:
         left = round((work.start - step.start) * columns / (end - step.start))

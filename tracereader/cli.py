@@ -17,7 +17,7 @@ def main(argv=None):
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
         "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same\n"
-        "  read-trace traces/SCRIPT/RUN_rank*.json       the ranks of one run: who waits for whom",
+        "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run: who waits",
     )
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
     parser.add_argument("--name", metavar="KERNEL", help="say what this kernel's name says, instead of reading a trace")
@@ -39,9 +39,11 @@ def main(argv=None):
     if (args.name is None) == (not args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.name is not None:
+        from tracereader.show.text import console, paragraph, plain
         from tracereader.trace.kernel_names import decode
 
-        print(f"{printable(args.name)}\n    {printable(str(decode(args.name)))}")
+        print(printable(args.name))
+        paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")

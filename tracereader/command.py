@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 SECTIONS = (
-    "short", "guesses", "steps", "lanes", "table", "gpu", "training", "repeats", "kernels", "cpu", "work", "names",
+    "short", "guesses", "steps", "lanes", "gpu", "training", "table", "repeats", "kernels", "cpu", "work", "names",
     "starts", "series", "chain", "patterns",
 )  # fmt: skip
 

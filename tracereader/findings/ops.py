@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
-from tracereader.figures.gpu_work import MATMULS
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
-from tracereader.findings.steps import waits_for
+from tracereader.figures.sizes import MATMULS
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
+from tracereader.findings.steps import compiled, waits_for
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
 VIEWS = frozenset(
@@ -176,7 +176,7 @@ def dynamo() -> Finding:
         # The region less the graph that it calls: what torch.compile itself takes on the way there.
         around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
         step_us = summary.chosen.cpu_us
-        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; {around:,.1f} with the rest around the graph"
+        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; with all that leads to the graph {around:,.1f} µs"
         # A step that waits for the GPU does not wait for this.
         return Verdict(lookup > 0, seen, cost_us=around if waits_for(summary) in ("overhead", "cpu-only") else None)
 
@@ -195,6 +195,10 @@ def compiled_graphs() -> Finding:
 
 def recompiled() -> Finding:
     def judge(summary):
-        return Verdict(bool(summary.recompiled), ", ".join(summary.recompiled[:5]))
+        steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
+        seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
+        spoken_of = [one for one in steps if one.name not in summary.left_out]
+        us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
+        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=us or None)
 
     return Finding("Torch-Compiled Region n/1 or higher", judge)

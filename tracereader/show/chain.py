@@ -7,7 +7,7 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.repeats import repeated_names
 from tracereader.figures.summary import Call
-from tracereader.show.text import head, plain, us
+from tracereader.show.text import head, paragraph, plain, us
 from tracereader.show.view import View
 from tracereader.trace.kernel_names import short
 
@@ -24,7 +24,8 @@ def show(out: Console, summary: Summary, view: View) -> None:
         _folded_chain(out, summary.chain, 0, len(summary.chain))
         return
     for call in summary.chain:
-        line = "  " * (call.depth + 1) + f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
+        indent = "  " * (call.depth + 1)
+        line = f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
         if call.layer:
             line += f"  {plain(call.layer)}"
         if call.launched:
@@ -33,18 +34,20 @@ def show(out: Console, summary: Summary, view: View) -> None:
             line += f"  → {plain(names)}{more}"
         elif summary.has_gpu_work and call.kind == "op" and not call.reaches_gpu:
             line += "  · no GPU work"
-        out.print(line)
+        paragraph(out, line, indent, indent + "    ")
 
 
 def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
     """The calls side by side at one depth, by name; then the same inside the longest of the costliest name."""
+    deeper = 0
     for _ in range(DEPTHS_SHOWN):
         if start >= end:
             return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
         if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
-            calls, end = _median_stretch(out, chain, calls, end, found)
+            calls, end = _median_stretch(out, chain, calls, end, found, deeper)
+            deeper += 1
         by_name: dict[str, list[int]] = {}
         for index in calls:
             by_name.setdefault(chain[index].name, []).append(index)
@@ -54,20 +57,26 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             times = f"{len(same):,} x " if len(same) > 1 else ""
             layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
             named = f"  {plain(', '.join(layers))}" if layers else ""
-            out.print("  " * (depth + 1) + f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}")
+            indent = "  " * (depth + deeper + 1)
+            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}"
+            paragraph(out, line, indent, indent + "    ")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
 def _median_stretch(
-    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int]
+    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int], deeper: int
 ) -> tuple[list[int], int]:
-    """Say that calls repeat; those of the stretch with the median time, and where it ends."""
+    """Say that calls repeat; those of the stretch with the median time, and where it ends.
+
+    deeper: by how many levels more than its depth a call is indented.
+    """
     first, length, times = found
     stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
     each = [sum(chain[index].us for index in stretch) for stretch in stretches]
     middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
     kept = stretches[middle]
-    indent = "  " * (chain[calls[0]].depth + 1)
-    out.print(f"{indent}{times} x the same {length:,} calls  [dim]{us(sum(each))} µs[/dim], in one of them")
+    indent = "  " * (chain[calls[0]].depth + deeper + 1)
+    line = f"{times} x the same {length:,} calls, [dim]{us(sum(each))} µs[/dim] in all; one of them:"
+    paragraph(out, line, indent, indent + "    ")
     return kept, next((index for index in calls if index > kept[-1]), end)

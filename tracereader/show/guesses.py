@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tracereader import expect
 from tracereader.figures import Summary, summarize
-from tracereader.findings.finding import NO_GPU, Finding, Verdict
+from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
 from tracereader.show import references
 from tracereader.show.text import head, paragraph, plain, shown_path
 from tracereader.show.view import View
@@ -15,6 +15,7 @@ from tracereader.trace import Trace, read
 
 GPU_REFERENCE = "nvidia-h200"
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
+READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: "[dim]  –  [/dim]"}
 
 
 def guesses_of(trace: Trace) -> list[Finding]:
@@ -28,17 +29,21 @@ def show(out: Console, guesses: Sequence[Finding], summary: Summary, view: View)
     answers = [(guess, guess.ask(summary)) for guess in guesses]
     told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
     brief = (view.brief or view.share < 1) and not (view.all or view.only)
-    out.print(f"{head('guess first, then look', 'guesses')}{_kept(told) if brief else ''}")
+    kept = _kept(told) if brief else ""
+    if not told:
+        kept = f": {counted(len(answers), 'guess', 'guesses')}, about the GPU; this run was on the CPU"
+    out.print(f"{head('guess first, then look', 'guesses')}{kept}")
     for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
         paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if view.all or view.only or (not verdict.holds and not (brief and verdict.why_not)):
+        if verdict.evidence and (view.all or view.only or (not verdict.holds and not (brief and verdict.why_not))):
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        _gpu_answers(out, [guess for guess, verdict in answers if verdict.evidence == NO_GPU], summary, brief)
+        about_gpu = [guess for guess, verdict in answers if verdict.evidence == NO_GPU]
+        _gpu_answers(out, about_gpu, summary, brief, more=bool(told))
 
 
 def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
@@ -49,23 +54,24 @@ def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
     return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool) -> None:
-    """What the reference trace of a GPU answers, where a run on the CPU cannot."""
+def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool, more: bool) -> None:
+    """What the reference trace of a GPU answers, where a run on the CPU cannot. more: others have been told."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
+    left = f"{len(guesses)} more about the GPU: this run was on the CPU" if more else ""
     if reference is None:
-        out.print(f"  {MARKS[None]}  {len(guesses)} more about the GPU: this run was on the CPU")
+        if left:
+            out.print(f"  {MARKS[None]}  {left}")
         return
     gpu = summarize(read(reference))
     answers = [(guess, guess.ask(gpu)) for guess in guesses]
-    where = f"{plain(gpu.devices[0])}, by its reference trace"
-    line = f"  {len(guesses)} more about the GPU: this run was on the CPU. On an {where}"
-    if brief:
-        paragraph(out, f"{line.strip()}{_kept(answers)}", "  ", "  ")
-    else:
-        out.print(f"{line} {plain(shown_path(reference))}:")
+    on_gpu = f"On an {plain(gpu.devices[0])}, by its reference trace"
+    told = ". ".join([*[left] * more, on_gpu])
+    paragraph(out, f"{told}{_kept(answers) if brief else ':'}", "  ", "  ")
+    if not brief:
+        out.print(f"  {plain(shown_path(reference))}")  # to be copied, so on a line of its own
     for guess, verdict in answers:
         if brief and verdict.holds is not False:
             continue
         paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if not verdict.holds:
+        if verdict.evidence and not verdict.holds:
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)

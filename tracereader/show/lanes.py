@@ -8,6 +8,8 @@ from tracereader.trace import Op, Step, Work, kernel_names
 
 # Depth past which nesting is no longer drawn: the rungs need 9.
 MAX_ROWS = 12
+COUNTED = len(" +9999 too short")  # at the end of a row
+LEAST = 16  # columns: below, a lane tells nothing
 
 
 # What a collective is drawn with while it waits for another rank.
@@ -56,8 +58,8 @@ def draw(
     start = step.start
     end = max([step.end, *(one.end for one in step.work)])
     margin = 6
-    columns = width - margin - 14  # room for the count of what is too short
-    if end <= start or columns < 20:
+    columns = width - margin - COUNTED
+    if end <= start or columns < LEAST:
         return []
     scale = columns / (end - start)
 
@@ -91,8 +93,8 @@ def draw_rows(
     """Titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
     pieces = [one for _, row in rows for one in row]
     margin = max([6, *(len(title) + 1 for title, _ in rows)])
-    columns = width - margin - 14
-    if not pieces or columns < 20:
+    columns = width - margin - COUNTED
+    if not pieces or columns < LEAST:
         return []
     start, end = min(one[0] for one in pieces), max(one[1] for one in pieces)
     scale = columns / max(1, end - start)

@@ -89,7 +89,7 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> N
         "lanes": lambda out: _lanes(out, summary, traces),
     }
     out = console()
-    out.print(_header(summary))
+    paragraph(out, _header(summary), rest="  ")
     for number, name in enumerate(wanted):
         if number or name != "short":
             out.print()
@@ -284,10 +284,8 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
     if len(shown) < len(summary.kinds):
         out.print(f"… and {len(summary.kinds) - len(shown):,} more sizes")
     for one in summary.ranks if len(summary.ranks) <= 2 or view.all else ():
-        out.print(
-            f"  rank {one.rank}: {one.hidden:,} of {counted(one.collectives, 'collective')} with something computed "
-            "beside it for half of its time"
-        )
+        hidden = f"rank {one.rank}: {one.hidden:,} of {counted(one.collectives, 'collective')} with something computed "
+        paragraph(out, f"{hidden}beside it for half of its time", "  ", "    ")
 
 
 def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace]) -> None:

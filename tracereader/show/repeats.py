@@ -13,7 +13,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration
 from tracereader.show.lanes import Mark
-from tracereader.show.text import percent, plain, print_columns, us
+from tracereader.show.text import paragraph, percent, plain, print_columns, us
 from tracereader.trace import Step
 
 # What repeats and takes less of a step's GPU time is not told.
@@ -60,7 +60,7 @@ def table(out: Console, summary: Summary) -> None:
             longest = f"the longest of the {one.times}, number {one.longest}"
             out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
     if largest:
-        out.print(f"  one of the {largest[0].times}: {plain(_families(summary, largest[0]))}")
+        paragraph(out, f"one of the {largest[0].times}: {plain(_families(summary, largest[0]))}", "  ", "    ")
 
 
 @dataclass(frozen=True)

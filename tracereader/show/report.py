@@ -45,11 +45,14 @@ STEPS_SHOWN = 8
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
+LABELS_NAMED, OPS_NAMED, WORTH_NAMING = 4, 3, 0.01
+INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
 # Left out, the first one first, where even the least of every table is too long.
 LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
+OF_THE_GPU = ("gpu", "kernels", "work", "names", "starts", "repeats")
 PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 
@@ -128,7 +131,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "names": lambda view: work.names(out, summary, view),
         "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
         "series": lambda view: series_of.show(
-            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), summary.lesson is not None
         ),
         "chain": lambda view: chain.show(out, summary, view),
         "patterns": lambda view: _patterns(out, summary, found, view),
@@ -137,8 +140,6 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     def written(view: View) -> dict[str, str]:
         found = {}
         with out.capture() as top:
-            if not view.brief:
-                out.print()
             _header(out, summary, view)
         for name in SECTIONS:
             if name in wanted:
@@ -153,10 +154,17 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
     out.file.write("".join(parts.values()))
     if left_out:
-        out.print(f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)")
+        said = f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)"
+        paragraph(out, said, rest="  ")
+    absent = [name for name in view.only or () if not parts.get(name, "").strip()]
+    if absent:
+        out.print()
+    for name in absent:
+        why = " (no GPU work)" if name in OF_THE_GPU and not summary.has_gpu_work else ""
+        out.print(f"{name}: nothing of it in this trace{why}")
     if view.brief and not (view.only or view.all):
         out.print()
-        out.print(f"more: uv run read-trace {plain(shown_path(trace.path))} --all")
+        out.print(f"more: uv run read-trace {plain(shown_path(trace.path))}")
 
 
 def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
@@ -196,15 +204,22 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
     if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
         words.append(f"first call {seconds(took)}")
-    out.print(f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}")
+    paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
-        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
+        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: {_left_out_for(summary)}")
     for text in summary.warnings:
-        out.print(f"[yellow]warning[/yellow] {plain(text)}")
+        paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
+
+
+def _left_out_for(summary: Summary) -> str:
+    first = summary.steps[0]
+    other = "typical" if len(summary.steps) > 2 else "other"
+    first_use = ", and paid for first use" * steps.paid_for_first_use(first)
+    return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
 
 
 def _step_time(summary: Summary) -> str:
-    """The median step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
+    """The typical step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
     on_gpu = median(one.gpu_busy_us for one in summary.steps)
     on_cpu = duration(summary.cpu_us)
     return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
@@ -245,17 +260,37 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
 
 
 def _cpu_in_short(summary: Summary) -> list[str]:
-    """Where a step's time is on the CPU: in which ops, and how much of it in none."""
+    """Where a step's time is on the CPU: in which labels and ops, and how much of it in none."""
     step_us = summary.chosen.cpu_us
-    ops = sorted(summary.ops.items(), key=lambda item: -item[1].self_us)
-    if not ops or not step_us:
+    own: dict[str, float] = {}
+    for call in summary.chain:
+        # What Inductor's code computes lies in no op; torch 2.15 records its call as a label.
+        if call.kind == "op" or call.name.startswith(INDUCTORS_CALL):
+            name = _by_its_kind(call.name)
+            own[name] = own.get(name, 0.0) + call.self_us
+    if not own or not step_us:
         return []
-    told = ", ".join(f"{plain(short(name, 40))} {one.self_us / step_us:.0%}" for name, one in ops[:3])
-    lines = [f"ops by their own time, of a step: {told}"]
-    outside = 1 - sum(one.self_us for _, one in ops) / step_us
+    lines = []
+    phases = {_by_its_kind(one.name): one.cpu_us / step_us for one in summary.by_label if one.cpu_us}
+    if told := _shares(phases, sorted(phases, key=phases.get)[-LABELS_NAMED:]):
+        lines.append(f"by label, of a step: {told}")
+    largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
+    if told := _shares({name: own[name] / step_us for name in largest}, largest):
+        lines.append(f"ops by their own time, of a step: {told}")
+    outside = 1 - sum(own.values()) / step_us
     if outside > 0.05:  # of several threads the ops may sum up to more than the step
-        lines.append(f"{outside:.0%} of the step is in no op at all: Python, labels, the profiler's marks")
+        lines.append(f"{outside:.0%} of the step is in no recorded op")
     return lines
+
+
+def _by_its_kind(name: str) -> str:
+    return "Inductor's graph" if name.startswith(INDUCTORS_CALL) else short(name, 40)
+
+
+def _shares(shares: dict[str, float], chosen: Sequence[str]) -> str:
+    """The chosen ones in their order, of 1% and more."""
+    told = [name for name, share in shares.items() if name in chosen and share >= WORTH_NAMING]
+    return ", ".join(f"{plain(name)} {shares[name]:.0%}" for name in told)
 
 
 def _gpu_time(out: Console, summary: Summary, view: View) -> None:
@@ -274,7 +309,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
-            out.print(f"  a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs")
+            waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
+            paragraph(out, waits, "  ", "    ")
     for title, places in (
         ("GPU work of a step, summed by label", summary.by_label),
         ("by module", summary.by_module_class),
@@ -356,7 +392,7 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     rows = []
     for one in shown:
         row = [
-            one.number + " *" * (one.times_the_median is not None or one.gpu_times_the_median is not None),
+            one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None),
             us(one.cpu_us),
             us(one.label_to_first_op_us),
         ]
@@ -366,14 +402,14 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         rows.append(row)
     print_columns(out, heads, rows, section="steps")
     if len(shown) < len(found):
-        out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
+        out.print(f"… and {len(found) - len(shown)} more; the typical step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
-    for one in [one for one in found if one.times_the_median is not None][:3]:
+    for one in [one for one in found if one.times_the_typical is not None][:3]:
         why = steps.cause(summary, one)
         paragraph(
             out,
-            f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
+            f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step"
             + (f": {plain(why)}" if why else "; the trace does not show why"),
             rest="  ",
         )
@@ -406,9 +442,10 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]
     for pattern, verdict in shown:
-        out.print(f"  {pattern.where}: {plain(pattern.see)} [dim]({plain(verdict.evidence)})[/dim]")
+        seen = f" [dim]({plain(verdict.evidence)})[/dim]" if verdict.evidence else ""
+        paragraph(out, f"{pattern.where}: {plain(pattern.see)}{seen}", "  ", " " * 4)
         if explained:
-            out.print(f"      {plain(pattern.means)}")
+            paragraph(out, plain(pattern.means), " " * 6, " " * 6)
     and_more(out, len(found), len(shown))
 
 
@@ -423,5 +460,6 @@ def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:
         guess = expect.from_record(record)
         verdict = guess.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
-        out.print(f"  {guesses.MARKS[right]}  {plain(guess.text)}")
-        out.print(f"       you: {words[said]}; the trace: {words[verdict.holds]}, {plain(verdict.evidence)}")
+        seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
+        paragraph(out, plain(guess.text), f"  {guesses.READERS_MARKS[right]}  ", " " * 9)
+        paragraph(out, f"you: {words[said]}; the trace: {seen}", " " * 9, " " * 9)

@@ -50,7 +50,7 @@ def _how_to_read(table: Table) -> list[str]:
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
         lines.append(
-            f"self leaves out what a row calls, total has it in: {plain(label.name)}'s {us(label.total_cpu_us)} are "
+            f"self: without what a row calls; total: with it. {plain(label.name)}'s {us(label.total_cpu_us)} are "
             f"{us(label.self_cpu_us)} of its own + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:

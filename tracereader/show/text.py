@@ -67,7 +67,8 @@ def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> Non
         out.print(first + markup)
         return
     start = Text.from_markup(first)
-    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, out.width - len(start)))):
+    room = out.width - max(len(start), len(rest))
+    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, room))):
         line.rstrip()
         out.print(Text(rest) + line if number else start + line)
 

@@ -32,14 +32,17 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
-        out.print(f"  optimizer: {plain(one.name)}, {one.how}: {duration(one.cpu_us)} of CPU time{gpu}")
+        line = f"optimizer: {plain(one.name)}, {one.how}: {duration(one.cpu_us)} of CPU time{gpu}"
+        paragraph(out, line, "  ", "    ")
     if again := found.recomputed:
         gpu = f", {duration(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""
         calls = counted(again.calls, "forward op")
-        out.print(f"  computed again in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}")
+        line = f"computed again in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}"
+        paragraph(out, line, "  ", "    ")
     if waits := found.loading:
         idle = "" if waits.idle_us is None else f", the GPU idle for {duration(waits.idle_us)} of it"
-        out.print(f"  waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}")
+        line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}"
+        paragraph(out, line, "  ", "    ")
     if found.syncs:
         shown = [
             (Name(short(one.asked_by, 40)), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
