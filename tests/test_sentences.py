@@ -132,16 +132,25 @@ def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
     assert f"the GPU's work alone would allow {alone:,.0f}" in printed(capsys, path, "--only", "short")
 
 
-def test_labels_inside_one_that_encloses_them(tmp_path):
-    path = TESTS / "train_item.json.gz"
+def enclosed(tmp_path, path):
+    """The trace with one more label around all that a step does."""
     found = document(path)
     for mark in steps_of([e for e in found["traceEvents"] if e.get("ph") == "X"]):
         found["traceEvents"].append(
             {**mark, "name": "train_step", "ts": mark["ts"] + 0.001, "dur": mark["dur"] - 0.002, "args": {}}
         )
+    return written(tmp_path, path.name.removesuffix(".gz"), found)
+
+
+def test_labels_inside_one_that_encloses_them(tmp_path, capsys):
+    path = TESTS / "train_item.json.gz"
     plain = summarize(read(path)).by_label
     assert len(plain) > 2
-    assert summarize(read(written(tmp_path, "nested.json", found))).by_label == plain
+    assert summarize(read(enclosed(tmp_path, path))).by_label == plain
+    ranks = sorted((TESTS / "ranks").glob("fsdp_rank*.json.gz"))
+    shown = printed(capsys, *ranks, "--only", "steps")
+    assert "backward, rank 1" in shown
+    assert printed(capsys, *(enclosed(tmp_path, one) for one in ranks), "--only", "steps") == shown
 
 
 @pytest.mark.parametrize(("second", "holds"), [([[8, 32, 64], [8, 64, 16]], True), ([[8, 32, 64], [8, 64, 48]], False)])

@@ -43,12 +43,9 @@ def by_label(step: Step) -> tuple[Place, ...]:
     Where one label encloses all others, those right inside it. Work launched from another thread (backward's) counts
     where it was launched in time.
     """
-    labels = _outermost_labels(step.roots)
-    while len({label.name for label in labels}) == 1:
-        labels = _outermost_labels([child for label in labels for child in label.children])
-    if not labels:
+    labels = phases(step.roots)
+    if len({label.name for label in labels}) < 2:
         return ()
-    labels.sort(key=_start)
     cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
     for label in labels:
         cpu[label.name] += label.dur
@@ -60,6 +57,14 @@ def by_label(step: Step) -> tuple[Place, ...]:
         pieces[name] += 1
     names = dict.fromkeys([*cpu, *gpu])
     return tuple(Place(name, cpu[name] / 1e3 if name in cpu else None, gpu[name] / 1e3, pieces[name]) for name in names)
+
+
+def phases(ops: Sequence[Op]) -> list[Op]:
+    """The outermost labels by start, without torch's own; where one encloses all others, those right inside it."""
+    outermost = labels = _outermost_labels(ops)
+    while len({label.name for label in labels}) == 1:
+        labels = _outermost_labels([child for label in labels for child in label.children])
+    return sorted(labels or outermost, key=_start)
 
 
 def _outermost_labels(ops: Sequence[Op]) -> list[Op]:

@@ -17,7 +17,7 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
-from tracereader.figures.places import TORCHS_OWN
+from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Step, Trace, Work, kernel_names
@@ -381,16 +381,9 @@ def _summed(name: str, some: Sequence[Times]) -> Times:
 
 
 def _phases(step: Step) -> list[Op]:
-    """The outermost labels of a step on the thread of its mark, in order, without torch's own."""
+    """The phases of a step, by the thread of its mark."""
     mark = next((root for root in step.roots if root.name == step.name), None)
-    found, pending = [], [root for root in step.roots if mark is None or root.track == mark.track]
-    while pending:
-        op = pending.pop()
-        if op.name.startswith(STEP):
-            pending.extend(op.children)
-        elif op.kind == "label" and not TORCHS_OWN.match(op.name):
-            found.append(op)
-    return sorted(found, key=_start)
+    return phases([root for root in step.roots if mark is None or root.track == mark.track])
 
 
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
