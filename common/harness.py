@@ -102,7 +102,8 @@ def _cxx_compiler() -> str | None:
 
 def device_name(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads != 1)}"
     return torch.get_device_module(device).get_device_name()
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from references import H200, LARGE, MODELS, OTHERS, REFERENCES, ROOT
 from rich.cells import cell_len
 
-from tracereader import cli
+from tracereader import cli, expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
+from tracereader.findings.finding import Verdict
 from tracereader.trace import read
 
 SMALL = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
@@ -654,6 +655,109 @@ def test_a_step_slow_on_the_gpu_is_marked(tmp_path, capsys):
     file = written(tmp_path, events)
     assert [step.gpu_times_the_median for step in measured(file).steps] == [None, None, 1.5, None]
     assert "#2's GPU work took 1.5 times the median step's" in shown(capsys, file)
+
+
+def made_steps(steps, rest=()):
+    """Steps one behind the other, each a list of the calls (name, µs) in it; None: 50 µs outside every call."""
+    events, ts = list(rest), 0
+    for number, calls in enumerate(steps):
+        start = ts
+        for one in calls:
+            if one:
+                events.append(event(one[0], ts=ts, dur=one[1]))
+            ts += one[1] if one else 50
+        events.append(event(f"ProfilerStep#{number}", cat="user_annotation", ts=start, dur=ts - start))
+    return events
+
+
+USUAL = [("aten::mm", 100), ("aten::gelu", 20), ("aten::add", 10), ("aten::sum", 6)]  # 136 µs
+LOADING = event("Lazy Function Loading", cat="overhead", ts=3, dur=20)
+CAUSES = {
+    # what the second of four steps does; why it took longer
+    "more calls": (USUAL * 5, "it makes 5 calls of aten::mm where the typical step makes 1, "
+                              "5 of aten::gelu where that makes 1"),
+    "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
+                         "of its 1,900 µs more, 1,000 are aten::mm's own"),
+    "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
+                        "of its 2,200 µs more, 1,100 are aten::gelu's own, 1,000 are aten::mm's own"),
+    "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
+                           "aten::mm took 300 µs more, other calls less"),
+    "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
+    "all slower": ([(name, 2 * us) for name, us in USUAL], "most of what it calls is slower, 2.0 to 2.0 times"),
+    "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CAUSES)
+def test_why_a_step_took_longer(tmp_path, capsys, what):
+    calls, why = CAUSES[what]
+    took = sum(one[1] if one else 50 for one in calls) / 136
+    file = written(tmp_path, made_steps([USUAL, calls, USUAL, USUAL]))
+    screen = " ".join(shown(capsys, file, "--only", "steps").split())
+    assert screen.endswith(f"* #1 took {took:,.1f} times the typical step: {why}"), screen
+    first = " ".join(shown(capsys, written(tmp_path, made_steps([calls, USUAL, USUAL])), "--only", "steps").split())
+    pause = ": as after a pause; the profiler had just begun to record" * (what == "all slower")
+    assert first.endswith(f"* #0 took {took:,.1f} times the typical step: {why}{pause}"), first
+    assert "cold start" not in screen + first and "first use" not in screen + first
+
+
+def test_first_use_is_said_where_the_trace_holds_it(tmp_path, capsys):
+    slow = [("aten::mm", 5000), *USUAL[1:]]
+    screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL])), "--only", "steps")
+    took = f"{(5000 + 36) / 136:.1f}"
+    assert f"ProfilerStep#0 is left out of what is said of all: it took {took} times the typical step\n" in screen
+    assert "aten::mm took 4,900 µs more" in screen and "cold" not in screen
+    screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL], [LOADING])), "--only", "steps")
+    assert f"it took {took} times the typical step, and paid for first use\n" in screen
+    assert "a cold start: aten::mm took 4,900 µs more (in the same step: Lazy Function Loading 20 µs)" in screen
+
+
+def test_of_two_steps_none_is_odd(tmp_path, capsys):
+    file = written(tmp_path, made_steps([USUAL, [("aten::mm", 300), *USUAL[1:]]]))
+    assert [one.times_the_typical for one in measured(file).steps] == [None, None]
+    assert "*" not in shown(capsys, file, "--only", "steps")
+    assert "2 steps are too few to tell an odd one from a trend: record 20\n" in shown(
+        capsys, file, "--only", "series"
+    )
+
+
+def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
+    slow = [("aten::mm", 130), *USUAL[1:]]
+    file = written(tmp_path, made_steps([USUAL, USUAL * 10] * 8 + [slow]))
+    (mm,) = [one for one in json.loads(shown(capsys, file, "--json"))["series"] if one["name"] == "aten::mm"]
+    assert mm["us"] == [100] * 8 + [130] and mm["other_calls"] == 8
+    screen = " ".join(shown(capsys, file, "--only", "series").split())
+    assert "are called another number of times in 8 steps, left out of the line" in screen
+    assert "aten::mm is slowest in #16: 1.30 times its median" in screen
+
+
+def test_a_first_step_that_is_not_wider(tmp_path):
+    wider = expect.first_step_is_wider()
+    same = measured(written(tmp_path, made_steps([USUAL, USUAL, USUAL])))
+    assert wider.ask(same) == Verdict(False, "it is not: 136.0 µs, the typical step 136.0")
+    little = measured(written(tmp_path, made_steps([[("aten::mm", 110), *USUAL[1:]], USUAL, USUAL])))
+    assert wider.ask(little) == Verdict(False, "not much: 146.0 µs, the typical step 136.0")
+
+
+def test_compiling_again_is_said_and_what_it_took(capsys):
+    """The outermost of torch.compile's slices, by the raw events; the compilation by its annotations."""
+    file = H200.parent / "guard-failure.json.gz"
+    raw = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    (step,) = [one for one in raw if one["name"] == "ProfilerStep#3" and one["ph"] == "X"]
+    inside = [one for one in raw if one.get("ph") == "X" and 0 <= one["ts"] - step["ts"] < step["dur"]]
+    assert {one["name"].split("compile_id=")[1] for one in inside if "compile_id=" in one["name"]} == {"0/1"}
+    timed = [(one["ts"], one["ts"] + one["dur"]) for one in inside if one["name"].endswith(" (dynamo_timed)")]
+    us, until = 0, 0
+    for start, end in sorted(timed, key=lambda one: (one[0], -one[1])):
+        if start >= until:
+            us, until = us + end - start, end
+    one = measured(file).steps[2]
+    assert (one.compiled, one.compile_us) == (["0/1"], pytest.approx(us))
+    again = f"torch.compile compiled again (0/1) for {us / 1e3:,.1f} ms"
+    assert f"{again} in step #3" in " ".join(shown(capsys, file, "--only", "short").split())
+    screen = " ".join(shown(capsys, file, "--only", "steps").split())
+    assert f"* #3 took 15.1 times the typical step: {again} of its {step['dur'] / 1e3:,.1f} ms" in screen
+    assert "torch.compile compiled (0/0)" in screen
 
 
 def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tracereader.figures.gpu_work import BYTES_OF, MATMULS, asking_ops, dims_of, product
+from tracereader.figures.gpu_work import asking_ops
+from tracereader.figures.sizes import BYTES_OF, MATMULS, dims_of, product
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
 
 # What makes a tensor of constants.

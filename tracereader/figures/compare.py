@@ -13,6 +13,8 @@ from tracereader.trace.kernel_names import decode, short
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
 
 NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
+# Hand-written kernels (Liger's) that do these ops in one, and do not name them.
+FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,17 @@ class Side:
         return counts
 
 
+def told_apart(sides: Sequence[Side]) -> list[str]:
+    """A name for each run: where names repeat with its device, and where that repeats with its folder."""
+    names = [side.name for side in sides]
+    devices = [", ".join(dict.fromkeys(side.summary.devices)) or "CPU" for side in sides]
+    for more in (devices, [str(Path(side.summary.trace).parent) for side in sides]):
+        times = Counter(names)
+        if any(len({one for one, same in zip(more, names, strict=True) if same == name}) > 1 for name in times):
+            names = [f"{name}, {one}" if times[name] > 1 else name for name, one in zip(names, more, strict=True)]
+    return names
+
+
 @dataclass(frozen=True)
 class Difference:
     """One run against another: GPU work and ops, each as lists in words."""
@@ -93,8 +106,9 @@ def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if merged := _merged(first, gone, new):
         before, after = merged
         parts = " + ".join(f"{what(name)} {first.times[name]:.1f}" for name in before)
+        times = f", {new[after]:,} times" if new[after] > 1 else ""
         changed.append(
-            f"{parts} µs → one kernel, {short(after, 60)} {other.times[after]:.1f} µs: what lay between "
+            f"{parts} µs → one kernel{times}, {short(after, 60)} {other.times[after]:.1f} µs: what lay between "
             "them no longer goes through memory"
         )
         for name in before:
@@ -108,7 +122,7 @@ def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if gemms:
         same.append(f"{gemms.total()} of the GEMMs, by kernel name: {_counted(gemms)}")
     if others := kept - gemms:
-        same.append(_counted(others))
+        same.append(_counted(others, shown=FEW))
     return changed, same
 
 
@@ -122,7 +136,12 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if ops := [name for name in new if name not in COMPILE_ROWS and name not in other.work]:
         changed.append("ops new: " + _listed(ops))
     kept = sorted(set(first.ops) & set(other.ops))
-    return changed, ["ops: " + _listed(kept)] if kept else []
+    differ = [name for name in kept if first.ops[name] != other.ops[name]]
+    if differ:
+        calls = [f"{name} {first.ops[name]:,} → {other.ops[name]:,}" for name in differ]
+        changed.append("calls: " + _listed(calls))
+    same = [name for name in kept if name not in differ]
+    return changed, ["ops: " + _listed(same, FEW)] if same else []
 
 
 def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
@@ -148,19 +167,26 @@ def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]
 
 
 def _merged(first: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:
-    """The pointwise kernels that one new kernel replaces, by the ops in its name or by their going."""
-    pointwise = [
-        name
-        for name in dict.fromkeys(one.name for one in first.summary.gpu_work)
-        if name in gone and decode(name).family == "pointwise"
-    ]
+    """The pointwise kernels that one new kernel replaces, by the ops that it does: each as often as it runs."""
     candidates = [name for name in new if decode(name).family == "pointwise"]
-    if len(pointwise) < 2 or len(candidates) != 1:
+    if len(candidates) != 1:
         return None
     (after,) = candidates
-    named = [name for name in pointwise if what(name) in after]
-    # A hand-written kernel (geglu) need not name each op that it does.
-    return (named, after) if len(named) > 1 else (pointwise, after)
+    does = _fuses(after)
+    replaced = [
+        name
+        for name in dict.fromkeys(one.name for one in first.summary.gpu_work)
+        if gone[name] == first.work[name] == new[after] and decode(name).family == "pointwise" and what(name) in does
+    ]
+    return (replaced, after) if len(replaced) > 1 else None
+
+
+def _fuses(name: str) -> Sequence[str]:
+    """The ops that a fused kernel's name tells."""
+    said = decode(name).parts.get("fuses", "")
+    if said:
+        return said.removeprefix("fuses ").split(", ")
+    return next((ops for word, ops in FUSED_BY_HAND if word in name), ())
 
 
 def what(name: str) -> str:
@@ -170,18 +196,23 @@ def what(name: str) -> str:
     return f"{says.family} {does}" if does in ("forward", "backward") else does
 
 
-def _counted(names: Counter, side: Side | None = None) -> str:
+def _counted(names: Counter, side: Side | None = None, shown: int = NAMES_SHOWN) -> str:
     """The names with their counts, those that cost most first."""
     costliest = sorted(names.items(), key=lambda item: -side.times[item[0]] if side else 0)
-    shown = [
-        f"{count} x {short(name, 60)}" + (f" ({side.times[name]:.1f} µs)" if side else "")
-        for name, count in costliest[:NAMES_SHOWN]
+    told = [
+        f"{count} x {short(name, 60)}" + (f" ({_of(count, side.work[name])}{side.times[name]:.1f} µs)" if side else "")
+        for name, count in costliest[:shown]
     ]
-    return ", ".join(shown) + _more(len(names))
+    return ", ".join(told) + _more(len(names), shown)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:OPS_SHOWN]) + _more(len(names), OPS_SHOWN)
+def _of(count: int, total: int) -> str:
+    """Times are of all pieces of a name: said where only some of them are meant."""
+    return "" if count == total else f"of {total} in "
+
+
+def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
+    return ", ".join(names[:shown]) + _more(len(names), shown)
 
 
 def _more(count: int, shown: int = NAMES_SHOWN) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tracereader.figures.gpu_work import INPUTS, MATMULS, Product, sizes_of_op
+from tracereader.figures.sizes import INPUTS, MATMULS, Product, sizes_of_op
 from tracereader.trace import Op, Step
 
 WRITTEN_BY_INDUCTOR = "cpp_fused"

@@ -155,7 +155,9 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 2]
     following = near[-1].work[:1] if near[-1] is not step else ()
-    work = sorted([*(near[0].work if near[0] is not step else ()), *step.work, *following], key=_start)
+    # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
+    end = max([one.start for one in following] + [one.end for one in step.work], default=step.end)
+    work = [one for one in trace.work if one.end > step.start and one.start <= end]
     roots: dict[tuple, list[Op]] = defaultdict(list)
     for some in near[near.index(step) :]:
         for root in some.roots:

@@ -1,6 +1,7 @@
 """The names that a model has for its matrix products, where the run stored them in the trace."""
 
-from tracereader.figures.gpu_work import MATMULS, asking_ops
+from tracereader.figures.gpu_work import asking_ops
+from tracereader.figures.sizes import MATMULS
 from tracereader.trace import Op, Step, Trace, kernel_names
 
 # torch.compile's and the profiler's rows, which hold many layers and are none.

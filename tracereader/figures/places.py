@@ -40,20 +40,15 @@ def innermost(ops: Sequence[Op], time: int) -> list[Op]:
 def by_label(step: Step) -> tuple[Place, ...]:
     """The outermost labels of a step in the order of their starts, where there are two or more of them.
 
-    Work launched from another thread (backward's) counts where it was launched in time.
+    Where one label encloses all others, those right inside it. Work launched from another thread (backward's) counts
+    where it was launched in time.
     """
-    labels: list[Op] = []
-    pending = list(reversed(step.roots))
-    while pending:
-        op = pending.pop()
-        if op.kind == "label" and not op.name.startswith(STEP):
-            if not TORCHS_OWN.match(op.name):
-                labels.append(op)
-        elif op.kind == "label":
-            pending.extend(reversed(op.children))
-    labels.sort(key=_start)
-    if len({label.name for label in labels}) < 2:
+    labels = _outermost_labels(step.roots)
+    while len({label.name for label in labels}) == 1:
+        labels = _outermost_labels([child for label in labels for child in label.children])
+    if not labels:
         return ()
+    labels.sort(key=_start)
     cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
     for label in labels:
         cpu[label.name] += label.dur
@@ -65,6 +60,19 @@ def by_label(step: Step) -> tuple[Place, ...]:
         pieces[name] += 1
     names = dict.fromkeys([*cpu, *gpu])
     return tuple(Place(name, cpu[name] / 1e3 if name in cpu else None, gpu[name] / 1e3, pieces[name]) for name in names)
+
+
+def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
+    labels: list[Op] = []
+    pending = list(reversed(ops))
+    while pending:
+        op = pending.pop()
+        if op.kind == "label" and not op.name.startswith(STEP):
+            if not TORCHS_OWN.match(op.name):
+                labels.append(op)
+        elif op.kind == "label":
+            pending.extend(reversed(op.children))
+    return labels
 
 
 def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:

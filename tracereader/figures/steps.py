@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -11,22 +12,30 @@ import msgspec
 from tracereader.figures.intervals import length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work
 
-# A step that took this many times the median one is pointed at. On the H200 the first recorded
+# A step that took this many times the typical one is pointed at. On the H200 the first recorded
 # step takes 1.7 to 3.4 times the others, and the others differ among each other by up to 1.4.
 STANDS_OUT = 1.5
 # A step whose GPU work took this many times the median step's is marked, too: kernels vary by 9% at most.
 GPU_STANDS_OUT = 1.3
-# Calls shorter than this in the median step say nothing about what all calls became.
+# Calls shorter than this in the typical step say nothing about what all calls became.
 TELLING_US = 2.0
+# The name under which a step's own time is kept: "ProfilerStep#3" is never the same in two steps.
+OUTSIDE = "outside every call"
+# What torch.compile writes around its phases, and the annotations that say of which compilation: of the
+# frame (compiled autograd's number before it), and how often it had been compiled before.
+COMPILING = " (dynamo_timed)"
+COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
 
 class Excess(msgspec.Struct, frozen=True):
-    """Where a step's time over the median step's went, by the names' own (self) time.
+    """Where a step's time over the typical step's went, by the names' own (self) time.
 
     before_first_op_us: what its way from the label to the first op took more. first_calls: time in
-    calls that the median step does not make, by name. slower: what each name took more, the largest
-    first; slowest_times: how many times as long that first one took. times_low to times_high: the same
-    of all names common to both (the middle half of them); None where too few are long enough to tell.
+    calls that the typical step does not make, by name. slower: what each name took more, the largest
+    first; less_us: what the others took less, in all. more_calls: of names called more often, their calls
+    here and in the typical step, and what the added ones take at the typical step's time of one, the
+    costliest first. times_low to times_high: how many times as long one call took, of most names common to
+    both; None where too few are long enough to tell. alike_us: so much of us is calls up to times_high as long.
     """
 
     us: float
@@ -34,9 +43,11 @@ class Excess(msgspec.Struct, frozen=True):
     first_calls: dict[str, float]
     overheads: dict[str, float]  # the profiler's and the driver's own slices that start in it
     slower: dict[str, float]
-    slowest_times: float | None
+    less_us: float
+    more_calls: dict[str, tuple[int, int, float]]
     times_low: float | None
     times_high: float | None
+    alike_us: float
 
 
 class StepFacts(msgspec.Struct, frozen=True):
@@ -48,12 +59,14 @@ class StepFacts(msgspec.Struct, frozen=True):
     launches: int
     gpu_busy_us: float
     gpu_span_us: float
-    gpu_idle_share: float | None  # of the step, until its last GPU work ends
+    gpu_idle_share: float | None  # from its first GPU work to the next step's; of a single step, of all of it
     launch_to_start_us: float | None  # from the first launch call to the start of what it launched
     occupancy_queries: int
     idle_before_us: float | None  # between the end of the step before it and its own start
-    times_the_median: float | None  # its CPU time over the median step's, where it stands out
-    excess: Excess | None  # where it stands out
+    compiled: list[str]  # torch.compile's compilations in it, as 0/1: frame 0, compiled once before
+    compile_us: float
+    times_the_typical: float | None  # its CPU time over the typical step's, where it stands out of three or more
+    excess: Excess | None  # where it took that many times as long
     gpu_times_the_median: float | None  # the same of its GPU busy time, where that stands out
 
     @property
@@ -104,14 +117,17 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
     covered = _Covered(trace.work)
+    compiles = any(name.endswith(COMPILING) for name in trace.op_names)
+    stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median([us for us in busy if us] or [0.0])
     facts = []
     before = None
-    for step, gap, gpu_us in zip(trace.steps, gaps, busy, strict=True):
+    for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
         first = next((one for one in step.work if one.launch is not None), None)
         ratio = step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
         wide = ratio >= STANDS_OUT
+        compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
         slow_on_gpu = len(trace.steps) > 2 and 0 < GPU_STANDS_OUT * usual_busy <= gpu_us
         facts.append(
             StepFacts(
@@ -121,11 +137,14 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 launches=len({id(one.launch) for one in step.work if one.launch is not None}),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=span_us(step.work),
-                gpu_idle_share=covered.idle_share(step) if step.work else None,
+                gpu_idle_share=covered.idle_share(step, *stretch) if stretch else None,
                 launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
                 occupancy_queries=len(_within(trace.queries, step)),
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
-                times_the_median=ratio if wide else None,
+                compiled=compiled,
+                compile_us=compile_us,
+                # Of two steps nothing tells which one is odd.
+                times_the_typical=ratio if wide and len(trace.steps) > 2 else None,
                 excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
             )
@@ -152,12 +171,40 @@ class _Covered:
         index = bisect.bisect_right(starts, time)
         return before[index] - max(0, ends[index - 1] - time) if index else 0
 
-    def idle_share(self, step: Step) -> float | None:
-        """Of the time from the step's start to the end of its last GPU work, on its busiest GPU."""
-        end = max(step.end, max([one.end for one in step.work]))
+    def idle_share(self, step: Step, start: int, end: int) -> float | None:
+        """Of a stretch of time, on the step's busiest GPU."""
         devices = {one.device for one in step.work}
-        busy = max(self._until(device, end) - self._until(device, step.start) for device in devices)
-        return 1 - busy / (end - step.start) if end > step.start else None
+        busy = max(self._until(device, end) - self._until(device, start) for device in devices)
+        return 1 - busy / (end - start) if end > start else None
+
+
+def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
+    """From each step's first GPU work to that of the next step with any: no two overlap, however far the CPU is ahead.
+
+    Of the last one nothing tells where it ends: None, but where it is the only one with work: all of it on both lanes.
+    """
+    working = [step for step in steps if step.work]
+    if len(working) == 1:
+        (only,) = working
+        whole = only.start, max([only.end, *(one.end for one in only.work)])
+        return [whole if step is only else None for step in steps]
+    found, following = [], None
+    for step in reversed(steps):
+        first = min((one.start for one in step.work), default=None)
+        found.append((first, following) if first is not None and following is not None else None)
+        following = following if first is None else first
+    return found[::-1]
+
+
+def _compiled(step: Step) -> tuple[list[str], float]:
+    """torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
+    ids, us = set(), 0.0
+    for op in step.walk():
+        if match := COMPILE_ID.search(op.name):
+            ids.add(match[1])
+        elif op.name.endswith(COMPILING):
+            us += op.us if not any(above.name.endswith(COMPILING) for above in op.above()) else 0.0
+    return sorted(ids), us
 
 
 def _label_gap_us(step: Step) -> float | None:
@@ -168,24 +215,42 @@ def _label_gap_us(step: Step) -> float | None:
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
-def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self: Counter) -> Excess:
+def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self: dict[str, "_Own"]) -> Excess:
     overheads = Counter()
     for one in _within(trace.overheads, step):
         overheads[one.name] += one.us
     own = _self_by_name(step)
-    slower = Counter({name: us - usual_self[name] for name, us in own.items() if us > usual_self[name]})
-    slowest = max(slower, key=slower.get, default=None)
-    times = sorted(own[name] / us for name, us in usual_self.items() if us >= TELLING_US and name in own)
-    quarter = len(times) // 4
+    both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
+    first_calls = Counter({name: mine.us for name, mine in own.items() if name not in usual_self})
+    slower = first_calls + Counter({name: mine.us - theirs.us for name, (mine, theirs) in both.items()})
+    gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
+    more_calls = {
+        name: (mine.calls, theirs.calls, (mine.calls - theirs.calls) * theirs.us / theirs.calls)
+        for name, (mine, theirs) in both.items()
+        if mine.calls > theirs.calls
+    }
+    times = sorted(
+        mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in both.values() if theirs.us >= TELLING_US
+    )
+    spared = (len(times) - 1) // 4  # at either end: what is left are more than half
+    high = times[-1 - spared] if len(times) >= 3 else None
     return Excess(
         us=step.us - usual.us,
         before_first_op_us=gap_excess,
-        first_calls=dict(Counter({name: us for name, us in own.items() if name not in usual_self}).most_common(8)),
+        first_calls=dict(first_calls.most_common(8)),
         overheads=dict(overheads.most_common(8)),
         slower=dict(slower.most_common(8)),
-        slowest_times=own[slowest] / usual_self[slowest] if usual_self[slowest] else None,
-        times_low=times[quarter] if len(times) >= 3 else None,
-        times_high=times[-1 - quarter] if len(times) >= 3 else None,
+        less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
+        more_calls=dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8]),
+        times_low=times[spared] if high is not None else None,
+        times_high=high,
+        alike_us=sum(
+            max(0.0, min(mine.us - theirs.us, (high - 1) * theirs.us))
+            for mine, theirs in both.values()
+            if mine.calls == theirs.calls
+        )
+        if high is not None
+        else 0.0,
     )
 
 
@@ -195,10 +260,19 @@ def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     return slices[first:last]
 
 
-def _self_by_name(step: Step) -> Counter:
-    times = Counter()
+class _Own:
+    """All calls of one name in a step: their own time (µs), and how many."""
+
+    __slots__ = ("calls", "us")
+
+    def __init__(self):
+        self.us, self.calls = 0.0, 0
+
+
+def _self_by_name(step: Step) -> dict[str, _Own]:
+    times = defaultdict(_Own)
     for op in step.walk():
-        # Numbered, so never the same in two steps.
-        name = "the loop around the label" if op.name.startswith(STEP) else op.name
-        times[name] += self_us(op)
-    return times
+        one = times[OUTSIDE if op.name.startswith(STEP) else op.name]
+        one.us += self_us(op)
+        one.calls += 1
+    return dict(times)

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,9 @@ from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
 
-# A first step this many times the median one loaded modules and made handles: 700 to 1200 times on
-# the H200 without warm-up, where mere cold caches make it 3 times.
-FIRST_USE = 10
+# A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
+# the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
+FAR_WIDER = 10
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -99,12 +100,14 @@ class Summary(msgspec.Struct, frozen=True):
     peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
-    left_out: list[str]  # steps so full of first use that they would hide what the rest is like
+    left_out: list[str]  # steps so much wider that they would hide what the rest is like
     typical_step: str
+    cpu_us: float  # of the typical step, whichever one is spoken of
     window_us: float
     gpu: GpuTime | None
-    steady: GpuTime | None  # the same after a first step that stands out; else the same as gpu
+    steady: GpuTime | None  # the same from one step's first GPU work to the last one's: see _steady()
     steady_us: float  # of its window
+    after_first: bool  # whether that leaves out a first step that stands out
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
@@ -148,12 +151,6 @@ class Summary(msgspec.Struct, frozen=True):
         """Of the window, GPU busy."""
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
 
-    @property
-    def cpu_us(self) -> float:
-        """The median step's CPU time."""
-        times = sorted(step.cpu_us for step in self.steps)
-        return times[(len(times) - 1) // 2]
-
     def count(self, kind: str) -> int:
         """Kernels, memcpys or memsets of the step spoken of."""
         return sum(one.kind == kind for one in self.gpu_work)
@@ -161,10 +158,20 @@ class Summary(msgspec.Struct, frozen=True):
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
     """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
-    first_use = len(trace.steps) > 1 and trace.steps[0].us > FIRST_USE * usual.us
-    spoken_of = trace.steps[first_use:]
+    far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
+    spoken_of = trace.steps[far_wider:]
     ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
     return spoken_of, min(one.start for one in spoken_of), max(ends)
+
+
+def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
+
+    Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
+    that is much. None of a single step.
+    """
+    firsts = [min(one.start for one in step.work) for step in steps if step.work]
+    return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
@@ -173,10 +180,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     step = step or usual
     facts = step_facts(trace, usual)
     spoken_of, start, end = window(trace, usual)
-    first_use = len(trace.steps) - len(spoken_of)
-    wide_start = not first_use and len(facts) > 2 and facts[0].times_the_median is not None
-    steady_start = trace.steps[1].start if wide_start else start
+    left_out = len(trace.steps) - len(spoken_of)
+    wide_start = not left_out and facts[0].times_the_typical is not None
     gpu = gpu_time(trace.work, start, end)
+    steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
     layers = layer_names(trace, step)
     chain = _chain(step, layers)
     label = label_of(step)
@@ -198,12 +205,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
         steps=facts,
-        left_out=[one.name for one in trace.steps[:first_use]],
+        left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
+        cpu_us=usual.us,
         window_us=(end - start) / 1e3,
         gpu=gpu,
-        steady=gpu_time(trace.work, steady_start, end) if wide_start else gpu,
-        steady_us=(end - steady_start) / 1e3,
+        steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
+        steady_us=(steady_end - steady_start) / 1e3,
+        after_first=wide_start,
         families=families(trace.work, start, end),
         by_label=by_label(step),
         by_module=by_module(trace, step),

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tracereader.figures.gpu_work import BYTES_OF, MATMULS, asking_ops, dims_of, product
+from tracereader.figures.gpu_work import asking_ops
+from tracereader.figures.sizes import BYTES_OF, MATMULS, dims_of, product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work, kernel_names
 
@@ -68,7 +69,12 @@ def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
         if op.kind != "op":
             continue
         if op.name in MATMULS:
-            if softmax == 1 and op.name in BATCHED and op.track == product_before.track:
+            if (
+                softmax == 1
+                and op.name in BATCHED
+                and op.track == product_before.track
+                and _may_attend(product_before, op)
+            ):
                 found.append(Unfused(between, 0, product_before.us + op.us, None))
             product_before, softmax, between = op if op.name in BATCHED else None, 0, 0.0
         elif product_before is not None and op.start >= product_before.end:
@@ -86,7 +92,7 @@ def _is_softmax(one: Work, op: Op | None) -> bool:
 
 def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | None:
     first, last = _product_beside(track, softmax, -1), _product_beside(track, softmax, 1)
-    if first is None or last is None:
+    if first is None or last is None or not _may_attend(track[first][1], track[last][1]):
         return None
     between = [
         (one, op) for one, op in track[first + 1 : last] if one.kind != "memset" and not (op and op.name in BATCHED)
@@ -98,6 +104,15 @@ def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | 
         products_us=sum(one.dur for one in products) / 1e3,
         scores=_scores(track[first][1], track[last][1], between),
     )
+
+
+def _may_attend(first: Op, last: Op) -> bool:
+    """Whether the recorded shapes, if any, are those of attention: the second product takes what the first gives
+    (queries x keys), and gives the size that queries have."""
+    scores, result = product(first.name, dims_of(first.args)), product(last.name, dims_of(last.args))
+    if scores is None or result is None:
+        return True
+    return (scores.batch, scores.m, scores.n, scores.k) == (result.batch, result.m, result.k, result.n)
 
 
 def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: int) -> int | None:
@@ -119,8 +134,6 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     scores, result = product(first.name, dims_of(into)), product(last.name, dims_of(out_of))
     item, other = _items(into)[:1], _items(out_of)[:1]
     if not (scores and result and item and other and item[0] and other[0]):
-        return None
-    if (scores.batch, scores.m, scores.n) != (result.batch, result.m, result.k):
         return None
     elements = scores.batch * scores.m * scores.n
     written, read, moved = 1, 1, elements * (item[0] + other[0])

@@ -31,9 +31,9 @@ TABLE, CPU, GPU, CHAIN, COMPILE = "profiler table", "CPU lane", "GPU lane", "dis
 PATTERNS = (
     Pattern(TABLE, "the CPU's self total far above the GPU's", "Overhead-bound: the GPU waits for the CPU to launch. "
             "Give each launch more to do (larger or batched work), or fuse launches.",
-            steps.regime_is("overhead-bound")),
+            steps.cpu_total_far_above()),
     Pattern(TABLE, "the two self totals of one size", "GPU-bound: the GPU is what you wait for. Only less or faster "
-            "GPU work helps now.", steps.regime_is("GPU-bound")),
+            "GPU work helps now.", steps.totals_of_one_size()),
     Pattern(TABLE, "one row holds most of the GPU's time", "The hotspot: start there.", gpu_work.hotspot()),
     Pattern(TABLE, "a row with very many calls", "Cheap calls add up: can they be batched or fused?", ops.many_calls()),
     Pattern(TABLE, "a row's total far above its self time", "The cost is in what it calls: look inside it, not at it.",
@@ -76,8 +76,9 @@ PATTERNS = (
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
-    Pattern(CHAIN, "a softmax between two batched products", "Attention, unfused: the scores of all queries with all "
-            "keys go through memory again and again. A fused kernel keeps them on the chip.", attention.unfused()),
+    Pattern(CHAIN, "a softmax between two batched products", "As in attention that is not fused: the scores of "
+            "all queries with all keys go through memory again and again. A fused kernel keeps them on the chip.",
+            attention.unfused()),
     Pattern(GPU, "casts to fp32 before a product", "Factors of two bytes are made four: time for the cast, and the "
             "product leaves the fast tensor cores.", attention.cast_before_product()),
     Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
@@ -148,8 +149,10 @@ def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
 
 
 def what_to_do(summary: Summary) -> str:
-    """What the regime usually means, where one of the first patterns, which speak of it, is found."""
-    return next((one.means for one in PATTERNS[:2] if one.finding.ask(summary).holds), "")
+    """What the regime usually means: the first two patterns speak of it."""
+    overhead, busy = PATTERNS[:2]
+    means = {"overhead": overhead.means, **dict.fromkeys(("compute", "memory", "gpu"), busy.means)}
+    return means.get(steps.waits_for(summary), "")
 
 
 def reveals(summary: Summary) -> list[str]:

@@ -90,7 +90,8 @@ def duration(us: float) -> str:
 
 def size(count: int) -> str:
     """Bytes in decimal units, as memory bandwidth is quoted."""
-    for unit, scale, digits in (("TB", 1e12, 2), ("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
+            digits = 2 if count < 10 * scale and scale >= 1e9 else 1
             return f"{count / scale:.{digits}f} {unit}"
     return f"{count} B"

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
-from tracereader.figures.gpu_work import MATMULS
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
-from tracereader.findings.steps import waits_for
+from tracereader.figures.sizes import MATMULS
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
+from tracereader.findings.steps import compiled, waits_for
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
 VIEWS = frozenset(
@@ -195,6 +195,10 @@ def compiled_graphs() -> Finding:
 
 def recompiled() -> Finding:
     def judge(summary):
-        return Verdict(bool(summary.recompiled), ", ".join(summary.recompiled[:5]))
+        steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
+        seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
+        spoken_of = [one for one in steps if one.name not in summary.left_out]
+        us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
+        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=us or None)
 
     return Finding("Torch-Compiled Region n/1 or higher", judge)

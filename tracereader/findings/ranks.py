@@ -167,7 +167,9 @@ def _us(us: float) -> str:
 def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
     them = "" if len(others) == 1 else ", the others' median"
     place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
-    said = f"it loses{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}"
+    said = (
+        f"it loses{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}, without exposed communication"
+    )
     why = {
         "compute": "it computes {} longer",
         "copies": "its copies take {} longer",

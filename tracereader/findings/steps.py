@@ -4,8 +4,8 @@ from collections import Counter
 from statistics import median
 
 from tracereader.figures import Summary
-from tracereader.figures.steps import STANDS_OUT, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
+from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
+from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.trace import STEP
 
 # Shares of the window. Idle: on the H200 97% at 64 x 64, 17 to 30% at 4096 x 4096, where the first
@@ -24,15 +24,19 @@ WORDS = {
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
     None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
-# Calls of a step that took at least this many times as long as in the median one, nearly all of
-# them: 1.3 to 3.7 on the H200 in the first recorded step, 0.8 to 1.3 between the others.
+# Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
+# on the H200 in the first recorded step, 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
+# A pause alone does not make them this many times as long: up to 4.0 there.
+MUCH_SLOWER = 5
+# The largest of these factors over the smallest: up to 2.2 there; where one op was held up, 10 and more.
+ALIKE_SPREAD = 3
 
 
 def waits_for(summary: Summary) -> str | None:
     """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why.
 
-    Judged after a first step that stands out: it would hide what the others are like.
+    Judged from step to step, and after a first step that stands out: it would hide what the others are like.
     """
     gpu, window = summary.steady, summary.steady_us
     if gpu is None:
@@ -72,7 +76,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         outside = "the trace holds GPU work, and none of it in the steps"
         return word, outside if summary.devices else "no GPU work to set against the CPU's time"
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
-    after = "after the wide first step, " if summary.steady is not summary.gpu else ""
+    after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
         share = {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
         why = {
@@ -123,6 +127,32 @@ def regime_is(name: str) -> Finding:
     return Finding(f"at this size the step is {name}", judge, needs_gpu=True)
 
 
+# Times the GPU's self total: on the H200 22 to 180 where the GPU waits at 64 x 64, 1.2 and less where it is busy.
+FAR_ABOVE = 2
+
+
+def _self_totals(summary: Summary) -> tuple[float, float]:
+    """The steps' time on the CPU and on the GPU, as the profiler table sums them up (µs)."""
+    return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
+
+
+def cpu_total_far_above() -> Finding:
+    def judge(summary):
+        cpu, gpu = _self_totals(summary)
+        return Verdict(waits_for(summary) == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
+
+    return Finding("the CPU's self total far above the GPU's, which waits", judge, needs_gpu=True)
+
+
+def totals_of_one_size() -> Finding:
+    def judge(summary):
+        cpu, gpu = _self_totals(summary)
+        busy = waits_for(summary) in ("compute", "memory", "gpu")
+        return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
+
+    return Finding("the two self totals of one size, and the GPU busy", judge, needs_gpu=True)
+
+
 @recordable
 def records_steps(first: int, count: int) -> Finding:
     def judge(summary):
@@ -140,36 +170,97 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         return None
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
     beside = f" (in the same step: {told})" if told else ""
-    first_calls = sum(more.first_calls.values())
-    if first_calls > more.us / 3:
+    first = summary.has_steps and step is summary.steps[0]
+    cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
+    if step.compile_us > more.us / 3:
+        return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
+    if sum(more.first_calls.values()) > more.us / 3:
         calls = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.first_calls.items())[:3])
-        return f"a cold start: {calls} in calls that the median step does not make{beside}"
-    name, us = next(iter(more.slower.items()), ("", 0.0))
-    if us > more.us / 2 and us > 10 * STANDS_OUT * summary.cpu_us:
-        return f"a cold start: {us:,.0f} of its {more.us:,.0f} µs more are {name}'s own, as on a first call{beside}"
-    apart = more.slowest_times and more.times_high and more.slowest_times > 2 * more.times_high
-    if us > more.us / 2 and apart:
-        return f"{us:,.0f} of its {more.us:,.0f} µs more are {name}'s own{beside}"
-    if more.times_low is not None and more.times_low >= ALIKE_SLOWER:
-        alike = f"its calls are slower alike, most of them x {more.times_low:.1f} to x {more.times_high:.1f}"
-        if summary.has_steps and step is summary.steps[0]:
-            return f"{alike}: as after a pause; before the first step the profiler begins to record{beside}"
-        return f"{alike}, as after a pause{beside}"
+        return f"{cold}{calls} in calls that the typical step does not make{beside}"
+    if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
+        return f"it makes {_more_calls(more)}{beside}"
+    if _slower_alike(more):
+        slower = f"most of what it calls is slower, {more.times_low:.1f} to {more.times_high:.1f} times"
+        pause = ": as after a pause" if first and more.times_high < MUCH_SLOWER else ""
+        return slower + pause + "; the profiler had just begun to record" * first + beside
+    slowest, us = [], 0.0
+    for name in list(more.slower)[:3]:
+        slowest.append(name)
+        us += more.slower[name]
+        if us > more.us / 2:
+            return f"{cold}{_took(more, slowest)}{beside}"
     if more.before_first_op_us > more.us / 3:
         return f"{more.before_first_op_us:,.0f} of its {more.us:,.0f} µs more lie before its first op{beside}"
-    if us > more.us / 3:
-        return f"{us:,.0f} of its {more.us:,.0f} µs more are {name}'s own{beside}"
+    if slowest and more.slower[slowest[0]] > more.us / 3:
+        return f"{cold}{_took(more, slowest[:1])}{beside}"
     if sum(more.overheads.values()) > more.us / 4:
         return told
     return None
 
 
+def compiled(step: StepFacts) -> str:
+    """What torch.compile compiled in a step, and whether it had compiled that before."""
+    again = [one for one in step.compiled if not one.endswith("/0")]
+    which = again or step.compiled
+    return f"torch.compile compiled{' again' * bool(again)}" + f" ({', '.join(which[:3])})" * bool(which)
+
+
+def paid_for_first_use(step: StepFacts) -> bool:
+    """Whether a first step holds what is done once: compiling, loading, calls that the typical step does not make."""
+    more = step.excess
+    if more is None:
+        return False
+    loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in more.first_calls)
+    if step.compile_us > more.us / 3:  # its calls are not in the typical step, either
+        return any(one.endswith("/0") for one in step.compiled) or loads
+    return loads or sum(more.first_calls.values()) > more.us / 3
+
+
+def _slower_alike(more: Excess) -> bool:
+    """Whether most calls were slower by factors near each other, which explain most of the step's time."""
+    low, high = more.times_low, more.times_high
+    return low is not None and low >= ALIKE_SLOWER and high <= ALIKE_SPREAD * low and more.alike_us > more.us / 2
+
+
+def _more_calls(more: Excess) -> str:
+    """20 calls of aten::addmm where the typical step makes 2; of the two names that cost most by it."""
+    (name, (calls, usual, us)), *others = more.more_calls.items()
+    said = f"{counted(calls, 'call')} of {_called(name)} where the typical step makes {usual:,}"
+    if others and others[0][1][2] > us / 10:
+        name, (calls, usual, _) = others[0]
+        said += f", {calls:,} of {_called(name)} where that makes {usual:,}"
+    return said
+
+
+def _called(name: str) -> str:
+    return "the driver's " + name if name.startswith("cu") else name
+
+
+def _took(more: Excess, names: list[str]) -> str:
+    """What the slowest names took more; their shares of what the step took more, where they are shares."""
+    if sum(more.slower[name] for name in names) < more.us:
+        whose = [
+            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"{name}'s own")
+            for name in names
+        ]
+        return f"of its {more.us:,.0f} µs more, {', '.join(whose)}"
+    whose = [
+        f"{more.slower[name]:,.0f} µs more lie outside every call" if name == OUTSIDE
+        else f"{name} took {more.slower[name]:,.0f} µs more"
+        for name in names
+    ]  # fmt: skip
+    beyond = sum(more.slower[name] for name in names) - more.us
+    # Of several threads, what they took more can be more than the step did, with nothing shorter.
+    less = 1 <= beyond <= more.less_us + 1
+    return ", ".join(whose) + ", other calls less" * less
+
+
 def wide_first_step() -> Finding:
     def judge(summary):
         first = summary.steps[0]
-        if first.times_the_median is None or not summary.has_steps:
+        if first.times_the_typical is None or not summary.has_steps:
             return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
-        return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_median:,.1f} times the median")
+        return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
     return Finding("the first step is much wider than the others", judge)
 
@@ -178,16 +269,18 @@ def wide_first_step() -> Finding:
 def first_step_is_wider() -> Finding:
     def judge(summary):
         first, gaps = summary.steps[0], _gaps(summary)
-        if len(summary.steps) < 2 or first.label_to_first_op_us is None:
-            return Verdict(None, "fewer than two steps with a label")
+        if len(summary.steps) < 3 or first.label_to_first_op_us is None:
+            return Verdict(None, "fewer than three steps with an op")
         usual = summary.cpu_us
         more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
-        wide = wide_first_step().ask(summary).holds
+        if not wide_first_step().ask(summary).holds:
+            wider = "not much" if more > 0 else "it is not"
+            return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
         seen = (
-            f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {gap_more:,.1f} are in "
+            f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
             f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
         )
-        return Verdict(wide and gap_more > more / 2, seen, cause(summary, first) or "")
+        return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
     return Finding("cold: the first step is wider, through the gap from the label to its first op", judge)
 
@@ -215,7 +308,7 @@ def steps_are_alike() -> Finding:
         if min(times) <= 0:
             return Verdict(None, shown)
         alike = max(times) < STANDS_OUT * min(times)
-        wide = [one for one in summary.steps if one.times_the_median is not None]
+        wide = [one for one in summary.steps if one.times_the_typical is not None]
         why = cause(summary, wide[0]) if wide else None
         seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
         return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
@@ -306,8 +399,11 @@ def queued() -> Finding:
 def gaps_between_kernels() -> Finding:
     def judge(summary):
         # Back-to-back kernels of one stream stand 1 to 2 µs apart.
-        idle, span = sum(summary.idle_in.values()), summary.chosen.gpu_span_us
-        seen = f"{idle:,.1f} µs of a step, whose work spans {span:,.1f}"
-        return Verdict(idle >= 3 * len(summary.gpu_work) and idle > 0.02 * span, seen)
+        span = summary.chosen.gpu_span_us
+        gaps = span - summary.chosen.gpu_busy_us
+        seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
+        if len(summary.gpu_work) < 2 or sum(summary.idle_in.values()) < gaps / 2:
+            return Verdict(False, seen)  # launched, and waiting for something else
+        return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
     return Finding("gaps between the kernels of one step", judge, needs_gpu=True)

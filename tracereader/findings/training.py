@@ -1,7 +1,7 @@
 """Findings about a training step: its phases, the optimizer's launches, a slow loader, what it sends to other ranks."""
 
 from tracereader.figures import Summary
-from tracereader.findings.finding import Finding, Verdict, counted, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.findings.steps import waits_for
 
 # Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
@@ -19,7 +19,7 @@ def recomputation() -> Finding:
     def judge(summary):
         again = summary.training.recomputed
         if again is None:
-            return Verdict(False, "")
+            return Verdict(False, "no forward op runs again in the backward")
         where = f"{again.gpu_us:,.1f} µs of GPU time in {counted(again.pieces, 'piece')}" if again.gpu_us else (
             f"{again.cpu_us:,.1f} µs of CPU time"
         )  # fmt: skip
@@ -33,7 +33,8 @@ def optimizer_for_loop() -> Finding:
     def judge(summary):
         loops = [one for one in summary.training.optimizers if one.how == "for-loop" and one.launches >= MANY_LAUNCHES]
         if not loops:
-            return Verdict(False, "")
+            found = [f"{one.how}, {one.launches:,} launches" for one in summary.training.optimizers]
+            return Verdict(False, listed(found) if found else "no optimizer in the step")
         most = max(loops, key=lambda one: one.launches)
         seen = (
             f"{most.name}: {most.launches:,} launches a step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
@@ -48,9 +49,11 @@ def optimizer_for_loop() -> Finding:
 def starving() -> Finding:
     def judge(summary):
         waits = summary.training.loading
-        if waits is None or waits.share < MUCH_LOADING:
-            return Verdict(False, "")
+        if waits is None:
+            return Verdict(False, "no DataLoader in the trace")
         seen = f"{waits.us / 1e3:,.1f} ms of a step, {waits.share:.0%} of its time"
+        if waits.share < MUCH_LOADING:
+            return Verdict(False, seen)
         if waits.idle_us is None:
             return Verdict(True, seen, cost_us=waits.us)
         idle = waits.idle_us / waits.us if waits.us else 0.0

@@ -19,7 +19,7 @@ SECTION_KEYS = {
     "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
-    "steps": ("steps", "left_out"),
+    "steps": ("steps", "left_out", "cpu_us"),
     "gpu": ("gpu", "families", "idle_in", "by_label", "by_module", "by_module_class"),
     "repeats": ("repeats",),
     "training": ("training",),

@@ -16,6 +16,7 @@ from tracereader.show.view import FAMILY_WORDS, View
 SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
 FEW = 4  # runs up to which there is room for all that changed
+ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
 
 
 def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False) -> None:
@@ -36,17 +37,20 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         wanted = [name for name in wanted if name not in ("work", "chain")]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
+    names = compare.told_apart(sides)
     devices = [", ".join(dict.fromkeys(one.devices)) or "CPU only" for one in summaries]
     if len(set(devices)) > 1:
-        told = ", ".join(f"{plain(side.name)}: {plain(device)}" for side, device in zip(sides, devices, strict=True))
+        told = ", ".join(f"{number + 1}: {plain(device)}" for number, device in enumerate(devices))
         out.print(f"[yellow]the devices differ[/yellow]   {told}")
         out.print()
     else:
         out.print(f"[bold]{plain(devices[0])}[/bold]")
+    alone = all(work.ran_alone for one in summaries for work in one.gpu_work)
+    summed = "by family" if alone else "summed by family (kernels overlap)"
     sections = {
-        "steps": lambda: _figures(out, sides, "typical step" if view.step is None else f"step #{view.step}"),
-        "short": lambda: _in_short(out, sides),
-        "gpu": lambda: _times(out, sides, "GPU µs of a step, by family", [_by_family(one) for one in summaries], view),
+        "steps": lambda: _figures(out, sides, names, "typical step" if view.step is None else f"step #{view.step}"),
+        "short": lambda: _in_short(out, names, _told(sides)),
+        "gpu": lambda: _times(out, sides, f"GPU µs of a step, {summed}", [_by_family(one) for one in summaries], view),
         "cpu": lambda: _times(out, sides, "CPU µs of a step, ops' own", [_by_op(one) for one in summaries], view),
     }
     for number, name in enumerate(name for name in wanted if name in sections):
@@ -56,13 +60,13 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
     if {"work", "chain"} & set(wanted):
         if set(wanted) & set(sections):
             out.print()
-        _differences(out, sides, before, "work" in wanted, "chain" in wanted)
+        _differences(out, sides, names, before, "work" in wanted, "chain" in wanted)
     if many:
         out.print()
         out.print("more: --only work,chain (all that changed, and what stayed the same)")
 
 
-def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
+def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], title: str) -> None:
     """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
     gpu = any(side.summary.has_gpu_work for side in sides)
     memory = any(side.peak_bytes for side in sides)
@@ -73,7 +77,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     for number, side in enumerate(sides):
         one = side.summary
         others = [sides[0].summary, sides[max(0, number - 1)].summary][: len(multiples)]
-        row = [Name(f"{number + 1} {side.name}"), us(one.chosen.cpu_us)]
+        row = [Name(f"{number + 1} {names[number]}"), us(one.chosen.cpu_us)]
         row += [ratio(one.chosen.cpu_us, base.chosen.cpu_us) for base in others]
         row.append(us(one.steps[0].cpu_us))
         if gpu:
@@ -84,18 +88,24 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     print_columns(out, heads + ["memory"] * memory, rows)
 
 
-def _in_short(out: Console, sides: Sequence[compare.Side]) -> None:
+def _told(sides: Sequence[compare.Side]) -> list[list[str]]:
     """Of each run what it does that the one before did not, and what costs it most."""
-    out.print("[bold]against the run before, and what each shows most[/bold]")
+    found = []
     for number, side in enumerate(sides):
         on_gpu = side.summary.has_gpu_work
         told = [compare.change(sides[number - 1], side)] if number else [compare.setup(side)] if on_gpu else []
         told += [": ".join(steps.waiting(side.summary))] if on_gpu else []
-        told += cheatsheet.reveals(side.summary)
-        out.print(f"{number + 1} {plain(side.name)}")
-        for text in told:
-            wrapped = textwrap.wrap(printable(text), out.width - 4, break_long_words=False, break_on_hyphens=False)
-            out.print("\n".join(f"    {plain(line)}" for line in wrapped))
+        found.append(told + cheatsheet.reveals(side.summary))
+    return found
+
+
+def _in_short(out: Console, names: Sequence[str], told: Sequence[Sequence[str]]) -> None:
+    out.print("[bold]against the run before, and what each shows most[/bold]")
+    for number, (name, texts) in enumerate(zip(names, told, strict=True)):
+        if texts:
+            out.print(f"{number + 1} {plain(name)}")
+        for text in texts:
+            _wrapped(out, text, "    ")
 
 
 def _by_family(summary: Summary) -> dict[str, float]:
@@ -128,26 +138,59 @@ def _times(
     print_columns(out, heads, rows or [(Name("none"), *("–" for _ in sides))])
 
 
-def _differences(out: Console, sides: Sequence[compare.Side], before: bool, work: bool, ops: bool) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
-    for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
-        table.add_column(title, ratio=share, overflow="fold")
+def _differences(
+    out: Console, sides: Sequence[compare.Side], names: Sequence[str], before: bool, work: bool, ops: bool
+) -> None:
+    """What changed and what stayed the same: a table, or below each other where there is no room for its columns."""
     first = sides[0]
-    setup = compare.setup(first) if work else ", ".join(sorted(first.ops))
+    if work:
+        setup = compare.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
+    else:
+        setup = ", ".join(sorted(first.ops))
     against = (
         "(the first: each is set against the one before it)"
         if before
         else "(the first: what the others are set against)"
     )
-    table.add_row(plain(first.name), plain(setup), against)
+    rows = []
     for number, side in enumerate(sides[1:]):
         found = compare.difference(sides[number] if before else first, side)
         changed = found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
-        cells = ("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in (changed, same))
-        table.add_row(plain(side.name), *cells)
+        both = work and first.summary.has_gpu_work
+        alike = " and ".join(["the same GPU work"] * both + ["the same ops"] * ops)
+        rows.append((changed or (alike or "no GPU work",), same))
+    if out.width < ROOM_FOR_A_TABLE:
+        _in_blocks(out, names, setup, against, rows)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
+    for title, share in (("setup", 2), ("what changed", 5), ("what stayed the same", 4)):
+        table.add_column(title, ratio=share, overflow="fold")
+    table.add_row(plain(names[0]), plain(setup), against)
+    for name, cells in zip(names[1:], rows, strict=True):
+        table.add_row(plain(name), *("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in cells))
     # Wrapped in columns here, so no soft wrapping; and without the blanks that would pad the last column.
     wrapping = Console(highlight=False, emoji=False, width=out.width)
     with wrapping.capture() as drawn:
         wrapping.print(table)
     print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+
+
+def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, rows: Sequence[tuple]) -> None:
+    out.print(f"[bold]{plain(names[0])}[/bold]")
+    out.print(f"  {against}")
+    _wrapped(out, setup, "  ")
+    for name, cells in zip(names[1:], rows, strict=True):
+        out.print(f"[bold]{plain(name)}[/bold]")
+        for title, texts in zip(("changed:", "the same:"), cells, strict=True):
+            if texts:
+                out.print(f"  {title}")
+            for text in texts:
+                _wrapped(out, text, "  · ")
+
+
+def _wrapped(out: Console, text: str, first: str) -> None:
+    """Broken between words: a name stays whole, so that it can be searched for."""
+    lines = textwrap.wrap(printable(text), out.width - len(first), break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        out.print((" " * len(first) if number else first) + plain(line))

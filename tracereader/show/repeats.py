@@ -11,7 +11,7 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
-from tracereader.findings.finding import counted
+from tracereader.findings.finding import counted, duration
 from tracereader.show.lanes import Mark
 from tracereader.show.text import paragraph, percent, plain, print_columns, us
 from tracereader.trace import Step
@@ -52,6 +52,9 @@ def table(out: Console, summary: Summary) -> None:
         rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
     step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
     print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+    if not all(one.ran_alone for one in summary.gpu_work):
+        together = duration(summary.chosen.gpu_busy_us)
+        out.print(f"  these are sums, and kernels overlap: together the step's GPU work takes {together}")
     for one in largest:
         if one.us and one.high_us > STANDS_OUT * one.us:
             longest = f"the longest of the {one.times}, number {one.longest}"

@@ -131,7 +131,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "names": lambda view: work.names(out, summary, view),
         "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
         "series": lambda view: series_of.show(
-            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out)
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), summary.lesson is not None
         ),
         "chain": lambda view: chain.show(out, summary, view),
         "patterns": lambda view: _patterns(out, summary, found, view),
@@ -206,13 +206,20 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         words.append(f"first call {seconds(took)}")
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
-        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: it paid for first use")
+        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: {_left_out_for(summary)}")
     for text in summary.warnings:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
+def _left_out_for(summary: Summary) -> str:
+    first = summary.steps[0]
+    other = "typical" if len(summary.steps) > 2 else "other"
+    first_use = ", and paid for first use" * steps.paid_for_first_use(first)
+    return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
+
+
 def _step_time(summary: Summary) -> str:
-    """The median step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
+    """The typical step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
     on_gpu = median(one.gpu_busy_us for one in summary.steps)
     on_cpu = duration(summary.cpu_us)
     return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
@@ -224,9 +231,12 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     if summary.has_gpu_work:
         step = summary.chosen
         waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
-        each = f", {duration(step.cpu_us / step.launches)} of CPU time each" if step.launches else ""
-        if waits > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
-            each = f"; {duration(waits)} of its CPU time in synchronizations and copies"
+        loading = summary.training.loading.us if summary.training.loading else 0.0
+        a_launch = f", {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
+        each = a_launch + " each" * (step.launches > 1)
+        if max(waits, loading) > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
+            what = "waiting for the DataLoader" if loading > waits else "in synchronizations and copies"
+            each = f"; {duration(max(waits, loading))} of its CPU time {what}"
         busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
@@ -382,7 +392,7 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
     rows = []
     for one in shown:
         row = [
-            one.number + " *" * (one.times_the_median is not None or one.gpu_times_the_median is not None),
+            one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None),
             us(one.cpu_us),
             us(one.label_to_first_op_us),
         ]
@@ -392,14 +402,14 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         rows.append(row)
     print_columns(out, heads, rows, section="steps")
     if len(shown) < len(found):
-        out.print(f"… and {len(found) - len(shown)} more; the median step took {us(summary.cpu_us)} µs")
+        out.print(f"… and {len(found) - len(shown)} more; the typical step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
         out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
-    for one in [one for one in found if one.times_the_median is not None][:3]:
+    for one in [one for one in found if one.times_the_typical is not None][:3]:
         why = steps.cause(summary, one)
         paragraph(
             out,
-            f"* {plain(one.number)} took {one.times_the_median:,.1f} times the median step"
+            f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step"
             + (f": {plain(why)}" if why else "; the trace does not show why"),
             rest="  ",
         )

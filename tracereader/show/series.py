@@ -6,6 +6,7 @@ from statistics import median
 from rich.console import Console
 
 from tracereader.figures.series import Series
+from tracereader.findings.finding import counted
 from tracereader.findings.gpu_work import VARIES
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
 from tracereader.trace import STEP
@@ -18,8 +19,13 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MEAN_MISLEADS = 1.02
 
 
-def show(out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_only: bool) -> None:
-    """A line for each, and where it was asked for what the costliest one says."""
+def show(
+    out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_only: bool, numbered_script: bool
+) -> None:
+    """A line for each, and where it was asked for what the costliest one says.
+
+    numbered_script: made the trace, so that its flags are known.
+    """
     shown = found[: None if every else ROWS_SHOWN if asked else ROWS_BESIDE_OTHERS]
     if not shown:
         out.print("[bold]the same work over the steps[/bold]: none in every step")
@@ -34,12 +40,22 @@ def show(out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_
         for one in shown
     ]  # fmt: skip
     kind = "" if shown[0].on_gpu else "ops' own, "
-    heads = (f"{kind}{steps} steps, µs", "", "median", "mean", "range", "ramp")
+    heads = (f"{kind}{counted(steps, 'step')}, µs", "", "median", "mean", "range", "ramp")
     print_columns(out, heads, rows, left=(0, 1), section="series")
+    uneven = [one for one in shown if one.other_calls]
+    if uneven:
+        whose = " and the like are" if len(uneven) > 1 else " is"
+        paragraph(
+            out,
+            f"{plain(short(uneven[0].name, 50))}{whose} called another number of times in "
+            f"{counted(uneven[0].other_calls, 'step')}, left out of the line",
+        )
     if steps < ENOUGH:
-        paragraph(out, f"{steps} steps are too few to tell an odd one from a trend: record with --active 20")
+        few = "1 step is" if steps == 1 else f"{steps} steps are"
+        advice = "record with --active 20" if numbered_script else "record 20"
+        paragraph(out, f"{few} too few to tell an odd one from a trend: {advice}")
         return
-    if not asked:
+    if not asked or len(shown[0].us) < ENOUGH:
         return
     paragraph(out, "ramp: the last quarter's median over the first's. A line's lowest bar is its fastest step")
     one = shown[0]

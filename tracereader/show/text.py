@@ -1,5 +1,6 @@
 """How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
 
+import math
 import os
 import shutil
 import sys
@@ -158,7 +159,11 @@ def percent(share: float | None) -> str:
 
 
 def ratio(value: float, base: float) -> str:
-    return f"x {value / base:.2f}" if base else ""
+    """To two decimals, and at least two significant digits."""
+    if not base:
+        return ""
+    digits = 2 - min(0, math.floor(math.log10(value / base)) + 1) if value else 2
+    return f"x {value / base:.{digits}f}"
 
 
 def rate(value: float | None) -> str:

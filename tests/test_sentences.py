@@ -1,0 +1,234 @@
+"""What is printed, sentence by sentence, against the raw events of the traces that it was once wrong about."""
+
+import gzip
+import itertools
+import json
+import re
+from collections import Counter
+from statistics import median
+
+import pytest
+from references import H200, MODELS, ROOT
+
+from common import harness
+from tracereader import cli
+from tracereader.figures import compare, summarize
+from tracereader.findings import attention, training
+from tracereader.show.text import ratio
+from tracereader.trace import read
+
+REFERENCE = ROOT / "traces/reference"
+TWO = REFERENCE / "nvidia-h200-x2/06_training"
+LLM = H200 / "05_llm"
+TESTS = ROOT / "tests/traces"
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def document(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def slices(path):
+    return [e for e in document(path)["traceEvents"] if e.get("ph") == "X"]
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def steps_of(events):
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    return sorted(marks, key=lambda e: e["ts"])
+
+
+def launched_in(events, mark):
+    calls = {
+        e["args"]["correlation"] for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
+    }  # fmt: skip
+    return [e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls]
+
+
+def step_named(events, name):
+    return next(mark for mark in steps_of(events) if mark["name"] == name)
+
+
+def covered(spans):
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def printed(capsys, *words):
+    assert cli.main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def written(tmp_path, name, found):
+    file = tmp_path / name
+    file.write_text(json.dumps(found))
+    return file
+
+
+def test_matrix_products_of_compiled_prefill_are_cublas_own(capsys):
+    path = LLM / "1x512_bf16_warm_compile_prefill_dynamic_last.json.gz"
+    work = [e for mark in steps_of(slices(path)) for e in launched_in(slices(path), mark)]
+    share = sum(e["dur"] for e in work if re.search("nvjet|gemm|gemv", e["name"])) / sum(e["dur"] for e in work)
+    assert f"{share:.0%} matrix products" in printed(capsys, path, "--only", "short")
+    eager = compare.Side(summarize(read(LLM / "1x512_bf16_warm_eager_prefill_active2.json.gz")))
+    assert not re.search(r"new: .*GEMM", compare.change(eager, compare.Side(summarize(read(path)))))
+
+
+def test_no_fusion_is_made_up():
+    """A kernel that adds is no successor of those that multiply; one that takes their place names them."""
+    eager, fused = TWO / "4x1024x1024x16_bf16_warm_eager.json.gz", TWO / "4x1024x1024x16_bf16_warm_eager_fused.json.gz"
+    found = compare.difference(*(compare.Side(summarize(read(path))) for path in (eager, fused)))
+    assert not any("one kernel" in text for text in found.changed)
+    assert "<add, fp32> (1.6 µs)" in next(text for text in found.changed if text.startswith("GPU work new"))
+    naive, product = TESTS / "attention_naive.json.gz", H200 / "01_matmul_add/64_bf16_warm_eager.json.gz"
+    found = compare.difference(*(compare.Side(summarize(read(path))) for path in (naive, product)))
+    assert not any("one kernel" in text for text in found.changed)
+
+
+def test_ops_are_compared_by_their_calls(tmp_path):
+    path = H200 / "02_linear/1024x32x64_bf16_warm_eager.json.gz"
+    once, twice = document(path), document(path)
+    summary = summarize(read(path))
+    mark = step_named(slices(path), summary.typical_step)
+    product = next(
+        e for e in once["traceEvents"] if e.get("name") == "aten::addmm" and mark["ts"] <= e["ts"] < end(mark)
+    )
+    again = {**product, "ts": end(mark) - 0.2, "dur": 0.1}
+    twice["traceEvents"].append(again)
+    sides = [compare.Side(summarize(read(written(tmp_path, name, found)), None)) for name, found in
+             (("once.json", once), ("twice.json", twice))]  # fmt: skip
+    assert compare.difference(*sides).ops_changed == ("calls: aten::addmm 1 → 2",)
+    assert not any("aten::addmm" in text for text in compare.difference(*sides).ops_same)
+
+
+def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
+    path = LLM / "1x512_bf16_warm_eager_triton-overlap_graph.json.gz"
+    events = slices(path)
+    work = launched_in(events, step_named(events, summarize(read(path)).typical_step))
+    together, summed = covered((e["ts"], end(e)) for e in work), sum(e["dur"] for e in work)
+    assert summed > 2 * together
+    said = f"kernels overlap: together the step's GPU work takes {together:,.1f} µs"
+    assert said in printed(capsys, path, "--only", "repeats")
+    assert "summed by family (kernels overlap)" in printed(capsys, path, path, "--only", "gpu")
+    assert "overlap" not in printed(capsys, LLM / "1x512_bf16_warm_compile.json.gz", "--only", "repeats")
+
+
+def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
+    path = LLM / "1x512_bf16_warm_compile.json.gz"
+    events = slices(path)
+    marks = steps_of(events)
+    summary = summarize(read(path))
+    apart = median(b["ts"] - a["ts"] for a, b in itertools.pairwise(marks))
+    assert (summary.decoding.lane, summary.decoding.step_us) == ("CPU", pytest.approx(apart, abs=0.01))
+    work = launched_in(events, step_named(events, summary.typical_step))
+    alone = 1e6 / covered((e["ts"], end(e)) for e in work)
+    assert f"the GPU's work alone would allow {alone:,.0f}" in printed(capsys, path, "--only", "short")
+
+
+def test_labels_inside_one_that_encloses_them(tmp_path):
+    path = TESTS / "train_item.json.gz"
+    found = document(path)
+    for mark in steps_of([e for e in found["traceEvents"] if e.get("ph") == "X"]):
+        found["traceEvents"].append(
+            {**mark, "name": "train_step", "ts": mark["ts"] + 0.001, "dur": mark["dur"] - 0.002, "args": {}}
+        )
+    plain = summarize(read(path)).by_label
+    assert len(plain) > 2
+    assert summarize(read(written(tmp_path, "nested.json", found))).by_label == plain
+
+
+@pytest.mark.parametrize(("second", "holds"), [([[8, 32, 64], [8, 64, 16]], True), ([[8, 32, 64], [8, 64, 48]], False)])
+def test_a_softmax_between_products_of_other_shapes_is_no_attention(tmp_path, second, holds):
+    """Queries of 16: attention gives as many for each. Without shapes it is said all the same, as a likeness."""
+    found = document(TESTS / "attention_cpu_naive.json.gz")
+    shapes = itertools.cycle(([[8, 32, 16], [8, 16, 64]], second))
+    for event in sorted(found["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if event.get("name") == "aten::bmm" and event.get("ph") == "X":
+            event["args"]["Input Dims"] = next(shapes)
+    assert bool(summarize(read(written(tmp_path, "shapes.json", found))).unfused) is holds
+
+
+def test_a_comparison_on_a_narrow_screen(capsys, monkeypatch):
+    """Names whole, so that they can be searched for; two machines told apart; nothing empty."""
+    monkeypatch.setenv("COLUMNS", "80")
+    paths = [H200 / f"01_matmul_add/4096_bf16_warm_{how}.json.gz" for how in ("eager", "compile")]
+    screen = printed(capsys, *paths)
+    kernel = "nvjet_sm90_tst_256x1…x2_h_badd_coopA_NNT"
+    for name in ("4096_bf16_warm_eager", "4096_bf16_warm_compile", "aten::as_strided", kernel):
+        assert any(name in line for line in screen.splitlines())
+    assert max(map(len, screen.splitlines())) <= 80
+    machines = [REFERENCE / f"{one}/01_matmul_add/64_bf16_cold_eager.json.gz" for one in ("cpu", "nvidia-h200")]
+    screen = printed(capsys, *machines)
+    assert "1 01_matmul_add 64_bf16_cold_eager, CPU" in screen
+    assert "2 01_matmul_add 64_bf16_cold_eager, NVIDIA H200" in screen
+    screen = printed(capsys, machines[0], machines[0])
+    shown = screen.splitlines()
+    after = shown[shown.index("against the run before, and what each shows most") + 1]
+    assert after.startswith("2 ")  # of the first run there is nothing to say
+    assert "the same ops" in screen and "no GPU work" not in screen
+    assert [ratio(part, 52_734) for part in (239.9, 5_273.4, 26_367, 105_468)] == [
+        "x 0.0045", "x 0.10", "x 0.50", "x 2.00"
+    ]  # fmt: skip
+
+
+def test_a_ranks_window_holds_earlier_steps_work(capsys):
+    told = []
+    paths = sorted((TESTS / "ranks").glob("ddp_straggler_rank*.json.gz"))
+    for path in paths:
+        events = slices(path)
+        first = steps_of(events)[0]
+        begin = min(e["ts"] for e in launched_in(events, first))
+        computing = [e for e in events if e["cat"] == "kernel" and "nccl" not in e["name"]]
+        us = covered((max(e["ts"], first["ts"]), min(end(e), begin)) for e in computing
+                     if e["ts"] < begin and end(e) > first["ts"])  # fmt: skip
+        told.append(f"rank {len(told)} {us / 1e3:,.1f} ms")
+    assert f"no load of these steps: {', '.join(told)}" in printed(capsys, *paths, "--only", "gpu")
+
+
+def test_time_in_a_library_costs_where_the_gpu_waits_for_it(capsys):
+    path = next(one for one in MODELS if one.name.startswith("qwen3moe_generate."))
+    summary = summarize(read(path))
+    events = slices(path)
+    mark = step_named(events, summary.typical_step)
+    ops = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")
+           and e["tid"] == mark["tid"] and mark["ts"] <= e["ts"] < end(mark)]  # fmt: skip
+    own = 0.0
+    for op in (e for e in ops if e["name"] == "aten::_cudnn_attention_forward"):
+        below = [(e["ts"], end(e)) for e in ops if e is not op and op["ts"] <= e["ts"] and end(e) <= end(op)]
+        own += op["dur"] - covered(below)
+    assert attention.time_in_a_library().ask(summary).cost_us == pytest.approx(own, rel=1e-4)
+    assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "short")
+
+
+def test_what_does_not_hold_has_its_figure():
+    summary = summarize(read(TESTS / "train_item.json.gz"))
+    for guess in (training.starving(), training.recomputation(), attention.hidden_copy(), attention.unfused()):
+        verdict = guess.ask(summary)
+        assert verdict.holds or verdict.evidence
+    none = summarize(read(H200 / "02_linear/1024x32x64_bf16_warm_eager.json.gz"))
+    assert training.starving().ask(none).evidence == "no DataLoader in the trace"
+
+
+def test_one_thread(monkeypatch):
+    for threads, said in ((1, "CPU, 1 thread"), (2, "CPU, 2 threads")):
+        monkeypatch.setattr(harness.torch, "get_num_threads", lambda threads=threads: threads)
+        assert harness.device_name(harness.torch.device("cpu")) == said
+
+
+def test_the_first_products_of_a_comparison_count_what_is_gone(capsys):
+    """Of a name that runs less often, how many times went; its time is said to be of all."""
+    naive, in_place = (TESTS / f"attention_{name}.json.gz" for name in ("naive", "math"))
+    sides = [compare.Side(summarize(read(path))) for path in (naive, in_place)]
+    counts = [Counter(e["name"] for e in launched_in(slices(p), step_named(slices(p), s.summary.typical_step)))
+              for p, s in zip((naive, in_place), sides, strict=True)]  # fmt: skip
+    assert [side.work for side in sides] == counts
+    new = next(text for text in compare.difference(*sides).changed if text.startswith("GPU work new"))
+    some = [name for name in counts[1] - counts[0] if counts[0][name]]
+    assert len(re.findall(r"\(of \d+ in ", new)) == len(some)
