@@ -54,8 +54,10 @@ def flags(argv=None):
         raise BadInput("several processes train one model with --parallel ddp or --parallel fsdp: choose one")
     if here and args.guess:
         raise BadInput("--guess asks one reader, and here are several processes: leave it out")
-    if args.slow is not None and (not here or args.slow >= here.world_size):
-        raise BadInput(f"--slow {args.slow}: there is no such rank{f' of {here.world_size}' if here else ' of one'}")
+    if args.slow is not None and not here:
+        raise BadInput(f"--slow {args.slow} names a rank: run it under torchrun with --parallel ddp")
+    if args.slow is not None and args.slow >= here.world_size:
+        raise BadInput(f"--slow {args.slow}: there is no such rank of {here.world_size}, 0 is the first")
     if args.bucket_mb is not None and args.parallel != "ddp":
         raise BadInput("--bucket-mb belongs to --parallel ddp: FSDP sends a block's gradients at a time")
     if args.fused + args.foreach + args.for_loop > 1:

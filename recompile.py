@@ -36,14 +36,14 @@ def recompile(argv: Sequence[str] | None = None) -> None:
     if parsed.strides:
         flag, argvs = "", {0: words}
     else:
-        flag, argvs = one_by_one(words)
+        flag, argvs = _inputs_of(parsed.script, words)
     script = load_script(parsed.script, next(iter(argvs.values())))
 
     import torch
 
     from common.harness import prepare
     from common.memory import within_memory
-    from tracereader.show.text import console, print_columns, seconds
+    from tracereader.show.text import console, print_columns, seconds, shown_path
 
     settled = {value: prepare(script.flags(some)) for value, some in argvs.items()}
     args = next(iter(settled.values()))
@@ -66,6 +66,24 @@ def recompile(argv: Sequence[str] | None = None) -> None:
         (name, seconds(once), seconds(again), str(graphs), f"{error:.1e}") for name, once, again, graphs, error in rows
     ]
     print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
+    if parsed.trace:
+        out.print(f"{shown_path(parsed.trace)}   the trace", markup=False)
+
+
+def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
+    """one_by_one(); where that is refused, the refusal names both ways, and a flag of the script."""
+    try:
+        return one_by_one(words)
+    except BadInput:
+        declared = load_script(file, []).flags([]).declared
+        sizes = [one for one in declared if one.shape]
+        if not sizes:
+            raise
+        size, least = sizes[0].name, sizes[0].options["default"]
+        raise BadInput(
+            "say how the inputs differ: --strides, or one flag with several whole numbers, "
+            f"as in {size} {least} {2 * least}"
+        ) from None
 
 
 def _reference(model, inputs, name: str):

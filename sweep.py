@@ -148,29 +148,33 @@ def crossing(points: Sequence[Point]) -> float | None:
 def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """A line for each value, the roofs, and where the regimes meet."""
     from tracereader.findings.finding import size
-    from tracereader.show.text import console, percent, print_columns, rate, us
+    from tracereader.show.text import console, paragraph, percent, print_columns, rate, us
 
     out = console()
     out.print()
     gpu = any(one.busy_us for one in points)
-    where = ("GPU busy µs", "GPU idle") if gpu else ("in ops that compute",)
+    where = ("GPU µs", "idle") if gpu else ("computing",)
     unit, scale = ("TFLOP/s", 1) if gpu else ("GFLOP/s", 1e3)
-    held = ("peak memory",) if gpu else ()
-    heads = (name, "CPU µs a step", *where, "pointwise share", f"GEMM {unit}", "pointwise GB/s", *held, "regime")
+    held = ("memory",) if gpu else ()
+    heads = (name, "CPU µs", *where, "pointwise", unit, "GB/s", *held, "bound by")  # a table at 80 columns, too
     rows = [
         (
             str(one.value), us(one.cpu_us),
             *((us(one.busy_us), percent(None if one.busy_share is None else 1 - one.busy_share)) if gpu
               else (percent(one.compute_share),)),
             percent(one.pointwise_share), rate(one.tflops and one.tflops * scale), rate(one.gb_s),
-            *((size(one.peak_bytes) if one.peak_bytes else "–",) if gpu else ()), one.regime,
+            *((size(one.peak_bytes) if one.peak_bytes else "–",) if gpu else ()),
+            one.regime.removesuffix("-bound"),
         )
         for one in points
     ]  # fmt: skip
     print_columns(out, heads, rows, left=(len(heads) - 1,))
+    of_step = "GPU µs: busy, of a step" if gpu else "computing: the share of a step in ops that compute"
+    legend = f"{of_step}; pointwise: its share of that; {unit}: of matrix products; GB/s: of pointwise work"
+    paragraph(out, legend + "; memory: the peak" * gpu)
     out.print()
-    out.print(f"roofs of this machine: {rate(compute.rate * scale)} {unit} ({compute.reached_by}),")
-    out.print(f"                       {rate(memory.rate)} GB/s ({memory.reached_by})")
+    paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)
+    paragraph(out, f"{rate(memory.rate)} GB/s ({memory.reached_by})", " " * 23, " " * 23)
     if at := crossing(points):
         out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")
 
@@ -190,7 +194,7 @@ def decodes(points: Sequence[Point]) -> bool:
 def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
     """Tokens a second under both roofs, and at which batch arithmetic becomes the lower one."""
     from tracereader.findings.finding import size
-    from tracereader.show.text import console, print_columns, us
+    from tracereader.show.text import console, paragraph, print_columns, us
 
     out, rows = console(), []
     for point in points:
@@ -204,9 +208,10 @@ def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roo
     cache = (facts.cache_bytes or 0) / facts.batch
     fetch, weights = cache / memory.rate / 1e3, facts.weight_bytes / memory.rate / 1e3
     out.print()
-    out.print(
+    paragraph(
+        out,
         f"a step reads {size(facts.weight_bytes)} of weights once, {us(weights)} µs; each sequence of it brings "
-        f"{size(int(cache))} of keys and values, {us(fetch)} µs, and {us(multiply)} µs of arithmetic:"
+        f"{size(int(cache))} of keys and values, {us(fetch)} µs, and {us(multiply)} µs of arithmetic:",
     )
     if multiply > fetch:
         turns = weights / (multiply - fetch)
@@ -295,7 +300,7 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory:
 def show_together(name: str, series: Sequence[Series]) -> None:
     """Time and memory of each series by value, and how each grows at the end."""
     from tracereader.findings.finding import size
-    from tracereader.show.text import console, print_columns, us
+    from tracereader.show.text import Name, console, print_columns, us
 
     out = console()
     values = sorted({point.value for one in series for point in one.points})
@@ -309,10 +314,10 @@ def show_together(name: str, series: Sequence[Series]) -> None:
             known = {point.value: of(point) for point in one.points if of(point)}
             if known:
                 cells = [written(known[value]) if value in known else "–" for value in values]
-                rows.append((one.label, *cells, _growth(name, known)))
+                rows.append((Name(one.label), *cells, _growth(name, known)))
         if rows:
             out.print()
-            print_columns(out, (what, *(f"{name} {value}" for value in values), "grows at last as"), rows)
+            print_columns(out, (f"{what}, by {name}", *map(str, values), "grows as"), rows)
 
 
 def _growth(name: str, known: dict[int, float]) -> str:

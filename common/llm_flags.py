@@ -91,7 +91,8 @@ def settled(args):
         (args.logits == "last" and args.phase == "decode", "--logits last is for --phase prefill"),
         (
             args.cache == "static" and tokens > args.cache_len,
-            f"--cache-len {args.cache_len}: {tokens} tokens do not fit (the prompt, and one for each step)",
+            f"--prompt {args.prompt}: {tokens} tokens do not fit (the prompt, and one for each step) into "
+            f"--cache-len {args.cache_len}: raise --cache-len",
         ),
     ):
         if wrong:

@@ -90,5 +90,7 @@ def require(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """Raise BadInput where torch refuses the backend for these inputs."""
     reasons = refused(backend, q, k, v) if backend in PINNED else None
     if reasons is not None:
+        if q.device.type == "cpu":
+            raise BadInput(f"--backend {backend}: torch has no {backend} backend for the CPU; flash and math run")
         why = "; ".join(reasons) or f"torch has none for a {q.device.type} tensor"
         raise BadInput(f"--backend {backend} cannot run here: {why}")

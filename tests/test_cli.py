@@ -76,6 +76,13 @@ def refused(capsys, *arguments):
     return screen.err
 
 
+def test_a_refusal_says_what_the_file_is_instead(tmp_path, capsys):
+    for name, content in (("empty.json", ""), ("run.json", "{}"), ("run.txt", "run 1\n-----")):
+        (tmp_path / name).write_text(content)
+    assert "the file is empty" in refused(capsys, tmp_path / "empty.json")
+    assert f"the trace is the .json beside it, {tmp_path / 'run.json'}" in refused(capsys, tmp_path / "run.txt")
+
+
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
     file = tmp_path / "file.json"

@@ -295,14 +295,20 @@ def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys, tmp_pat
     from tracereader.trace import read
 
     trace = tmp_path / "guard-failure.json"
-    same, transposed = recompiled(capsys, "02_linear.py", "--strides", "--compile", "--trace", str(trace))
+    same, transposed, wrote = recompiled(capsys, "02_linear.py", "--strides", "--compile", "--trace", str(trace))
     summary = summarize(read(trace))
     assert len(summary.steps) == 4, "two calls with each input"
     assert summary.recompiled == ["Torch-Compiled Region: 0/1"]
-    assert list(tmp_path.iterdir()) == [trace]
+    assert list(tmp_path.iterdir()) == [trace] and wrote[0] == str(trace)
     assert same[:3] == ["as", "it", "is"] and same[-2] == "1"
     assert transposed[0] == "transposed" and transposed[-2] == "2", "one graph more: compiled again"
     assert float(transposed[-1]) < 2e-2
+
+
+def test_recompile_says_how_inputs_can_differ(capsys):
+    assert recompile.main([str(ROOT / "02_linear.py"), "--compile"]) == 2
+    said = capsys.readouterr().err
+    assert "--strides" in said and "as in --batch 1024 2048" in said and said.count("\n") == 1
 
 
 def test_other_sequence_lengths_count_graphs(compile_afresh, capsys):

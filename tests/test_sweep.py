@@ -51,7 +51,7 @@ def test_sweep_without_matplotlib_still_has_its_table(swept, monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert swept("--size", "8", "16") == 0
     screen = capsys.readouterr().out
-    assert "CPU µs a step" in screen
+    assert "CPU µs" in screen
     assert "uv run --extra plot" in screen
     assert not list(tmp_path.rglob("*.png"))
 
@@ -124,6 +124,17 @@ def test_a_point_is_read_off_its_trace():
     assert 500 < one.tflops < 990, "of an H200's 989"
     assert 1000 < one.gb_s < 4800, "of an H200's 4800"
     assert 0 < one.pointwise_share < 0.5
+
+
+def test_the_table_is_one_at_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = ROOT / "traces/reference/nvidia-h200"
+    large = folder / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
+    points = [sweep.Point.of(64, folder / "01_matmul_add/64_bf16_warm_eager.json.gz"), sweep.Point.of(8192, large)]
+    sweep.show("size", points, sweep.Roof(816, "a product"), sweep.Roof(4363, "a copy"))
+    head, *rows = capsys.readouterr().out.splitlines()[1:4]
+    assert head.split()[:4] == ["size", "CPU", "µs", "GPU"] and head.endswith("bound by")
+    assert [row.split()[0] for row in rows] == ["64", "8192"] and max(map(len, [head, *rows])) <= 80
 
 
 def test_the_picture_of_a_gpu_is_drawn(tmp_path):

@@ -105,7 +105,7 @@ def test_on_a_cpu_it_is_smaller_unless_told(scripts):
     [
         (("--parallel", "ddp"), None, "several processes"),
         ((), "0 2", "choose one"),
-        (("--slow", "1"), None, "no such rank"),
+        (("--slow", "1"), None, "--slow 1 names a rank: run it under torchrun"),
         (("--parallel", "ddp", "--slow", "2"), "0 2", "no such rank of 2"),
         (("--parallel", "fsdp", "--bucket-mb", "1"), "0 2", "belongs to --parallel ddp"),
         (("--parallel", "ddp"), "2 2", "ranks count from 0"),

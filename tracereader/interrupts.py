@@ -37,7 +37,7 @@ def program_name() -> str:
 
 def said_of(number: int) -> str:
     said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return f"{said}; files appear whole or not at all"
+    return said if program_name() == "read-trace" else f"{said}; files appear whole or not at all"
 
 
 def answer() -> None:

@@ -29,7 +29,7 @@ WORDS = {
 ALIKE_SLOWER = 1.25
 # A pause alone does not make them this many times as long: up to 4.0 there.
 MUCH_SLOWER = 5
-# The largest of these factors over the smallest: up to 2.2 there; where one op was held up, 10 and more.
+# The largest of these factors over the smallest: up to 2.7 in the reference traces; 9.7 where one op was held up.
 ALIKE_SPREAD = 3
 
 

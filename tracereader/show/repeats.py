@@ -54,11 +54,11 @@ def table(out: Console, summary: Summary) -> None:
     print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
     if not all(one.ran_alone for one in summary.gpu_work):
         together = duration(summary.chosen.gpu_busy_us)
-        out.print(f"  these are sums, and kernels overlap: together the step's GPU work takes {together}")
+        paragraph(out, f"sums, since kernels overlap: the step's GPU work takes {together} together", "  ", "    ")
     for one in largest:
         if one.us and one.high_us > STANDS_OUT * one.us:
             longest = f"the longest of the {one.times}, number {one.longest}"
-            out.print(f"  {longest}: {one.high_us / one.us:.1f} times the median one")
+            paragraph(out, f"{longest}: {one.high_us / one.us:.1f} times the median one", "  ", "    ")
     if largest:
         paragraph(out, f"one of the {largest[0].times}: {plain(_families(summary, largest[0]))}", "  ", "    ")
 

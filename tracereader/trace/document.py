@@ -164,6 +164,11 @@ def _any_json(path: Path, data: bytes) -> _File:
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not text, so no Chrome trace") from None
     except (ValueError, RecursionError) as problem:
+        if not data.strip():
+            raise TraceError(f"{path}: the file is empty") from None
+        trace = path.with_suffix(".json")
+        if path.suffix == ".txt" and trace.is_file():
+            raise TraceError(f"{path}: the profiler's table; the trace is the .json beside it, {trace}") from None
         raise TraceError(f"{path}: not JSON ({problem})") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise TraceError(f"{path}: JSON, but no trace of PyTorch's profiler (no traceEvents in it)")
