@@ -114,7 +114,7 @@ def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
     work = launched_in(events, step_named(events, summarize(read(path)).typical_step))
     together, summed = covered((e["ts"], end(e)) for e in work), sum(e["dur"] for e in work)
     assert summed > 2 * together
-    said = f"kernels overlap: together the step's GPU work takes {together:,.1f} µs"
+    said = f"kernels overlap: the step's GPU work takes {together:,.1f} µs together"
     assert said in printed(capsys, path, "--only", "repeats")
     assert "summed by family (kernels overlap)" in printed(capsys, path, path, "--only", "gpu")
     assert "overlap" not in printed(capsys, LLM / "1x512_bf16_warm_compile.json.gz", "--only", "repeats")

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
-from tracereader.findings import cheatsheet, steps
+from tracereader.findings import cheatsheet, gpu_work, steps
 from tracereader.findings.finding import size
 from tracereader.show.text import Name, console, plain, print_columns, printable, ratio, us
 from tracereader.show.view import FAMILY_WORDS, View
@@ -45,8 +45,7 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         out.print()
     else:
         out.print(f"[bold]{plain(devices[0])}[/bold]")
-    alone = all(work.ran_alone for one in summaries for work in one.gpu_work)
-    summed = "by family" if alone else "summed by family (kernels overlap)"
+    summed = "summed by family (kernels overlap)" if any(map(gpu_work.overlap, summaries)) else "by family"
     sections = {
         "steps": lambda: _figures(out, sides, names, "typical step" if view.step is None else f"step #{view.step}"),
         "short": lambda: _in_short(out, names, _told(sides)),

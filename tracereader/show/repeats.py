@@ -12,6 +12,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration
+from tracereader.findings.gpu_work import overlap
 from tracereader.show.lanes import Mark
 from tracereader.show.text import paragraph, percent, plain, print_columns, us
 from tracereader.trace import Step
@@ -52,7 +53,7 @@ def table(out: Console, summary: Summary) -> None:
         rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
     step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
     print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
-    if not all(one.ran_alone for one in summary.gpu_work):
+    if overlap(summary):
         together = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"sums, since kernels overlap: the step's GPU work takes {together} together", "  ", "    ")
     for one in largest:
