@@ -54,7 +54,8 @@ def table(out: Console, summary: Summary) -> None:
     print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
     if not all(one.ran_alone for one in summary.gpu_work):
         together = duration(summary.chosen.gpu_busy_us)
-        out.print(f"  these are sums, and kernels overlap: together the step's GPU work takes {together}")
+        sums = f"these are sums, and kernels overlap: together the step's GPU work takes {together}"
+        paragraph(out, sums, "  ", "    ")
     for one in largest:
         if one.us and one.high_us > STANDS_OUT * one.us:
             longest = f"the longest of the {one.times}, number {one.longest}"
