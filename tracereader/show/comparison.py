@@ -56,6 +56,8 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
         if number:
             out.print()
         sections[name]()
+    if view.only and "gpu" in view.only and "gpu" not in wanted:
+        out.print("gpu: nothing of it in these traces (no GPU work)")
     if {"work", "chain"} & set(wanted):
         if set(wanted) & set(sections):
             out.print()
