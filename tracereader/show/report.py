@@ -206,7 +206,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         words.append(f"first call {seconds(took)}")
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
-        out.print(f"{plain(summary.left_out[0])} is left out of what is said of all: {_left_out_for(summary)}")
+        paragraph(out, f"{plain(summary.left_out[0])} is left out of what is said of all: {_left_out_for(summary)}")
     for text in summary.warnings:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
