@@ -7,6 +7,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
+
 # Summed times of a step this many times what the GPU was busy: 2.4 on the H200 where each kernel starts during the one
 # before, 1.3 beside collectives that wait; 1.0 in training, where a memset runs beside a kernel now and then.
 OVERLAPS = 1.1
