@@ -5,7 +5,8 @@ nobody wrote, and between them the scores of all pairs of tokens go through
 memory again and again.
 
   uv run 04_a_naive_attention.py
-  uv run 04_a_naive_attention.py --seq 2048 --head_dim 128 --compile
+  uv run 04_a_naive_attention.py --compile \\
+    --batch 8 --heads 16 --seq 1024 --head_dim 64
 """
 
 from common import attention

@@ -5,7 +5,8 @@ in place makes a second matrix of scores, and so does the product with the
 scale before it.
 
   uv run 04_b_inplace_ops_attention.py
-  uv run 04_b_inplace_ops_attention.py --seq 2048 --head_dim 128 --compile
+  uv run 04_b_inplace_ops_attention.py --compile \\
+    --batch 8 --heads 16 --seq 1024 --head_dim 64
 """
 
 from common import attention

@@ -5,7 +5,8 @@ a kernel of FlashAttention, of CUTLASS or of cuDNN, or the formula again, with
 more work than the naive one.
 
   uv run 04_c_sdpa_attention.py --backend flash
-  uv run 04_c_sdpa_attention.py --seq 2048 --head_dim 128 --backend math
+  uv run 04_c_sdpa_attention.py --backend math \\
+    --batch 8 --heads 16 --seq 1024 --head_dim 64
 
 --backend flex is flex_attention, which torch.compile writes a kernel for: it
 is always compiled.

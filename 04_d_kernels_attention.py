@@ -5,7 +5,8 @@ tokens' layout, [batch, seq, heads, head_dim], so nothing is transposed on the
 way in or out.
 
   uv run 04_d_kernels_attention.py
-  uv run 04_d_kernels_attention.py --seq 2048 --head_dim 128 --warmup 0
+  uv run 04_d_kernels_attention.py --warmup 0 \\
+    --batch 8 --heads 16 --seq 1024 --head_dim 64
 """
 
 from common import attention
