@@ -18,7 +18,7 @@ from tracereader.figures.decoding import (
     unneeded,
     weight_reads,
 )
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_parts, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
@@ -118,7 +118,7 @@ class Summary(msgspec.Struct, frozen=True):
     repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
     weight_reads: tuple[WeightReads, ...]
     unneeded: Unneeded
-    same_in_all_steps: bool | None  # the GPU work; None of a single step
+    same_in_all_steps: bool | None  # the GPU work; None of a single step, or of few launches
     decoding: Decoding | None  # where the run told what a language model's step reads
     kernels: tuple[KernelTimes, ...]
     unfused: tuple[Unfused, ...]  # attention of the step whose scores go through memory
@@ -182,7 +182,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     spoken_of, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(spoken_of)
     wide_start = not left_out and facts[0].times_the_typical is not None
-    gpu = gpu_time(trace.work, start, end)
+    parts = gpu_parts(trace.work, start, end)
     steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
     layers = layer_names(trace, step)
     chain = _chain(step, layers)
@@ -209,8 +209,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         typical_step=step.name,
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
-        gpu=gpu,
-        steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
+        gpu=gpu_time(parts, start, end) if parts else None,
+        steady=gpu_time(parts, steady_start, steady_end) if parts else None,
         steady_us=(steady_end - steady_start) / 1e3,
         after_first=wide_start,
         families=families(trace.work, start, end),

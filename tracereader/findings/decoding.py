@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tracereader.figures import Summary
-from tracereader.figures.decoding import Asked, ridge_rows
+from tracereader.figures.decoding import MANY_LAUNCHES, Asked, ridge_rows
 from tracereader.figures.hardware import peaks_of
 from tracereader.findings.finding import Finding, Verdict, counted, duration, size
 from tracereader.findings.steps import waits_for
@@ -11,8 +11,6 @@ from tracereader.findings.steps import waits_for
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
 WORTH_A_WORD = 0.025
-# A step of fewer launches gains little: on the H200 reduce-overhead made a step of 2 launches slower (claim 19).
-MANY_LAUNCHES = 50
 # Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
 # 42%, and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
 MUCH_OF_THE_WAIT = 0.5
