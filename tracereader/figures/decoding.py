@@ -27,7 +27,7 @@ MUCH_BUSY = 0.5
 MOSTLY_WEIGHT = 0.8
 # A step of fewer launches gains little by a graph: on the H200 reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
-COMPARED = 4  # steps whose shapes are set against the first one's; by name all are
+COMPARED = 2  # steps whose shapes are set against the first one's; by name all are
 DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
 LOOKED_AT = 20_000  # pieces of a step; more are not compared with another step's, shape by shape
 

@@ -75,11 +75,12 @@ def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
     return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy)
 
 
-def gpu_time(parts: Parts, start: int, end: int) -> GpuTime:
-    """The time between two stamps (ns) of a device's window or of a part of it, by what it does."""
+def gpu_time(parts: Parts, start: int | None = None, end: int | None = None) -> GpuTime:
+    """The time of a device's window by what it does; between two stamps (ns) where these are given."""
+    cut = (lambda some: some) if start is None else lambda some: clipped(some, start, end)
     busy = (parts.compute, parts.exposed_communication, parts.exposed_copy)
-    compute, communication, copy = (length(clipped(some, start, end)) for some in busy)
-    idle = [length(clipped(some, start, end)) for some in (parts.not_launched, parts.launched, parts.unknown)]
+    compute, communication, copy = (length(cut(some)) for some in busy)
+    idle = [length(cut(some)) for some in (parts.not_launched, parts.launched, parts.unknown)]
     return GpuTime(
         busy_us=(compute + communication + copy) / 1e3,
         compute_us=compute / 1e3,

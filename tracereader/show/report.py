@@ -50,6 +50,7 @@ INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
+UNSHARED = ("lanes", "chain", "repeats")  # what looks alike whatever the share
 # Left out, the first one first, where even the least of every table is too long.
 LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
 OF_THE_GPU = ("gpu", "kernels", "work", "names", "starts", "repeats")
@@ -137,17 +138,23 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "patterns": lambda view: _patterns(out, summary, found, view),
     }
 
+    same: dict[str, str] = {}
+
     def written(view: View) -> dict[str, str]:
         found = {}
         with out.capture() as top:
             _header(out, summary, view)
         for name in SECTIONS:
-            if name in wanted:
+            if name in wanted and name not in same:
                 with out.capture() as section:
                     if name != "short" or not view.brief:
                         out.print()
                     sections[name](view)
                 found[name] = section.get()
+                if name in UNSHARED:
+                    same[name] = found[name]
+            elif name in wanted:
+                found[name] = same[name]
         return {"head": top.get(), **found}
 
     fitted = view.brief or view.all or view.only
