@@ -75,17 +75,17 @@ def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
     return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy)
 
 
-def gpu_time(parts: Parts, start: int | None = None, end: int | None = None) -> GpuTime:
-    """The time of a device's window by what it does; between two stamps (ns) where these are given."""
-    cut = (lambda some: some) if start is None else lambda some: clipped(some, start, end)
-    busy = (parts.compute, parts.exposed_communication, parts.exposed_copy)
-    compute, communication, copy = (length(cut(some)) for some in busy)
-    idle = [length(cut(some)) for some in (parts.not_launched, parts.launched, parts.unknown)]
+def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
+    """The time of the busiest device between two stamps (ns), by what it does; None without work there."""
+    parts = gpu_parts(work, start, end)
+    if parts is None:
+        return None
+    idle = [length(some) for some in (parts.not_launched, parts.launched, parts.unknown)]
     return GpuTime(
-        busy_us=(compute + communication + copy) / 1e3,
-        compute_us=compute / 1e3,
-        exposed_communication_us=communication / 1e3,
-        exposed_copy_us=copy / 1e3,
+        busy_us=parts.busy / 1e3,
+        compute_us=length(parts.compute) / 1e3,
+        exposed_communication_us=length(parts.exposed_communication) / 1e3,
+        exposed_copy_us=length(parts.exposed_copy) / 1e3,
         idle_us=sum(idle) / 1e3,
         idle_not_launched_us=idle[0] / 1e3,
         idle_launched_us=idle[1] / 1e3,

@@ -18,7 +18,7 @@ from tracereader.figures.decoding import (
     unneeded,
     weight_reads,
 )
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_parts, gpu_time, idle_in
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
@@ -182,7 +182,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     spoken_of, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(spoken_of)
     wide_start = not left_out and facts[0].times_the_typical is not None
-    parts = gpu_parts(trace.work, start, end)
+    gpu = gpu_time(trace.work, start, end)
     steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
     layers = layer_names(trace, step)
     chain = _chain(step, layers)
@@ -209,8 +209,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         typical_step=step.name,
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
-        gpu=gpu_time(parts) if parts else None,
-        steady=gpu_time(parts, steady_start, steady_end) if parts else None,
+        gpu=gpu,
+        steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
         steady_us=(steady_end - steady_start) / 1e3,
         after_first=wide_start,
         families=families(trace.work, start, end),
