@@ -263,6 +263,13 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         axis.set_xticks(values, [str(value) for value in values], rotation=30)
         axis.minorticks_off()
         axis.grid(alpha=0.25)
+    _save(figure, title, file)
+
+
+def _save(figure, title: str, file: Path) -> None:
+    """Whole or not at all; and close it."""
+    import matplotlib.pyplot as plt
+
     figure.suptitle(title)
     try:
         with published(file.parent, file.name) as (unfinished,):
@@ -350,12 +357,7 @@ def picture_together(file: Path, title: str, name: str, series: Sequence[Series]
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     axes[0][0].legend(fontsize="small")
-    figure.suptitle(title)
-    try:
-        with published(file.parent, file.name) as (unfinished,):
-            figure.savefig(unfinished, dpi=110, format="png")
-    finally:
-        plt.close(figure)
+    _save(figure, title, file)
 
 
 def sweep(argv: Sequence[str] | None = None) -> None:

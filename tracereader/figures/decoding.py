@@ -1,18 +1,17 @@
 """What a language model's step reads and how often: its run's facts, its weights, and work that it could do without."""
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, asking_ops
-from tracereader.figures.hardware import Peaks, peaks_of
-from tracereader.figures.intervals import length, union
+from tracereader.figures.hardware import Peaks, common_peaks
+from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
 
 # Ops that write an expanded tensor out, and those that are attention, or its first product.
@@ -116,22 +115,23 @@ def _is_amount(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value < 2**53
 
 
-def decoding(trace: Trace, lesson: dict | None) -> Decoding | None:
-    """The step as tokens a second, and the least that it takes, where the run told what it reads."""
+def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> Decoding | None:
+    """The step as tokens a second, and the least that it takes, where the run told what it reads.
+
+    steps: what was measured of the trace's.
+    """
     facts = facts_of(lesson)
     if facts is None or not trace.has_steps:
         return None
-    lanes = {"CPU": _interval([step.start for step in trace.steps], [step.us for step in trace.steps])}
-    worked = [step for step in trace.steps if step.work]
-    if len(worked) == len(trace.steps):
-        firsts = [min(one.start for one in step.work) for step in worked]
-        spans = [(max(one.end for one in step.work) - first) / 1e3 for step, first in zip(worked, firsts, strict=True)]
-        lanes["GPU"] = _interval(firsts, spans)
-    busy = median(length(union((one.start, one.end) for one in step.work)) / 1e3 for step in trace.steps)
+    lanes = {"CPU": _interval([step.start for step in trace.steps], [one.cpu_us for one in steps])}
+    firsts = [first_start(step) for step in trace.steps]
+    if None not in firsts:
+        lanes["GPU"] = _interval(firsts, [one.gpu_span_us for one in steps])
+    busy = median(one.gpu_busy_us for one in steps)
     lane = "CPU" if busy < MUCH_BUSY * lanes["CPU"] else max(lanes, key=lanes.get)
     if lanes[lane] <= 0:
         return None
-    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    peaks = common_peaks(trace.devices)
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
     return Decoding(
@@ -153,7 +153,7 @@ def _interval(starts: Sequence[int], spans: Sequence[float]) -> float:
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
     """By their rows, the products of a step that do little but read weights, what takes longest first; with shapes."""
-    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    peaks = common_peaks(trace.devices)
     launched: dict[int, list[GpuWork]] = {}  # by the op: split K is two kernels, one product
     for op, one in zip(asking_ops(step.work), measured, strict=True):
         if op is not None:
@@ -227,7 +227,7 @@ def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Aske
 def _cast(asked_by: Op) -> Op | None:
     """The outermost aten::to whose cast is what this op launches."""
     found, casts = None, False
-    for op in (asked_by, *itertools.islice(asked_by.above(), DEEPEST_CAST)):
+    for op in (asked_by, *islice(asked_by.above(), DEEPEST_CAST)):
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":

@@ -116,10 +116,15 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
     )
 
 
+def is_communication(work: Work) -> bool:
+    """Whether it is a collective's kernel."""
+    return work.kind == "kernel" and kernel_names.decode(work.name).family == "communication"
+
+
 def _kind(work: Work) -> str:
     if work.kind != "kernel":
         return "copy"
-    return "communication" if kernel_names.decode(work.name).family == "communication" else "compute"
+    return "communication" if is_communication(work) else "compute"
 
 
 def _why_idle(following: Work | None, gap_start: int) -> str:
@@ -158,10 +163,7 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
     end = max([one.start for one in following] + [one.end for one in step.work], default=step.end)
     work = [one for one in trace.work if one.end > step.start and one.start <= end]
-    roots: dict[tuple, list[Op]] = defaultdict(list)
-    for some in near[near.index(step) :]:
-        for root in some.roots:
-            roots[root.track].append(root)
+    roots = roots_by_track(near[near.index(step) :])
     idle: Counter = Counter()
     reached = step.start
     for one in work:
@@ -169,6 +171,15 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
             cut_up(roots[one.launch.track], reached, one.start, idle)
         reached = max(reached, one.end)
     return {name: ns / 1e3 for name, ns in idle.most_common()}
+
+
+def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
+    """The outermost slices of some steps, by thread."""
+    roots = defaultdict(list)
+    for step in steps:
+        for root in step.roots:
+            roots[root.track].append(root)
+    return roots
 
 
 def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.figures.attention import Attention
 from tracereader.figures.convolution import Convolution
-from tracereader.figures.hardware import Peaks, peak_tflops, peaks_of
+from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
 from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
@@ -76,7 +76,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             if id(one) in beside:
                 shared.add(key)
     queries = _queries_before(chosen.work)
-    peaks = peaks_of(trace.devices[0]) if len(set(trace.devices)) == 1 else None
+    peaks = common_peaks(trace.devices)
     # What a script stored of its attention is of this kernel only where the step has no other.
     alone = sum(kernel_names.decode(one.name).family == "attention" for one in chosen.work) == 1
     lesson = trace.lesson if alone else None

@@ -5,6 +5,7 @@ Ada and Blackwell), AMD's of the Instinct MI300X and MI325X, as of 2026. An unkn
 """
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -51,3 +52,8 @@ def peaks_of(device: str) -> Peaks | None:
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
     """The arithmetic peak for the element type that a kernel's name tells; None where it tells none."""
     return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())
+
+
+def common_peaks(devices: Sequence[str]) -> Peaks | None:
+    """Of devices that are all of one name; of different ones no peak is that of all."""
+    return peaks_of(devices[0]) if len(set(devices)) == 1 else None

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import STEP, Op, Step, Trace
+from tracereader.trace import MODULE, STEP, Op, Step, Trace
 
 # What torch itself labels: no phase of anybody's step.
 TORCHS_OWN = re.compile(r"FSDP::|(nccl|gloo|mpi|xccl):")
@@ -107,7 +107,7 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
     gpu, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
     for one in step.work:
         around, backward = _modules_around(trace, one.launch)
-        names = [module.name.removeprefix("nn.Module: ") for module in around[-2:]]
+        names = [module.name.removeprefix(MODULE) for module in around[-2:]]
         classes = [NUMBER.sub("", name) for name in reversed(names)]
         name = " in ".join(classes) + " backward" * backward if names else "no module"
         gpu[name] += one.dur
@@ -121,7 +121,7 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 def _module_of(trace: Trace, launch: Op | None) -> str | None:
     around, backward = _modules_around(trace, launch)
-    return around[-1].name.removeprefix("nn.Module: ") + " backward" * backward if around else None
+    return around[-1].name.removeprefix(MODULE) + " backward" * backward if around else None
 
 
 def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:

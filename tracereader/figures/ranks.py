@@ -15,12 +15,12 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.gpu_time import Parts, gpu_parts
+from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import STEP, Op, Step, Trace, Work, kernel_names
+from tracereader.trace import STEP, Op, Step, Trace, Work
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
@@ -109,7 +109,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     end: int
     total: Times
     steps: tuple[RankStep, ...]
-    left_out: tuple[str, ...]  # steps so full of first use that they would hide what the rest is like
+    left_out: tuple[str, ...]  # steps so much wider that they would hide what the rest is like
     parts: tuple[Part, ...]
     exposed: tuple[tuple[int, int], ...]  # communicating with nothing computed beside it
     late: tuple[tuple[int, int], ...]  # of that, while the next kernel was not launched yet
@@ -315,12 +315,8 @@ def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
     )
 
 
-def _is_communication(one: Work) -> bool:
-    return one.kind == "kernel" and kernel_names.decode(one.name).family == "communication"
-
-
 def _computing(step: Step, device: object) -> list[Work]:
-    return [one for one in step.work if one.device == device and one.kind == "kernel" and not _is_communication(one)]
+    return [one for one in step.work if one.device == device and one.kind == "kernel" and not is_communication(one)]
 
 
 def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step, int, int]]:
@@ -389,7 +385,7 @@ def _phases(step: Step) -> list[Op]:
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
     """Of exposed communication, what lies before the launch of the next kernel that computes."""
     kernels = (one for step in steps for one in step.work if one.kind == "kernel" and one.launch)
-    computing = sorted((one.start, one.launch.start) for one in kernels if not _is_communication(one))
+    computing = sorted((one.start, one.launch.start) for one in kernels if not is_communication(one))
     starts = [start for start, _ in computing]
     found = []
     for left, right in exposed:
@@ -404,7 +400,7 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
     """What the trace tells of each collective's kernel; None of one that it does not describe."""
     for step in steps:
         for one in step.work:
-            if not _is_communication(one):
+            if not is_communication(one):
                 continue
             args = one.args
             if "Collective name" not in args and one.launch is not None:

@@ -69,7 +69,7 @@ def sizes_of(
         return None, size and size * (2 if "DtoD" in work.name else 1), ""
     if op is None or says.family not in ("GEMM", "attention", "convolution", "pointwise", "copy"):
         return None, None, ""
-    tensors = _tensors(op.args)
+    tensors = tensors_of(op.args)
     if says.family == "pointwise":
         return None, _pointwise_bytes(op.name, work.name, tensors), ""
     if says.family == "copy":
@@ -138,7 +138,7 @@ def _copied_bytes(op: str, tensors: Sequence[Tensor]) -> int | None:
 
 def sizes_of_op(op: Op) -> tuple[Product | None, int | None]:
     """What a matrix product multiplies, or the bytes that a pointwise op moves, by recorded shapes."""
-    tensors = _tensors(op.args)
+    tensors = tensors_of(op.args)
     if op.name in MATMULS:
         return product(op.name, [one.shape for one in tensors]), None
     return None, _pointwise_bytes(op.name, "", tensors)
@@ -146,10 +146,11 @@ def sizes_of_op(op: Op) -> tuple[Product | None, int | None]:
 
 def dims_of(args: dict) -> list[list[int]]:
     """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
-    return [one.shape for one in _tensors(args)]
+    return [one.shape for one in tensors_of(args)]
 
 
-def _tensors(args: dict) -> list[Tensor]:
+def tensors_of(args: dict) -> list[Tensor]:
+    """An op's tensor inputs, as far as they were recorded."""
     dims, types, strides = (args.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
     if not isinstance(dims, list):
         return []

@@ -1,10 +1,10 @@
 """What lies between a launch and its start, and between one piece of GPU work and the next."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import msgspec
 
-from tracereader.figures.gpu_time import cut_up
+from tracereader.figures.gpu_time import cut_up, roots_by_track
 from tracereader.figures.intervals import clipped, length, minus
 from tracereader.trace import Op, Step, Trace, Work
 
@@ -32,10 +32,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     """Each piece of a step's GPU work, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
-    roots: dict[tuple, list[Op]] = defaultdict(list)
-    for one in near:
-        for root in one.roots:
-            roots[root.track].append(root)
+    roots = roots_by_track(near)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
     overheads = [one for one in trace.overheads if one.start < last and one.end > step.start]

@@ -1,7 +1,6 @@
 """Each recorded step measured on both lanes, and what a wide one did that the others did not."""
 
 import bisect
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.intervals import length, union
+from tracereader.figures.intervals import Lengths, length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work
 
 # A step that took this many times the typical one is pointed at. On the H200 the first recorded
@@ -96,6 +95,11 @@ def busy_us(work: Iterable[Work]) -> float:
     return max((length(union(intervals)) / 1e3 for intervals in by_device.values()), default=0.0)
 
 
+def first_start(step: Step) -> int | None:
+    """When its first GPU work began (ns)."""
+    return min((one.start for one in step.work), default=None)
+
+
 def span_us(work: Sequence[Work]) -> float:
     """From the first start to the last end, gaps included."""
     return (max(one.end for one in work) - min(one.start for one in work)) / 1e3 if work else 0.0
@@ -116,7 +120,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
-    covered = _Covered(trace.work)
+    when_busy = _busy_by_device(trace.work)
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
@@ -137,7 +141,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 launches=len({id(one.launch) for one in step.work if one.launch is not None}),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=span_us(step.work),
-                gpu_idle_share=covered.idle_share(step, *stretch) if stretch else None,
+                gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
                 launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
                 occupancy_queries=len(_within(trace.queries, step)),
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
@@ -153,29 +157,18 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     return tuple(facts)
 
 
-class _Covered:
-    """When each GPU was busy: disjoint intervals with their running sum, so that a question costs a bisection."""
+def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
+    """When each GPU did something."""
+    by_device = defaultdict(list)
+    for one in work:
+        by_device[one.device].append((one.start, one.end))
+    return {device: Lengths(union(some)) for device, some in by_device.items()}
 
-    def __init__(self, work: Sequence[Work]):
-        by_device = defaultdict(list)
-        for one in work:
-            by_device[one.device].append((one.start, one.end))
-        self.busy = {}
-        for device, some in by_device.items():
-            starts, ends = zip(*union(some), strict=True)
-            before = list(itertools.accumulate((b - a for a, b in zip(starts, ends, strict=True)), initial=0))
-            self.busy[device] = starts, ends, before
 
-    def _until(self, device: object, time: int) -> int:
-        starts, ends, before = self.busy[device]
-        index = bisect.bisect_right(starts, time)
-        return before[index] - max(0, ends[index - 1] - time) if index else 0
-
-    def idle_share(self, step: Step, start: int, end: int) -> float | None:
-        """Of a stretch of time, on the step's busiest GPU."""
-        devices = {one.device for one in step.work}
-        busy = max(self._until(device, end) - self._until(device, start) for device in devices)
-        return 1 - busy / (end - start) if end > start else None
+def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -> float | None:
+    """Of a stretch of time, on the step's busiest GPU."""
+    most = max(busy[device].between(start, end) for device in {one.device for one in step.work})
+    return 1 - most / (end - start) if end > start else None
 
 
 def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
@@ -190,7 +183,7 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
         return [whole if step is only else None for step in steps]
     found, following = [], None
     for step in reversed(steps):
-        first = min((one.start for one in step.work), default=None)
+        first = first_start(step)
         found.append((first, following) if first is not None and following is not None else None)
         following = following if first is None else first
     return found[::-1]

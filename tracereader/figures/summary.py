@@ -23,7 +23,7 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import StepFacts, label_of, self_us, step_facts, typical
+from tracereader.figures.steps import StepFacts, first_start, label_of, self_us, step_facts, typical
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -170,7 +170,7 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
     that is much. None of a single step.
     """
-    firsts = [min(one.start for one in step.work) for step in steps if step.work]
+    firsts = [first for step in steps if (first := first_start(step)) is not None]
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 
@@ -224,7 +224,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         weight_reads=weight_reads(trace, step, measured),
         unneeded=unneeded(step, measured),
         same_in_all_steps=same_in_all_steps(trace),
-        decoding=decoding(trace, lesson),
+        decoding=decoding(trace, facts, lesson),
         kernels=kernel_times(trace),
         unfused=unfused(step),
         hidden_copies=hidden_copies(step),

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, gaps, union
+from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, union
 from tracereader.figures.places import TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
@@ -108,9 +108,8 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     """When no GPU did anything, from the step's start to its end; None without a GPU lane."""
     if not work:
         return None
-    busy = union((one.start, one.end) for one in work if one.start < step.end and one.end > step.start)
-    inside = [(max(start, step.start), min(end, step.end)) for start, end in busy]
-    return gaps(inside, step.start, step.end)
+    busy = union(clipped(((one.start, one.end) for one in work), step.start, step.end))
+    return gaps(busy, step.start, step.end)
 
 
 def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op]) -> tuple[Place, ...]:

@@ -1,12 +1,11 @@
 """Attention that is not fused: a softmax between two batched products, and what its matrix of scores costs."""
 
-import math
 from collections.abc import Sequence
 
 import msgspec
 
 from tracereader.figures.gpu_work import asking_ops
-from tracereader.figures.sizes import BYTES_OF, MATMULS, dims_of, product
+from tracereader.figures.sizes import MATMULS, dims_of, product, tensors_of
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work, kernel_names
 
@@ -130,13 +129,14 @@ def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: 
 
 
 def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> Scores | None:
-    into, out_of = first.args, last.args
-    scores, result = product(first.name, dims_of(into)), product(last.name, dims_of(out_of))
-    item, other = _items(into)[:1], _items(out_of)[:1]
-    if not (scores and result and item and other and item[0] and other[0]):
+    into, out_of = tensors_of(first.args), tensors_of(last.args)
+    scores = product(first.name, [one.shape for one in into])
+    result = product(last.name, [one.shape for one in out_of])
+    if not (scores and result and into[0].item and out_of[0].item):
         return None
+    item, other = into[0].item, out_of[0].item
     elements = scores.batch * scores.m * scores.n
-    written, read, moved = 1, 1, elements * (item[0] + other[0])
+    written, read, moved = 1, 1, elements * (item + other)
     asked = {}  # by op: several kernels of one op read its inputs once
     for one, op in between:
         if op is not None:
@@ -145,15 +145,13 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
         reads, writes = _passes(op, one.name, elements)
         written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)
     inputs = scores.batch * (scores.m * scores.k + scores.k * scores.n + result.k * result.n + result.m * result.n)
-    return Scores(
-        scores.batch, scores.m, scores.n, elements * item[0], written, read, moved, inputs * min(item[0], other[0])
-    )
+    least = inputs * min(item, other)
+    return Scores(scores.batch, scores.m, scores.n, elements * item, written, read, moved, least)
 
 
 def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
     """The bytes an element of each tensor as large as the scores that the op reads, and of each that it writes."""
-    args = op.args
-    items = [item for item, count in zip(_items(args), _counts(args), strict=False) if count == elements and item]
+    items = [one.item for one in tensors_of(op.args) if one.stored == elements and one.item]
     name = op.name.removeprefix("aten::")
     if not items:
         return [], []
@@ -164,23 +162,3 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
     if name in OF_A_ROW:
         return items, []
     return items, [1] if name in SAYS_YES_OR_NO else [max(items)]
-
-
-def _items(args: dict) -> list[int | None]:
-    types = args.get("Input type")
-    return [BYTES_OF.get(one) if isinstance(one, str) else None for one in types] if isinstance(types, list) else []
-
-
-def _counts(args: dict) -> list[int]:
-    """Of each input, the elements that are in memory: an expanded dimension, of stride 0, is there once."""
-    dims, strides = args.get("Input Dims"), args.get("Input Strides")
-    counts = []
-    for number, dim in enumerate(dims if isinstance(dims, list) else []):
-        if not isinstance(dim, list) or not dim or not all(type(size) is int and 0 <= size < 2**40 for size in dim):
-            counts.append(0)
-            continue
-        steps = strides[number] if isinstance(strides, list) and len(strides) > number else None
-        if not isinstance(steps, list) or len(steps) != len(dim):
-            steps = [1] * len(dim)
-        counts.append(math.prod(size for size, stride in zip(dim, steps, strict=True) if stride != 0))
-    return counts

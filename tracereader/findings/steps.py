@@ -4,6 +4,7 @@ from collections import Counter
 from statistics import median
 
 from tracereader.figures import Summary
+from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.trace import STEP
@@ -42,15 +43,15 @@ def waits_for(summary: Summary) -> str | None:
     if gpu is None:
         return "cpu-only"
     if gpu.idle_us > MUCH_IDLE * window:
-        causes = {
-            "overhead": gpu.idle_not_launched_us,
-            "gpu-side": gpu.idle_launched_us,
-            None: gpu.idle_unknown_us,
-        }
+        causes = _idle_by_cause(gpu)
         return max(causes, key=causes.get)
     if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
         return "communication"
     return _roof_met(summary)
+
+
+def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
+    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
 
 
 def _roof_met(summary: Summary) -> str:
@@ -78,7 +79,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
-        share = {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
+        share = _idle_by_cause(gpu)[found] / gpu.idle_us
         why = {
             "overhead": "the next piece of work was not launched yet",
             "gpu-side": "the next piece of work was launched, and waited",
@@ -86,7 +87,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         }
         return (
             word,
-            f"{after}the GPU is idle {idle:.0%} of the time; in {share[found] / gpu.idle_us:.0%} of that {why[found]}",
+            f"{after}the GPU is idle {idle:.0%} of the time; in {share:.0%} of that {why[found]}",
         )
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":

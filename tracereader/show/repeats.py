@@ -15,6 +15,7 @@ from tracereader.findings.finding import counted, duration
 from tracereader.findings.gpu_work import overlap
 from tracereader.show.lanes import Mark
 from tracereader.show.text import paragraph, percent, plain, print_columns, us
+from tracereader.show.view import FAMILY_WORDS
 from tracereader.trace import Step
 
 # What repeats and takes less of a step's GPU time is not told.
@@ -130,6 +131,3 @@ def _families(summary: Summary, one: Repeat) -> str:
         f"{share / one.total_us:.0%} {FAMILY_WORDS.get(family, family)} ({pieces[family] / one.times:,.0f})"
         for family, share in time.most_common(4)
     )
-
-
-FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}

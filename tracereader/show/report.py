@@ -87,33 +87,9 @@ def explain_file(path: Path, view: View) -> None:
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
-    wanted = {name for name in SECTIONS if view.shows(name)}
-    if not lanes_wanted(view):
-        wanted.discard("lanes")
-    if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names", "starts"}
-    small = len(summary.gpu_work) <= SMALL
-    step = next(step for step in trace.steps if step.name == summary.typical_step)
-    if not (view.only or view.all):
-        wanted.discard("starts")
-        if not view.brief:
-            wanted.discard("table")  # what it sums up stands below, step by step
-        if len(trace.steps) < series_of.ENOUGH:
-            wanted.discard("series")
-    if not (view.only or view.all):
-        # A small step is shown piece by piece, a large one by name and family.
-        wanted -= {"kernels", "cpu"} if small and summary.has_gpu_work else {"work", "names"}
-    if summary.gpu is None:  # no work in the window, though there may be some outside
-        wanted.discard("gpu")
-    if not repeats.told(summary):
-        wanted.discard("repeats")
-    if not training.tells(summary):
-        wanted.discard("training")
     guessed = guesses.guesses_of(trace)
-    if not guessed:
-        wanted.discard("guesses")
-    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
-        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    wanted = _wanted(summary, bool(guessed), view)
+    step = next(step for step in trace.steps if step.name == summary.typical_step)
     found = cheatsheet.found(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
@@ -122,7 +98,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
         "guesses": lambda view: guesses.show(out, guessed, summary, view),
         "steps": lambda view: _steps(out, summary, view),
-        "lanes": lambda view: _lanes(out, trace, summary),
+        "lanes": lambda view: _lanes(out, trace, step, summary),
         "gpu": lambda view: _gpu_time(out, summary, view),
         "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
         "repeats": lambda view: repeats.table(out, summary),
@@ -172,6 +148,35 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if view.brief and not (view.only or view.all):
         out.print()
         out.print(f"more: uv run read-trace {plain(shown_path(trace.path))}")
+
+
+def _wanted(summary: Summary, guessed: bool, view: View) -> set[str]:
+    """The sections that this view shows of this trace."""
+    wanted = {name for name in SECTIONS if view.shows(name)}
+    if not lanes_wanted(view):
+        wanted.discard("lanes")
+    if not summary.has_gpu_work:
+        wanted -= {"kernels", "work", "names", "starts"}
+    if not (view.only or view.all):
+        wanted.discard("starts")
+        if not view.brief:
+            wanted.discard("table")  # what it sums up stands below, step by step
+        if len(summary.steps) < series_of.ENOUGH:
+            wanted.discard("series")
+        # A small step is shown piece by piece, a large one by name and family.
+        small = summary.has_gpu_work and len(summary.gpu_work) <= SMALL
+        wanted -= {"kernels", "cpu"} if small else {"work", "names"}
+    if summary.gpu is None:  # no work in the window, though there may be some outside
+        wanted.discard("gpu")
+    if not repeats.told(summary):
+        wanted.discard("repeats")
+    if not training.tells(summary):
+        wanted.discard("training")
+    if not guessed:
+        wanted.discard("guesses")
+    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+    return wanted
 
 
 def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
@@ -433,8 +438,7 @@ def lanes_wanted(view: View) -> bool:
     return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
 
 
-def _lanes(out: Console, trace: Trace, summary: Summary) -> None:
-    step = next(step for step in trace.steps if step.name == summary.typical_step)
+def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
     named = layer_names(trace, step)
     drawn = lanes.draw(step, out.width, lane_glyphs(out), repeats.marks(step, summary), named)
     if drawn:
