@@ -74,6 +74,7 @@ answer_before_torch(flags, __file__)
 import contextlib
 import itertools
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -168,14 +169,17 @@ def loaded(args, rank):
         Samples(args, rank, calls * args.batch),
         batch_size=args.batch,
         num_workers=args.workers,
-        worker_init_fn=leave_ctrl_c_to_the_run,
+        worker_init_fn=leave_the_end_to_the_run,
         pin_memory=args.device.type == "cuda" and not args.no_pin,
     )
     return (batch.to(args.device, non_blocking=not args.blocking) for batch in loader)
 
 
-def leave_ctrl_c_to_the_run(worker):
+def leave_the_end_to_the_run(worker):
+    """Ctrl-C is answered there; and that it has gone while a batch was handed over is no news."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tell, gone = sys.excepthook, (ConnectionError, EOFError)
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, gone) else tell(kind, *rest)
 
 
 def optimizer_of(args, model):

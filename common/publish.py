@@ -59,22 +59,29 @@ def published(folder: Path, *names: str) -> Iterator[list[Path]]:
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder inside, since only there a rename is atomic; gone at the end."""
-    alive = None
-    while alive is None:  # until none who clears up was faster than its lock
-        scratch = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
+    scratch = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
+    clear, alive = functools.partial(_clear, scratch), None
+    with interrupts.undone_by(clear):
         try:
-            scratch.mkdir()
-            alive = _locked(scratch / ALIVE, wait=True)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-    clear = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
-    try:
-        with interrupts.undone_by(clear):
+            with interrupts.not_ending():  # or it is made after all was undone, and stays
+                while alive is None:  # until none who clears up was faster than its lock
+                    scratch.mkdir(exist_ok=True)
+                    alive = _locked(scratch / ALIVE, wait=True)
             yield scratch
-    finally:
-        os.close(alive)
-        clear()
+        finally:
+            with interrupts.held(), interrupts.not_ending():  # or the program ends in the middle of it
+                if alive is not None:
+                    os.close(alive)
+                clear()
+
+
+def _clear(scratch: Path) -> None:
+    gone = scratch.with_name(f"{scratch.name}-gone")
+    try:
+        os.replace(scratch, gone)  # another thread may be writing: from here it makes no more files in it
+    except OSError:  # there is none; or Windows, where a file in it is open
+        gone = scratch
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _clear_if_dead(scratch: Path) -> None:

@@ -218,9 +218,45 @@ def test_a_folder_cleared_before_its_lock_is_made_anew(tmp_path, monkeypatch):
 
     monkeypatch.setattr(publish, "_locked", cleared_first)
     with publish.published(tmp_path, "a.json") as files:
-        assert cleared and files[0].parent != cleared[0].parent
+        assert cleared
         files[0].write_text("whole")
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+WRITES_ON = """
+import pathlib, threading, time
+from common.publish import published
+from tracereader import interrupts
+def write(folder):
+    while True:
+        WHAT
+def on_and_on(what, *args):
+    try:
+        what(*args)
+    except BaseException:
+        time.sleep(600)  # it would be told, and the other thread ends this
+folder = pathlib.Path(FOLDER)
+threading.Timer(AFTER, interrupts.end, ("ended by another thread", 1)).start()
+on_and_on(write, folder)
+"""
+FILES = """with published(folder, "a.json") as files:
+            for number in range(10**9):
+                files[0].with_name(str(number)).touch()"""
+FOLDERS = """try:
+            with published(folder, "a.json"):
+                raise ValueError
+        except ValueError:
+            pass"""
+
+
+@pytest.mark.parametrize("what", [FILES, FOLDERS])
+@pytest.mark.parametrize("after", [0.01, 0.1])
+def test_a_thread_that_ends_the_program_leaves_nothing_of_what_another_writes(tmp_path, what, after):
+    """As a rank does whose neighbour has died: its main thread goes on writing until the system stops it."""
+    program = WRITES_ON.replace("WHAT", what).replace("FOLDER", repr(str(tmp_path))).replace("AFTER", str(after))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "-c: ended by another thread\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -4,10 +4,13 @@ import gzip
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from multiprocessing import resource_sharer
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +241,25 @@ def check_a_rank_that_ends(folder, who, when, how, *flags):
 )
 def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
     check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
+
+
+def test_a_loaders_worker_says_nothing_of_a_run_that_has_gone(scripts, monkeypatch, capfd):
+    """It waits in a thread for the process that fetches a batch's file descriptor."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    try:
+        scripts["06_training"].leave_the_end_to_the_run(0)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    sharer = resource_sharer._ResourceSharer()
+    fetched = threading.Event()
+    address, _ = sharer.register(lambda connection, process: None, fetched.set)
+    with socket.socket(socket.AF_UNIX) as run:
+        run.connect(address)
+    with resource_sharer._ResourceSharer.get_connection((address, 1)):  # which is answered after the one that went
+        assert fetched.wait(10)
+    sharer.stop(timeout=10)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):

@@ -21,6 +21,8 @@ STATUSES = {
 _HERE = os.path.dirname(os.path.realpath(__file__))
 # What is done before the program ends at once, the last first.
 _undo: list[Callable[[], None]] = []
+# Kept for good by the thread that ends the program.
+_ending = threading.RLock()
 
 
 class Ended(SystemExit):
@@ -78,6 +80,7 @@ def _end(number: int, frame: object) -> None:
 
 def end(said: str, status: int) -> NoReturn:
     """End the program with this line, at once and from any thread, whatever the others are in."""
+    _ending.acquire()
     _put_right()
     with contextlib.suppress(OSError):
         os.write(2, f"{program_name()}: {said}\n".encode())
@@ -106,6 +109,11 @@ def undone_by(undo: Callable[[], None]) -> Iterator[None]:
     finally:
         if undo in _undo:
             _undo.remove(undo)
+
+
+def not_ending() -> contextlib.AbstractContextManager:
+    """Let end() in another thread wait until this is over; once it has begun, this is never entered."""
+    return _ending
 
 
 def raised() -> contextlib.AbstractContextManager[None]:
