@@ -119,7 +119,8 @@ def _called(fn, inputs, reference, name: str, device, done: Callable[[], None]) 
     from torch._dynamo.utils import counters
     from torch.profiler import record_function
 
-    from common.harness import relative_error, synchronize
+    from common.harness import relative_error
+    from common.speed import synchronize
 
     times = []
     for _ in range(2):

@@ -23,11 +23,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
+from tracereader.findings.steps import MUCH_IDLE, ON_CPU
+
+if TYPE_CHECKING:  # which imports torch: not before the flags are read
+    from common.speed import Roof
 
 FOR_ONE_RUN = ("--guess", "--open", "--lanes", "--step", "--only", "--all")
 
@@ -46,12 +50,13 @@ class Point:
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
     compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
+    outside_ops: float | None = None  # on a CPU: of the step, in no recorded op
     decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
-        from tracereader.findings.steps import waiting
+        from tracereader.findings.steps import outside_ops, waiting
         from tracereader.trace import read
 
         summary = summarize(read(trace))
@@ -67,11 +72,19 @@ class Point:
             busy_share=summary.busy_share,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             compute_share=None if on_gpu or not total else total / summary.chosen.cpu_us,
+            outside_ops=None if on_gpu else outside_ops(summary),
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
             decoding=summary.decoding,
         )
+
+    @property
+    def bound_by(self) -> str:
+        """The regime in a word; on a CPU overhead is what lies in no op."""
+        if self.outside_ops is not None and self.outside_ops > MUCH_IDLE:
+            return "overhead"
+        return self.regime.removesuffix(ON_CPU).removesuffix("-bound")
 
     @property
     def step_us(self) -> float:
@@ -92,47 +105,16 @@ def _per_us(amounts: Sequence[tuple[int | None, float]], unit: float) -> float |
     return sum(amount for amount, _ in known) / sum(us for _, us in known) / unit if known else None
 
 
-@dataclass(frozen=True)
-class Roof:
-    """The best rate that this machine reached, and with what."""
-
-    rate: float
-    reached_by: str
-
-
-def roofs(args, points: Sequence[Point], name: str) -> tuple[Roof, Roof]:
+def roofs(args, points: Sequence[Point], name: str) -> "tuple[Roof, Roof]":
     """TFLOP/s and GB/s: the best of what is measured now, and of the sweep itself, so that nothing is above."""
-    import torch
+    from common.speed import Roof, measured_roofs
 
-    from common.harness import best_us
-    from common.memory import free_bytes
-
-    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
-    n, length = (8192, 2**29) if args.device.type != "cpu" else (1024, 2**27)
-    free = free_bytes(args.device)
-    while free is not None and 3 * n * n * args.dtype.itemsize + 3 * length * args.dtype.itemsize > free / 2:
-        n, length = n // 2, length // 4
-    products, moves = [], []
-    with torch.no_grad():
-        for size in (n // 2, n):
-            a, b = (torch.randn(size, size, device=args.device, dtype=args.dtype) for _ in range(2))
-            out = torch.empty_like(a)
-            us = best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), args.device)
-            products.append(Roof(2 * size**3 / us / 1e6, f"a product of {size} x {size} matrices"))
-        del a, b, out
-        one, two, three = (torch.ones(length, device=args.device, dtype=args.dtype) for _ in range(3))
-        for what, tensors, move in (
-            ("a large copy", 2, lambda: three.copy_(one)),
-            ("a large add, two read and one written", 3, lambda: torch.add(one, two, out=three)),
-            ("a large read", 1, lambda: torch.amax(one)),
-        ):
-            us = best_us(move, args.device)
-            moves.append(Roof(tensors * length * args.dtype.itemsize / us / 1e3, what))
+    compute, memory = measured_roofs(args.device, args.dtype)
     for point in points:
         here = f"this sweep at {name} {point.value}"
-        products.append(Roof(point.tflops or 0.0, here))
-        moves.append(Roof(point.gb_s or 0.0, f"{here}, some of it from cache"))
-    return tuple(max(found, key=lambda roof: roof.rate) for found in (products, moves))
+        compute = max(compute, Roof(point.tflops or 0.0, here), key=lambda roof: roof.rate)
+        memory = max(memory, Roof(point.gb_s or 0.0, f"{here}, some of it from cache"), key=lambda roof: roof.rate)
+    return compute, memory
 
 
 def crossing(points: Sequence[Point]) -> float | None:
@@ -145,7 +127,7 @@ def crossing(points: Sequence[Point]) -> float | None:
     return None
 
 
-def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     """A line for each value, the roofs, and where the regimes meet."""
     from tracereader.findings.finding import size
     from tracereader.show.text import console, paragraph, percent, print_columns, rate, us
@@ -164,12 +146,14 @@ def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> Non
               else (percent(one.compute_share),)),
             percent(one.pointwise_share), rate(one.tflops and one.tflops * scale), rate(one.gb_s),
             *((size(one.peak_bytes) if one.peak_bytes else "–",) if gpu else ()),
-            one.regime.removesuffix("-bound"),
+            one.bound_by,
         )
         for one in points
     ]  # fmt: skip
     print_columns(out, heads, rows, left=(len(heads) - 1,))
-    of_step = "GPU µs: busy, of a step" if gpu else "computing: the share of a step in ops that compute"
+    of_step = "GPU µs: busy, of a step"
+    if not gpu:
+        of_step = f"computing: what such ops take of a step; overhead: more than {MUCH_IDLE:.0%} of it is in no op"
     legend = f"{of_step}; pointwise: its share of that; {unit}: of matrix products; GB/s: of pointwise work"
     paragraph(out, legend + "; memory: the peak" * gpu)
     out.print()
@@ -179,7 +163,7 @@ def show(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> Non
         out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")
 
 
-def least_us(facts, compute: Roof, memory: Roof) -> tuple[float, float]:
+def least_us(facts, compute: "Roof", memory: "Roof") -> tuple[float, float]:
     """µs that a decoding step takes at least: to read weights and cache once, and to multiply by the weights."""
     read = (facts.weight_bytes + (facts.cache_bytes or 0)) / memory.rate / 1e3
     return read, 2 * facts.parameters * facts.tokens / compute.rate / 1e6
@@ -191,7 +175,7 @@ def decodes(points: Sequence[Point]) -> bool:
     return all(one and one.phase == "decode" and one.weight_bytes and one.parameters for one in found)
 
 
-def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+def show_decoding(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     """Tokens a second under both roofs, and at which batch arithmetic becomes the lower one."""
     from tracereader.findings.finding import size
     from tracereader.show.text import console, paragraph, print_columns, us
@@ -220,7 +204,7 @@ def show_decoding(name: str, points: Sequence[Point], compute: Roof, memory: Roo
         out.print("  memory-bound at any batch, since a sequence's cache takes longer than its arithmetic")
 
 
-def _draw_decoding(axis, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+def _draw_decoding(axis, name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     values = [point.value for point in points]
     facts = [point.decoding.facts for point in points]
     roofs = zip(*(least_us(one, compute, memory) for one in facts), strict=True)
@@ -232,7 +216,7 @@ def _draw_decoding(axis, name: str, points: Sequence[Point], compute: Roof, memo
     axis.legend(loc="lower right")
 
 
-def picture(file: Path, title: str, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+def picture(file: Path, title: str, name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     """Draw time, rates and memory over the values. Raises ImportError without matplotlib."""
     import matplotlib
 
@@ -289,7 +273,7 @@ def _mark_crossing(axis, name: str, values: Sequence[int], at: float | None) -> 
     axis.annotate(f" {name} {at:,.0f}", (at, 0.03), xycoords=axis.get_xaxis_transform(), color="dimgray")
 
 
-def _draw_rates(axis, name: str, points: Sequence[Point], compute: Roof, memory: Roof) -> None:
+def _draw_rates(axis, name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     for values, roof, color, what, unit in (
         ([point.tflops for point in points], compute, "tab:red", "matrix product", "TFLOP/s"),
         ([point.gb_s for point in points], memory, "tab:green", "pointwise", "GB/s"),

@@ -17,9 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from common import screen
-from common.harness import TOLERANCE, best_us, relative_error
+from common.harness import TOLERANCE, relative_error
 from common.llm_flags import tokens_written
 from common.memory import ASKED_FOR
+from common.speed import best_us
 from tracereader.command import BadInput, RunFailed
 
 # As Qwen/Qwen3-0.6B's config.json has them.

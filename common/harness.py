@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity
 from common import screen
 from common.flags import profiled_flags, tag_of
 from common.publish import finish_trace, published
+from common.speed import measured_roofs, synchronize
 from tracereader.command import BadInput, RunFailed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -105,23 +106,6 @@ def device_name(device: torch.device) -> str:
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'s' * (threads != 1)}"
     return torch.get_device_module(device).get_device_name()
-
-
-def synchronize(device: torch.device) -> None:
-    torch.get_device_module(device).synchronize()
-
-
-def best_us(fn: Callable, device: torch.device) -> float:
-    """µs a call: the best of ten rounds of five calls, after a round to warm up."""
-    times = []
-    for _ in range(11):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(5):  # in one go, so that launching and waiting weigh little
-            fn()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / 5 * 1e6)
-    return min(times[1:])
 
 
 @contextlib.contextmanager
@@ -260,6 +244,11 @@ def save(
     with screen.status(f"checking against {against} …"):
         error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
+    roofs = None
+    if args.record_shapes and args.device.type == "cpu" and not args.ranks:  # a GPU has a data sheet
+        with screen.status("measuring what this machine reaches …"):
+            compute, memory = measured_roofs(args.device, args.dtype)
+        roofs = {"tflops": compute.rate, "gb_s": memory.rate}
     run_id = secrets.token_hex(8)
     lesson = {
         "script": args.script,
@@ -272,6 +261,7 @@ def save(
             "first_call_s": steps.first_call_s,
             "peak_bytes": peak_bytes,
             "relative_error": error,
+            "roofs": roofs,
             **(facts or {}),
         },
     }

@@ -305,7 +305,7 @@ def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, 
     if causal is not None:
         assert one.roof == "compute" and one.of_roof == pytest.approx(1e12 * one.tflops / 989e12, rel=1e-6), compute
     assert cli.main([str(file), "--only", "names"]) == 0
-    assert f" GFLOP {({True: 'causal', False: 'not causal', None: 'without a mask'})[causal]} at " in (
+    assert f"FLOP {({True: 'causal', False: 'not causal', None: 'without a mask'})[causal]} at " in (
         capsys.readouterr().out
     )
 

@@ -16,6 +16,7 @@ from conftest import ROOT, names, only_trace
 
 import sweep
 from common.flags import tag_of
+from common.speed import Roof
 from tracereader.command import RunFailed
 
 SMALL = {
@@ -255,7 +256,7 @@ def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
 def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
     folder, tmp_path, capsys, compile_afresh, monkeypatch
 ):  # fmt: skip
-    monkeypatch.setattr(sweep, "roofs", lambda *_: (sweep.Roof(0.1, "a product"), sweep.Roof(10, "a copy")))
+    monkeypatch.setattr(sweep, "roofs", lambda *_: (Roof(0.1, "a product"), Roof(10, "a copy")))
     sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu", "--out", str(tmp_path))
     assert sweep.main([str(ROOT / "05_llm.py"), "--batch", "1", "4", *sizes]) == 0
     screen = capsys.readouterr().out
@@ -283,5 +284,5 @@ def test_where_decoding_turns_compute_bound(capsys, cache, said):
     found = Decoding(facts, step_us=2000.0, lane="GPU", tokens_s=500.0, gb_s=None, measured=False, read_us=None)
     point = sweep.Point(1, 1.0, 1.0, "", None, None, None, None, decoding=found)
     assert sweep.decodes([point])
-    sweep.show_decoding("batch", [point], sweep.Roof(200, "a product"), sweep.Roof(1000, "a copy"))
+    sweep.show_decoding("batch", [point], Roof(200, "a product"), Roof(1000, "a copy"))
     assert said in capsys.readouterr().out

@@ -179,8 +179,16 @@ def test_the_trace_says_what_ran(run, tmp_path):
     assert (lesson["script"], lesson["flags"]["size"], lesson["torch"]) == ("01_matmul_add", 8, torch.__version__)
     assert {"guess": "kernels_are", "count": 2} in lesson["guesses"]
     assert any("Input Dims" in event.get("args", {}) for event in document["traceEvents"])
+    roofs = lesson["facts"]["roofs"]
+    assert roofs.keys() == {"tflops", "gb_s"} and min(roofs.values()) > 0, "what rates are set against on a CPU"
     (table,) = tmp_path.rglob("*.txt")
     assert table.read_text().splitlines()[0] == f"run {lesson['run']}", "the two files of one run"
+
+
+def test_a_run_without_shapes_measures_no_roofs(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "measured_roofs", None)
+    assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
+    assert only_trace(tmp_path)["lesson"]["facts"]["roofs"] is None
 
 
 def test_no_path_of_this_machine_is_in_the_trace(run, tmp_path):

@@ -8,6 +8,7 @@ from conftest import ROOT
 
 import sweep
 from common.flags import one_by_one
+from common.speed import Roof
 from tracereader.command import BadInput
 
 RUNG_1 = str(ROOT / "01_matmul_add.py")
@@ -26,7 +27,8 @@ def swept(compile_afresh, tmp_path):
 def test_sweep_on_the_cpu(swept, tmp_path, capsys):
     assert swept("--size", "32", "8", "16", "--warmup") == 0
     screen = capsys.readouterr()
-    rows = [line.split() for line in screen.out.splitlines() if line.endswith("CPU only")]
+    bound = ("overhead", "compute", "memory", "CPU only")  # by the time that it took here
+    rows = [line.split() for line in screen.out.splitlines() if line.endswith(bound)]
     assert [row[0] for row in rows] == ["8", "16", "32"]
     assert not any("–" in row for row in rows), "a CPU has its rates, too"
     assert "roofs of this machine" in screen.out
@@ -117,6 +119,15 @@ def test_no_point_stands_above_its_roof(scripts):
     assert compute.rate > 0 and "product" in compute.reached_by
 
 
+def test_a_point_of_a_cpu_is_bound_by_what_its_trace_says():
+    folder = ROOT / "traces/reference/cpu"
+    shapes = folder / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
+    small = sweep.Point.of(64, folder / "01_matmul_add/64_bf16_warm_eager.json.gz")
+    neither = sweep.Point.of(8, folder / "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager_flash_shapes.json.gz")
+    near = sweep.Point.of(128, shapes)
+    assert [one.bound_by for one in (near, small, neither)] == ["compute", "overhead", "CPU only"]
+
+
 def test_a_point_is_read_off_its_trace():
     trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager_shapes.json.gz"
     one = sweep.Point.of(4096, trace)
@@ -131,7 +142,7 @@ def test_the_table_is_one_at_80_columns(monkeypatch, capsys):
     folder = ROOT / "traces/reference/nvidia-h200"
     large = folder / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
     points = [sweep.Point.of(64, folder / "01_matmul_add/64_bf16_warm_eager.json.gz"), sweep.Point.of(8192, large)]
-    sweep.show("size", points, sweep.Roof(816, "a product"), sweep.Roof(4363, "a copy"))
+    sweep.show("size", points, Roof(816, "a product"), Roof(4363, "a copy"))
     head, *rows = capsys.readouterr().out.splitlines()[1:4]
     assert head.split()[:4] == ["size", "CPU", "µs", "GPU"] and head.endswith("bound by")
     assert [row.split()[0] for row in rows] == ["64", "8192"] and max(map(len, [head, *rows])) <= 80
@@ -140,6 +151,6 @@ def test_the_table_is_one_at_80_columns(monkeypatch, capsys):
 def test_the_picture_of_a_gpu_is_drawn(tmp_path):
     points = [point(64, 50, 5, 100.0), point(4096, 50, 300, 3000.0)]
     file = tmp_path / "sweep.png"
-    sweep.picture(file, "title", "size", points, sweep.Roof(700, "a product"), sweep.Roof(4000, "a copy"))
+    sweep.picture(file, "title", "size", points, Roof(700, "a product"), Roof(4000, "a copy"))
     assert file.read_bytes().startswith(b"\x89PNG")
     assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.png"]

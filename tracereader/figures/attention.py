@@ -11,6 +11,7 @@ ATTENTION = {
     "aten::_cudnn_attention_forward": ((0, 1, 2), 10), "aten::_scaled_dot_product_cudnn_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention": ((0, 1, 2), 4),
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
 # As "Concrete Inputs" has them: a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
 CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}

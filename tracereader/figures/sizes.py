@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.attention import Attention, attention, stored
+from tracereader.figures.attention import ATTENTION, Attention, attention, stored
 from tracereader.figures.convolution import Convolution, convolution
 from tracereader.trace import Lesson, Op, Work, kernel_names
 from tracereader.trace.kernel_names import KernelName
@@ -136,11 +136,14 @@ def _copied_bytes(op: str, tensors: Sequence[Tensor]) -> int | None:
     return to.stored * to.item + source.stored * source.item
 
 
-def sizes_of_op(op: Op) -> tuple[Product | None, int | None]:
-    """What a matrix product multiplies, or the bytes that a pointwise op moves, by recorded shapes."""
+def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
+    """What a product multiplies or attention computes, or the bytes that a pointwise op moves, by recorded shapes."""
     tensors = tensors_of(op.args)
+    shapes = [one.shape for one in tensors]
     if op.name in MATMULS:
-        return product(op.name, [one.shape for one in tensors]), None
+        return product(op.name, shapes), None
+    if op.name in ATTENTION:
+        return attention(op.name, op.args, shapes, kernel_names.decode(""), {}), None
     return None, _pointwise_bytes(op.name, "", tensors)
 
 

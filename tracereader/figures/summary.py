@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
-from tracereader.figures.cpu_work import CpuWork, cpu_work
+from tracereader.figures.cpu_work import CpuWork, cpu_work, roofs_of
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -219,7 +219,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         by_module_class=by_module_class(trace, step),
         training=training(trace, step),
         gpu_work=measured,
-        cpu_work=() if any(one.work for one in trace.steps) else cpu_work(step, layers),
+        cpu_work=() if any(one.work for one in trace.steps) else cpu_work(step, layers, roofs_of(trace.lesson)),
         repeats=repeats(step.work, measured),
         weight_reads=weight_reads(trace, step, measured),
         unneeded=unneeded(step, measured),

@@ -1,11 +1,12 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import median
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
+from tracereader.figures.summary import Call
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.trace import STEP
 
@@ -25,6 +26,8 @@ WORDS = {
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
     None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
+ON_CPU = ", on the CPU"
+INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
@@ -74,8 +77,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
     gpu, found, word = summary.steady, waits_for(summary), regime(summary)
     if gpu is None:
-        outside = "the trace holds GPU work, and none of it in the steps"
-        return word, outside if summary.devices else "no GPU work to set against the CPU's time"
+        return (word, "the trace holds GPU work, and none of it in the steps") if summary.devices else _on_cpu(summary)
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
@@ -103,6 +105,37 @@ def waiting(summary: Summary) -> tuple[str, str]:
         reached = sum(one.of_roof * one.us for one in near) / weight
         return word, f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"
     return word, f"{busy}, {_largest_family(summary)}"
+
+
+def _on_cpu(summary: Summary) -> tuple[str, str]:
+    """What bounds a step that only the CPU works on, as far as the run measured what its machine reaches."""
+    step_us, groups = summary.chosen.cpu_us, defaultdict(list)
+    for one in summary.cpu_work:
+        if one.of_roof is not None:
+            groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
+    for (near, roof), ops in groups.items():
+        us = sum(one.us for one in ops)
+        if us > MUCH_KNOWN * step_us:
+            reached = sum(one.of_roof * one.us for one in ops) / us
+            best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
+            took = f"{us / step_us:.0%} of the step is in ops at {reached:.0%} of the best rate of {best}"
+            return WORDS[roof] + ON_CPU if near else WORDS["cpu-only"], f"{took} that this run measured"
+    outside = outside_ops(summary)
+    if outside is not None and outside > MUCH_IDLE:
+        return WORDS["cpu-only"], f"{outside:.0%} of the step is in no recorded op: in Python, or code not recorded"
+    asked = "" if summary.shapes_recorded or not summary.lesson else "; --record-shapes tells rates, and what bounds it"
+    return WORDS["cpu-only"], f"no GPU work to set against the CPU's time{asked}"
+
+
+def computes(call: Call) -> bool:
+    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as a label."""
+    return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
+
+
+def outside_ops(summary: Summary) -> float | None:
+    """The share of the step that no recorded op takes; below 0 where several threads' ops sum up to more."""
+    own = [call.self_us for call in summary.chain if computes(call)]
+    return 1 - sum(own) / summary.chosen.cpu_us if own and summary.chosen.cpu_us else None
 
 
 def _largest_family(summary: Summary) -> str:

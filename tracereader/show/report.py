@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from rich.console import Console
 
@@ -46,7 +46,6 @@ STEPS_SHOWN = 8
 SMALL = 40
 ROWS_SHOWN = 5
 LABELS_NAMED, OPS_NAMED, WORTH_NAMING = 4, 3, 0.01
-INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
@@ -277,8 +276,7 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     step_us = summary.chosen.cpu_us
     own: dict[str, float] = {}
     for call in summary.chain:
-        # What Inductor's code computes lies in no op; torch 2.15 records its call as a label.
-        if call.kind == "op" or call.name.startswith(INDUCTORS_CALL):
+        if steps.computes(call):
             name = _by_its_kind(call.name)
             own[name] = own.get(name, 0.0) + call.self_us
     if not own or not step_us:
@@ -290,14 +288,14 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
     if told := _shares({name: own[name] / step_us for name in largest}, largest):
         lines.append(f"ops by their own time, of a step: {told}")
-    outside = 1 - sum(own.values()) / step_us
-    if outside > 0.05:  # of several threads the ops may sum up to more than the step
+    outside = steps.outside_ops(summary)
+    if outside is not None and 0.05 < outside <= steps.MUCH_IDLE:  # more of it stands in the first line
         lines.append(f"{outside:.0%} of the step is in no recorded op")
     return lines
 
 
 def _by_its_kind(name: str) -> str:
-    return "Inductor's graph" if name.startswith(INDUCTORS_CALL) else short(name, 40)
+    return "Inductor's graph" if name.startswith(steps.INDUCTORS_CALL) else short(name, 40)
 
 
 def _shares(shares: dict[str, float], chosen: Sequence[str]) -> str:
@@ -376,22 +374,40 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
         if rows:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             and_more(out, len(ordered), len(rows))
-    for line in dict.fromkeys(_rates(one) for one in sorted(summary.cpu_work, key=lambda one: -one.us)):
-        if line:
-            paragraph(out, plain(line), rest="  ")
+    same: dict[tuple, list[CpuWork]] = {}
+    for one in summary.cpu_work:
+        if one.flops or one.bytes_moved:
+            same.setdefault((one.layer, one.name, one.flops, one.product, one.attention, one.bytes_moved), []).append(
+                one
+            )
+    costliest = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))
+    shown = costliest[: view.most(ROWS_SHOWN)]
+    for calls in shown:
+        paragraph(out, plain(_rates(calls)), rest="  ")
+    and_more(out, len(costliest), len(shown))
 
 
-def _rates(one: CpuWork) -> str:
-    """What an op of the CPU computed, and how fast, where shapes tell it."""
+def _rates(calls: Sequence[CpuWork]) -> str:
+    """What calls of an op on the CPU computed, equal ones, and how fast."""
+    one, us_each = calls[0], fmean(call.us for call in calls)
     name = f"{one.layer}, {one.name}" if one.layer else one.name
-    if one.product and one.tflops:
-        shape = one.product
-        batch = f"{shape.batch} x " if shape.batch > 1 else ""
-        return (
-            f"{name}: {batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP at "
-            f"{one.tflops * 1e3:,.1f} GFLOP/s"
-        )
-    return f"{name}: {size(one.bytes_moved)} moved at {one.gb_s:,.1f} GB/s" if one.gb_s else ""
+    times = f", {len(calls)} times" if len(calls) > 1 else ""
+    if one.flops:
+        computed = work.product_in_words(one.product) if one.product else work.attention_in_words(one.attention)
+        reached = f"{computed} at {one.flops / us_each / 1e3:,.1f} GFLOP/s" if us_each else computed
+    else:
+        moved = f"{size(one.bytes_moved)} moved"
+        reached = f"{moved} at {one.bytes_moved / us_each / 1e3:,.1f} GB/s" if us_each else moved
+    return f"{name}{times}: {reached}{_of_best(calls)}"
+
+
+def _of_best(calls: Sequence[CpuWork]) -> str:
+    """As a share of what the run measured at best, which stands for a data sheet's peak."""
+    (roof, *others), took = {one.roof for one in calls}, sum(one.us for one in calls)
+    if roof is None or others:
+        return ""
+    rates = {"compute": "this machine's best arithmetic rate", "memory": "this machine's best memory rate"}
+    return f", {sum(one.of_roof * one.us for one in calls) / took:.0%} of {rates[roof]}"
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:

@@ -166,6 +166,10 @@ def ratio(value: float, base: float) -> str:
     return f"x {value / base:.{digits}f}"
 
 
+def operations(flops: int) -> str:
+    return f"{flops / 1e9:,.1f} GFLOP" if flops >= 1e8 else f"{flops / 1e6:,.1f} MFLOP"
+
+
 def rate(value: float | None) -> str:
     return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tracereader.figures import Summary
+from tracereader.figures.attention import Attention
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.sizes import Product
 from tracereader.findings.finding import size
 from tracereader.show import repeats
-from tracereader.show.text import Name, head, paragraph, plain, print_columns, rate, us
+from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, us
 from tracereader.show.view import View, and_more
 from tracereader.trace.kernel_names import KernelName, labels, short
 
 LINES_SHOWN = 24
-
-
 NAMES_SHOWN = 5
 
 
@@ -77,26 +77,35 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
     found = {}
     for one in same:
         if shape := one.product:
-            batch = f"{shape.batch} x " if shape.batch > 1 else ""
-            found[shape] = f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {shape.flops / 1e9:,.1f} GFLOP" + (
+            found[shape] = product_in_words(shape) + (
                 f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else ""
             )
         elif heads := one.attention:
             found[heads] = (
-                f"batch {heads.batch} · heads {heads.heads} · {heads.queries} queries · {heads.keys} keys · head size "
-                f"{heads.head_size}, {heads.flops / 1e9:,.1f} GFLOP {MASKS[heads.causal]}"
+                attention_in_words(heads)
                 + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
                 + (f", {size(one.bytes_moved)} to move at least" if one.bytes_moved else "")
             )
         elif conv := one.convolution:
             found[(*conv.data, *conv.filter)] = (
                 f"{' x '.join(map(str, conv.data))} with a filter of {' x '.join(map(str, conv.filter))}, "
-                f"{conv.flops / 1e9:,.1f} GFLOP"
-                + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
+                f"{operations(conv.flops)}" + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
             found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
     return list(found.values())
+
+
+def product_in_words(shape: Product) -> str:
+    batch = f"{shape.batch} x " if shape.batch > 1 else ""
+    return f"{batch}M {shape.m} · K {shape.k} · N {shape.n}, {operations(shape.flops)}"
+
+
+def attention_in_words(shape: Attention) -> str:
+    return (
+        f"batch {shape.batch} · heads {shape.heads} · {shape.queries} queries · {shape.keys} keys · head size "
+        f"{shape.head_size}, {operations(shape.flops)} {MASKS[shape.causal]}"
+    )
 
 
 # How attention's FLOPs are counted, by what is known of its mask.

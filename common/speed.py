@@ -1,0 +1,67 @@
+"""How fast this machine is: a call's best time, and the best rates that it reaches."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.memory import free_bytes
+
+ROUNDS = 10
+# More rounds are worth no longer wait, on a machine this slow.
+LONG_S, LONG_US = 2.0, 1e5
+
+
+def synchronize(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize()
+
+
+def best_us(fn: Callable, device: torch.device) -> float:
+    """µs a call: the best of ten rounds of five calls, after a round to warm up; of fewer where they take seconds."""
+    times, begun = [], time.perf_counter()
+    while len(times) < 2 or (len(times) <= ROUNDS and time.perf_counter() - begun < LONG_S):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(5):  # in one go, so that launching and waiting weigh little
+            fn()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / 5 * 1e6)
+    return min(times[1:])
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The best rate that this machine reached, and with what."""
+
+    rate: float
+    reached_by: str
+
+
+@functools.cache
+def measured_roofs(device: torch.device, dtype: torch.dtype) -> tuple[Roof, Roof]:
+    """TFLOP/s of matrix products and GB/s of memory, the best of a few; measured once in a process."""
+    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
+    n, length = (8192, 2**29) if device.type != "cpu" else (1024, 2**25)
+    free = free_bytes(device)
+    while free is not None and 3 * n * n * dtype.itemsize + 3 * length * dtype.itemsize > free / 2:
+        n, length = n // 2, length // 4
+    products, moves = [], []
+    with torch.no_grad():
+        for size in (n // 2, n):
+            a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            us = best_us(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)
+            products.append(Roof(2 * size**3 / us / 1e6, f"a product of {size} x {size} matrices"))
+            if us > LONG_US:
+                break
+        del a, b, out
+        one, two, three = (torch.ones(length, device=device, dtype=dtype) for _ in range(3))
+        for what, tensors, move in (
+            ("a large copy", 2, lambda: three.copy_(one)),
+            ("a large add, two read and one written", 3, lambda: torch.add(one, two, out=three)),
+            ("a large read", 1, lambda: torch.amax(one)),
+        ):
+            moves.append(Roof(tensors * length * dtype.itemsize / best_us(move, device) / 1e3, what))
+    return tuple(max(found, key=lambda roof: roof.rate) for found in (products, moves))
