@@ -43,7 +43,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
 
     from common.harness import prepare
     from common.memory import within_memory
-    from tracereader.show.text import console, print_columns, seconds, shown_path
+    from tracereader.show.text import console, paragraph, print_columns, seconds, shown_path
 
     settled = {value: prepare(script.flags(some)) for value, some in argvs.items()}
     args = next(iter(settled.values()))
@@ -66,6 +66,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
         (name, seconds(once), seconds(again), str(graphs), f"{error:.1e}") for name, once, again, graphs, error in rows
     ]
     print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
+    paragraph(out, "again: the second call; graphs: compiled by then; relative error: against eager")
     if parsed.trace:
         out.print(f"{shown_path(parsed.trace)}   the trace", markup=False)
 

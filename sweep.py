@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
-from tracereader.findings.steps import MUCH_IDLE, ON_CPU
+from tracereader.findings.steps import MUCH_IDLE, ON_CPU, WORDS
 
 if TYPE_CHECKING:  # which imports torch: not before the flags are read
     from common.speed import Roof
@@ -84,6 +84,8 @@ class Point:
         """The regime in a word; on a CPU overhead is what lies in no op."""
         if self.outside_ops is not None and self.outside_ops > MUCH_IDLE:
             return "overhead"
+        if self.regime == WORDS["cpu-only"]:
+            return "neither"
         return self.regime.removesuffix(ON_CPU).removesuffix("-bound")
 
     @property
@@ -153,8 +155,11 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     print_columns(out, heads, rows, left=(len(heads) - 1,))
     of_step = "GPU µs: busy, of a step"
     if not gpu:
-        of_step = f"computing: what such ops take of a step; overhead: more than {MUCH_IDLE:.0%} of it is in no op"
+        of_step = "computing: the share of a step in ops that compute"
     legend = f"{of_step}; pointwise: its share of that; {unit}: of matrix products; GB/s: of pointwise work"
+    bound = {row[-1] for row in rows}
+    legend += f"; overhead: more than {MUCH_IDLE:.0%} of the step is in no op" * (not gpu and "overhead" in bound)
+    legend += "; neither: no roof is near" * ("neither" in bound)
     paragraph(out, legend + "; memory: the peak" * gpu)
     out.print()
     paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)

@@ -92,11 +92,12 @@ def _header(run: Run) -> None:
     """What ran, what it cost to get going, and whether it computed the right thing."""
     out = console()
     matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
-    right = "eager: the reference itself" if run.error is None else matches
+    right = "unchecked: eager is what the others are checked against" if run.error is None else matches
     known = [f"first call {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
-    out.print(f"[bold]{escape(run.title)}[/bold]   {escape(run.machine)}")
+    apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"
+    out.print(f"[bold]{escape(run.title)}[/bold]{apart}{escape(run.machine)}")
     out.print(" · ".join([*known, right]))
 
 

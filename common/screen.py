@@ -74,3 +74,4 @@ def ask(question: str) -> bool:
             raise BadInput("--guess: the answers ended before the questions") from None
         if answer in ("y", "yes", "n", "no"):
             return answer.startswith("y")
+        console().print("please answer y or n")

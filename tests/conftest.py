@@ -1,6 +1,7 @@
 """Run the real numbered scripts, in this process so that torch is imported once."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LIGER = "kernels-community/liger-kernels"
+
+# Behind nohup or an & they are ignored, and so in every program that a test starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(items):

@@ -140,7 +140,7 @@ def test_the_straggler_of_two_h200s(capsys):
     assert (slow["arrived_last"], waiting["arrived_last"], ours["straggler"]) == (42, 0, 1)
     assert waiting["waited_for_others_us"] == pytest.approx(89_252, abs=1)
     assert [phase["name"] for phase in slow["steps"][1]["phases"]] == ["forward", "backward", "optimizer"]
-    assert any("it loses in forward" in line and "it computes 11.1 ms longer" in line for line in ours["in_short"])
+    assert any("loses its time in forward" in line and "it computes 11.1 ms longer" in line for line in ours["in_short"])
 
 
 def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys):
@@ -149,7 +149,7 @@ def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys)
     late = ours["ranks"][0]
     assert late["compute_us"] < ours["ranks"][1]["compute_us"]
     assert late["idle_not_launched_us"] > 0.9 * late["idle_us"]
-    assert any("it loses in forward" in line and "longer for a launch" in line for line in ours["in_short"])
+    assert any("loses its time in forward" in line and "longer for a launch" in line for line in ours["in_short"])
 
 
 def test_bandwidth_by_nccls_definition(capsys):
@@ -177,7 +177,7 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
     assert max(map(len, lines)) <= 86  # the header alone is not wrapped
     answer = " ".join(lines[:5])
     assert re.search(r"rank \d keeps the others waiting", answer) and re.search(r"rank \d waits .* ms", answer)
-    assert "it loses in forward" in answer
+    assert "loses its time in forward" in answer
 
 
 def changed(tmp_path, path, change):

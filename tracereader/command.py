@@ -174,6 +174,6 @@ def add_view_flags(group) -> None:
         help=f"of the report, only these, with commas between them: {', '.join(SECTIONS)}",
     )
     how_much.add_argument("--all", action="store_true", help="show every section, and each row of it")
-    group.add_argument("--step", type=not_negative, metavar="N", help="speak of step #N (a typical one)")
-    group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even into a pipe")
+    group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (a typical one)")
+    group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even where no terminal is")
     group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")

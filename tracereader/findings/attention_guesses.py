@@ -147,7 +147,7 @@ def scores_in_memory(at_least: int) -> Finding:
 
     if at_least:
         times = {1: "once", 2: "twice"}.get(at_least, f"{at_least} times")
-        text = f"at its peak the step holds the scores of all pairs of tokens {times}, or as much"
+        text = f"at its peak the step holds the scores of all pairs of tokens at least {times}"
         return Finding(text, judge, needs_gpu=True)
     return Finding("the scores of all pairs of tokens are never in memory as a whole", judge, needs_gpu=True)
 

@@ -123,7 +123,7 @@ def sentences(summary: RanksSummary) -> list[str]:
     slow = straggler(summary)
     found = _who_waits(summary, slow)
     if slow and (where := loss(summary, slow)):
-        found.append(_where(where, [one for one in summary.ranks if one is not slow], summary))
+        found.append(_where(slow.rank, where, [one for one in summary.ranks if one is not slow], summary))
     return [*found, *_exposed(summary)]
 
 
@@ -149,7 +149,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     cost = share(waiting, waiting.waited_exposed_us)
     waits = (
         f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}, "
-        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} with nothing computed beside ({cost:.1%})"
+        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} of it exposed ({cost:.1%} of its time)"
     )
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
@@ -164,11 +164,12 @@ def _us(us: float) -> str:
     return f"{us:,.1f} µs" if us < 1000 else ms(us)
 
 
-def _where(where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
+def _where(slow: int, where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
     them = "" if len(others) == 1 else ", the others' median"
     place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
     said = (
-        f"it loses{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}, without exposed communication"
+        f"rank {slow} loses its time{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}, "
+        "without exposed communication"
     )
     why = {
         "compute": "it computes {} longer",

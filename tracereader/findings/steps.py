@@ -13,6 +13,8 @@ from tracereader.trace import STEP
 # Shares of the window. Idle: on the H200 97% at 64 x 64, 17 to 30% at 4096 x 4096, where the first
 # step's start is all that the GPU waits for; 88% in eager decoding, 2% in training on one GPU.
 MUCH_IDLE = 0.35
+# Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
+SOME_IDLE = 0.1
 # Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
 # rank, 34% in FSDP of a model too small for it.
 MUCH_EXPOSED = 0.3
@@ -81,30 +83,32 @@ def waiting(summary: Summary) -> tuple[str, str]:
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
-        share = _idle_by_cause(gpu)[found] / gpu.idle_us
-        why = {
-            "overhead": "the next piece of work was not launched yet",
-            "gpu-side": "the next piece of work was launched, and waited",
-            None: "the next piece of work has no launch in the trace",
-        }
-        return (
-            word,
-            f"{after}the GPU is idle {idle:.0%} of the time; in {share:.0%} of that {why[found]}",
-        )
+        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
-        return (
-            word,
-            f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them",
-        )
-    if found in ("compute", "memory"):
+        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them"
+    elif found in ("compute", "memory"):
         roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         total = sum(one.us for one in summary.gpu_work)
         weight = sum(one.us for one in near)
         reached = sum(one.of_roof * one.us for one in near) / weight
-        return word, f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"
-    return word, f"{busy}, {_largest_family(summary)}"
+        seen = f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"
+    else:
+        seen = f"{busy}, {_largest_family(summary)}"
+    if idle > SOME_IDLE:
+        causes = _idle_by_cause(gpu)
+        seen += f"; idle {idle:.0%}, {_why_idle(gpu, max(causes, key=causes.get))}"
+    return word, seen
+
+
+def _why_idle(gpu: GpuTime, cause: str | None) -> str:
+    why = {
+        "overhead": "the next piece of work was not launched yet",
+        "gpu-side": "the next piece of work was launched, and waited",
+        None: "the next piece of work has no launch in the trace",
+    }
+    return f"in {_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%} of that {why[cause]}"
 
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
@@ -123,7 +127,8 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     outside = outside_ops(summary)
     if outside is not None and outside > MUCH_IDLE:
         return WORDS["cpu-only"], f"{outside:.0%} of the step is in no recorded op: in Python, or code not recorded"
-    asked = "" if summary.shapes_recorded or not summary.lesson else "; --record-shapes tells rates, and what bounds it"
+    could = summary.lesson and not summary.shapes_recorded
+    asked = "; add --record-shapes to see rates, and what limits it" if could else ""
     return WORDS["cpu-only"], f"no GPU work to set against the CPU's time{asked}"
 
 

@@ -71,7 +71,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], 
     """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
     gpu = any(side.summary.has_gpu_work for side in sides)
     memory = any(side.peak_bytes for side in sides)
-    multiples = ["of 1st", "of prev."] if len(sides) > 2 else [""]
+    multiples = ["of run 1", "of prev."] if len(sides) > 2 else ["of run 1"]
     heads = [title, "CPU µs", *multiples, "1st step"]
     heads += ["GPU busy", *multiples, "launches", "kernels", "copies", "memsets"] if gpu else []
     rows = []
@@ -158,9 +158,7 @@ def _differences(
         found = compare.difference(sides[number] if before else first, side)
         changed = found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
-        both = work and first.summary.has_gpu_work
-        alike = " and ".join(["the same GPU work"] * both + ["the same ops"] * ops)
-        rows.append((changed or (alike or "no GPU work",), same))
+        rows.append((changed or ("nothing",), same))
     if out.width < ROOM_FOR_A_TABLE:
         _in_blocks(out, names, setup, against, rows)
         return

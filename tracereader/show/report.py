@@ -204,7 +204,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.has_steps:
         count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
         words.append(
-            f"{count} steps of {_step_time(summary)}, {first} to {last}"
+            f"{count} steps, typical {_step_time(summary)}, {first} to {last}"
             if count > 1
             else f"one step of {_step_time(summary)}, {first}"
         )
@@ -244,8 +244,9 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
         step = summary.chosen
         waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
         loading = summary.training.loading.us if summary.training.loading else 0.0
-        a_launch = f", {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
-        each = a_launch + " each" * (step.launches > 1)
+        each = f", one for every {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
+        if step.launches == 1:
+            each = f", {duration(step.cpu_us)} of CPU time"
         if max(waits, loading) > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
             what = "waiting for the DataLoader" if loading > waits else "in synchronizations and copies"
             each = f"; {duration(max(waits, loading))} of its CPU time {what}"
@@ -315,7 +316,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         ("idle: its launch is not in the trace", gpu.idle_unknown_us),
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
-    shown.append(("the whole window", us(window), "100%"))
+    shown.append(("the whole window" + ", the wide first step included" * summary.after_first, us(window), "100%"))
     title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
     print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
