@@ -46,7 +46,7 @@ PART_1 = (
            "Width is time, nesting is who called whom, the GPU's lane lies below and is nearly empty.",
            r"in short .*"),
     Figure("4", "the two lanes and the recorded steps", RUN_64, TRACE_64, "--only steps",
-           "wait and warm-up let two steps pass: the first one recorded is #2.", r".* 3 steps, typical .*"),
+           "wait and warm-up let two steps pass: the first one recorded is #2.", r".* 3 steps, median .*"),
     Figure("5", "the first step is wider", RUN_64, TRACE_64, "--only steps",
            "The line with a star says by how much, and what the trace can tell of the cause.", r"#2 .*|\* #2.*"),
     Figure("6", "the gap before the first op", RUN_64, TRACE_64, "--only guesses",

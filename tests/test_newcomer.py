@@ -33,7 +33,7 @@ def test_it_fits_45_lines_and_opens_with_the_answer(screen, trace):
     lines, height = screen(trace)
     assert height <= 45
     head, answer = lines[:2]
-    assert "3 steps, typical" in head and answer.startswith("in short   ")
+    assert "3 steps, median" in head and answer.startswith("in short   ")
     text = "\n".join(lines)
     for section in ("guess first, then look: ", "lanes of step", "profiler table", "more: "):
         assert section in text

@@ -204,7 +204,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.has_steps:
         count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
         words.append(
-            f"{count} steps, typical {_step_time(summary)}, {first} to {last}"
+            f"{count} steps, median {_step_time(summary)}, {first} to {last}"
             if count > 1
             else f"one step of {_step_time(summary)}, {first}"
         )
