@@ -56,7 +56,7 @@ class Point:
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
-        from tracereader.findings.steps import outside_ops, waiting
+        from tracereader.findings.steps import waiting
         from tracereader.trace import read
 
         summary = summarize(read(trace))
@@ -72,7 +72,7 @@ class Point:
             busy_share=summary.busy_share,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             compute_share=None if on_gpu or not total else total / summary.chosen.cpu_us,
-            outside_ops=None if on_gpu else outside_ops(summary),
+            outside_ops=None if on_gpu else summary.outside_ops,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,

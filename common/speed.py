@@ -9,7 +9,6 @@ import torch
 
 from common.memory import free_bytes
 
-ROUNDS = 10
 # More rounds are worth no longer wait, on a machine this slow.
 LONG_S, LONG_US = 2.0, 1e5
 
@@ -19,15 +18,20 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_us(fn: Callable, device: torch.device) -> float:
-    """µs a call: the best of ten rounds of five calls, after a round to warm up; of fewer where they take seconds."""
+    """µs a call: the best of ten rounds of five calls, after a round to warm up; of fewer where they take seconds.
+
+    On a CPU each call is a round: what else the machine does in between is in fewer of them.
+    """
+    # Five in one go, so that launching and waiting weigh little.
+    calls, rounds = (1, 50) if device.type == "cpu" else (5, 10)
     times, begun = [], time.perf_counter()
-    while len(times) < 2 or (len(times) <= ROUNDS and time.perf_counter() - begun < LONG_S):
+    while len(times) < 2 or (len(times) <= rounds and time.perf_counter() - begun < LONG_S):
         synchronize(device)
         start = time.perf_counter()
-        for _ in range(5):  # in one go, so that launching and waiting weigh little
+        for _ in range(calls):
             fn()
         synchronize(device)
-        times.append((time.perf_counter() - start) / 5 * 1e6)
+        times.append((time.perf_counter() - start) / calls * 1e6)
     return min(times[1:])
 
 

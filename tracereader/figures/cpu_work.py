@@ -1,16 +1,24 @@
 """What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention
+from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op
-from tracereader.trace import Lesson, Op, Step
+from tracereader.figures.steps import COMPILING
+from tracereader.trace import Lesson, Op, Step, Trace
 
+# Times the measured roof: so far above it a rate says that the roof is none.
+MUCH_FASTER = 1.1
 # Bytes that a cache may hold: what a pointwise op moves at which rate then says nothing of the memory.
 CACHED = 2**25
+INDUCTORS_CALL = "## Call CompiledFxGraph"
+# Labels of torch's own in which it computes or waits: collectives of a CPU, a DataLoader's next batch.
+RECORDED = re.compile(r"(gloo|mpi|nccl|xccl):|enumerate\(DataLoader\)#")
 WRITTEN_BY_INDUCTOR = "cpp_fused"
 
 
@@ -40,31 +48,79 @@ class CpuWork(msgspec.Struct, frozen=True):
     name: str
     family: str  # matrix product, attention or pointwise
     layer: str | None
+    type: str  # of its elements, as torch writes it
     us: float
     product: Product | None
     attention: Attention | None
     flops: int | None
     tflops: float | None
     bytes_moved: int | None
+    least_bytes: int | None  # of factors and result, or what is moved
     gb_s: float | None
-    roof: str | None  # compute or memory: the one that it is nearer to
+    roof: str | None  # compute or memory: the one that it meets first
     of_roof: float | None  # the share of it that it reaches
+
+
+def outside_ops(trace: Trace, step: Step) -> float | None:
+    """The share of a step in which no op is open on any thread, and no label of torch's own that works or waits.
+
+    None of a step without an op.
+    """
+    near = [root for some in trace.steps if some.start < step.end for root in some.roots if root.end > step.start]
+    pending = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
+    covered, ops = [], 0
+    while pending:
+        one = pending.pop()
+        if is_op(one) or (one.kind == "label" and RECORDED.match(one.name)):
+            covered.append((one.start, one.end))
+            ops += one.kind == "op"
+        else:
+            pending.extend(one.children)
+    if not ops or step.end <= step.start:
+        return None
+    return 1 - length(union(clipped(covered, step.start, step.end))) / (step.end - step.start)
+
+
+def is_op(call: Op) -> bool:
+    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as a label."""
+    return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
+
+
+def op_threads(step: Step) -> int:
+    """How many threads ran ops in a step."""
+    tracks, pending = set(), list(step.roots)
+    while pending:
+        one = pending.pop()
+        if is_op(one):
+            tracks.add(one.track)
+        else:
+            pending.extend(one.children)
+    return len(tracks)
 
 
 def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
     """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
-    return tuple(_measured(op, layers, roofs) for root in step.roots for op in _computing(root))
+    found = [_measured(op, layers) for root in step.roots for op in _computing(root)]
+    return tuple(_against(found, roofs) if roofs else found)
 
 
 def _computing(root: Op) -> Iterator[Op]:
-    """The outermost ops that compute."""
+    """The ops that compute, each moment of them once."""
     pending = [root]
     while pending:
         op = pending.pop()
-        if op.kind == "op" and _family(op):
+        if op.name.endswith(COMPILING):
+            continue  # what a compilation traces computes nothing
+        if op.kind == "op" and _family(op) and not _is_made_of_others(op):
             yield op
         else:
             pending.extend(reversed(op.children))
+
+
+def _is_made_of_others(op: Op) -> bool:
+    """Whether other ops do its work, or nobody (on the meta device), or on fewer elements than its shapes say."""
+    below = [one.name for one in op.walk() if one is not op]
+    return any(name in MATMULS or "sparse" in name or name == "aten::new_empty" for name in below)
 
 
 def _family(op: Op) -> str | None:
@@ -74,47 +130,56 @@ def _family(op: Op) -> str | None:
     return "pointwise" if WRITTEN_BY_INDUCTOR in op.name else None
 
 
-def _measured(op: Op, layers: dict[int, str], roofs: Roofs | None) -> CpuWork:
-    shape, moved = sizes_of_op(op)
+def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
+    given = _type_of(op)
+    shape, moved = sizes_of_op(op) if given else (None, None)  # of complex numbers a product is more FLOPs
     flops = shape.flops if shape else None
-    layer = next((layers[id(one)] for one in (op, *op.above()) if id(one) in layers), None)
-    tflops = flops / op.us / 1e6 if flops and op.dur else None
-    gb_s = moved / op.us / 1e3 if moved and op.dur else None
-    reached = _reached(op, shape, moved, tflops, roofs) if roofs and op.dur else {}
-    roof = max(reached, key=reached.get, default=None)
     return CpuWork(
         name=op.name,
         family=_family(op),
-        layer=layer,
+        layer=next((layers[id(one)] for one in (op, *op.above()) if id(one) in layers), None),
+        type=given,
         us=op.us,
         product=shape if isinstance(shape, Product) else None,
         attention=shape if isinstance(shape, Attention) else None,
         flops=flops,
-        tflops=tflops,
+        tflops=flops / op.us / 1e6 if flops and op.dur else None,
         bytes_moved=moved,
-        gb_s=gb_s,
-        roof=roof,
-        of_roof=reached.get(roof),
+        least_bytes=shape.elements * BYTES_OF[given] if shape else moved,
+        gb_s=moved / op.us / 1e3 if moved and op.dur else None,
+        roof=None,
+        of_roof=None,
     )
 
 
-def _reached(
-    op: Op, shape: Product | Attention | None, moved: int | None, tflops: float | None, roofs: Roofs
-) -> dict[str, float]:
-    """The share of each roof, as far as it is known."""
-    reached, given = {}, _type_of(op)
-    not_told = isinstance(shape, Attention) and shape.causal is None  # a causal mask halves its FLOPs
-    if tflops and given == roofs.type and not not_told:
-        reached["compute"] = min(tflops / roofs.tflops, 1.0)  # where it is the best itself
-    least = moved or (shape.elements * BYTES_OF.get(given, 0) if shape else 0)
-    share = least / op.us / 1e3 / roofs.gb_s
-    if least > CACHED and share <= 1:  # what is faster than memory comes out of a cache, too
-        reached["memory"] = share
-    return reached
+def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
+    """Each with its share of the roof that it meets first: below the ridge the memory's, else the arithmetic one."""
+    of_type = [one.tflops for one in found if one.tflops and one.type == roofs.type]
+    # A roof that the run itself breaks was measured while something else ran.
+    holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
+    # Factors that a cache cannot hold together are read from memory in every step, small as each may be.
+    large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
+    for one in found:
+        known = one.type == roofs.type and not (one.attention and one.attention.causal is None)
+        if one.flops is None:
+            meets = "memory" if (one.least_bytes or 0) > CACHED else None
+        elif one.flops < roofs.tflops * 1e3 / roofs.gb_s * one.least_bytes:
+            meets = "memory" if known and large else None
+        else:
+            meets = "compute" if known and holds else None
+        if meets is None or not one.us:
+            yield one
+            continue
+        compute = meets == "compute"
+        share = one.tflops / roofs.tflops if compute else one.least_bytes / one.us / 1e3 / roofs.gb_s
+        if share > 1 and not compute:
+            yield one  # out of a cache
+            continue
+        yield msgspec.structs.replace(one, roof=meets, of_roof=min(share, 1.0))
 
 
 def _type_of(op: Op) -> str:
-    """Of its first input that is a tensor, as torch writes it."""
+    """Of its first input that is a tensor, as torch writes it; "" of one that is not known here."""
     types = op.args.get("Input type")
     named = [one for one in types if isinstance(one, str)] if isinstance(types, list) else []
-    return next((one for one in named if one in BYTES_OF), "")
+    return next((one if one in BYTES_OF else "" for one in named if one not in ("", "Scalar", "ScalarList")), "")

@@ -43,7 +43,7 @@ def by_label(step: Step) -> tuple[Place, ...]:
     Where one label encloses all others, those right inside it. Work launched from another thread (backward's) counts
     where it was launched in time.
     """
-    labels = phases(step.roots)
+    labels = phases(step)
     if len({label.name for label in labels}) < 2:
         return ()
     cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
@@ -59,8 +59,13 @@ def by_label(step: Step) -> tuple[Place, ...]:
     return tuple(Place(name, cpu[name] / 1e3 if name in cpu else None, gpu[name] / 1e3, pieces[name]) for name in names)
 
 
-def phases(ops: Sequence[Op]) -> list[Op]:
-    """The outermost labels by start, without torch's own; where one encloses all others, those right inside it."""
+def phases(step: Step) -> list[Op]:
+    """The outermost labels by start, without torch's own; where one encloses all others, those right inside it.
+
+    Of the thread that runs the steps, where the trace tells: labels of several overlap in time.
+    """
+    mark = next((root for root in step.roots if root.name == step.name), None)
+    ops = [root for root in step.roots if mark is None or root.track == mark.track]
     outermost = labels = _outermost_labels(ops)
     while len({label.name for label in labels}) == 1:
         labels = _outermost_labels([child for label in labels for child in label.children])

@@ -343,7 +343,7 @@ def _kernels_by_launch(device: object) -> Starts:
 
 def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
     """A step's stretch cut at its labels; with `starts`, at the first kernel that each launched."""
-    labels = _phases(step)
+    labels = phases(step)
     if starts is None:
         bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE))]
     else:
@@ -374,12 +374,6 @@ OUTSIDE = "outside the labels"
 def _summed(name: str, some: Sequence[Times]) -> Times:
     fields = Times.__struct_fields__[1:]
     return Times(name, **{field: sum(getattr(one, field) for one in some) for field in fields})
-
-
-def _phases(step: Step) -> list[Op]:
-    """The phases of a step, by the thread of its mark."""
-    mark = next((root for root in step.roots if root.name == step.name), None)
-    return phases([root for root in step.roots if mark is None or root.track == mark.track])
 
 
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:

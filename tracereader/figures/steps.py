@@ -111,8 +111,11 @@ def label_of(step: Step) -> Op | None:
 
 
 def self_us(op: Op) -> float:
-    """Its time less its children's."""
-    return (op.dur - sum([child.dur for child in op.children])) / 1e3
+    """Its time less its children's; of one that outlasts it, less what lies in it."""
+    own = op.dur - sum([child.dur for child in op.children])
+    if op.children and op.children[-1].end > op.end:
+        own += sum(max(0, child.end - op.end) for child in op.children)
+    return max(0, own) / 1e3
 
 
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:

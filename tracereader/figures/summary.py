@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
-from tracereader.figures.cpu_work import CpuWork, cpu_work, roofs_of
+from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops, roofs_of
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -115,6 +115,8 @@ class Summary(msgspec.Struct, frozen=True):
     training: Training
     gpu_work: tuple[GpuWork, ...]
     cpu_work: tuple[CpuWork, ...]  # of the step, of a trace without GPU work
+    outside_ops: float | None  # of the step, in which nothing recorded is open on any thread; without GPU work
+    op_threads: int
     repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
     weight_reads: tuple[WeightReads, ...]
     unneeded: Unneeded
@@ -184,6 +186,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     wide_start = not left_out and facts[0].times_the_typical is not None
     gpu = gpu_time(trace.work, start, end)
     steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
+    cpu_only = not any(one.work for one in trace.steps)
     layers = layer_names(trace, step)
     chain = _chain(step, layers)
     label = label_of(step)
@@ -219,7 +222,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         by_module_class=by_module_class(trace, step),
         training=training(trace, step),
         gpu_work=measured,
-        cpu_work=() if any(one.work for one in trace.steps) else cpu_work(step, layers, roofs_of(trace.lesson)),
+        cpu_work=cpu_work(step, layers, roofs_of(trace.lesson)) if cpu_only else (),
+        outside_ops=outside_ops(trace, step) if cpu_only else None,
+        op_threads=op_threads(step),
         repeats=repeats(step.work, measured),
         weight_reads=weight_reads(trace, step, measured),
         unneeded=unneeded(step, measured),

@@ -6,7 +6,6 @@ from statistics import median
 from tracereader.figures import Summary
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.figures.summary import Call
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.trace import STEP
 
@@ -29,7 +28,6 @@ WORDS = {
     None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
 ON_CPU = ", on the CPU"
-INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
@@ -124,23 +122,12 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
             best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
             took = f"{us / step_us:.0%} of the step is in ops at {reached:.0%} of the best rate of {best}"
             return WORDS[roof] + ON_CPU if near else WORDS["cpu-only"], f"{took} that this run measured"
-    outside = outside_ops(summary)
-    if outside is not None and outside > MUCH_IDLE:
-        return WORDS["cpu-only"], f"{outside:.0%} of the step is in no recorded op: in Python, or code not recorded"
+    if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
+        where = "in Python, in the profiler, or in code not recorded"
+        return WORDS["cpu-only"], f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.lesson and not summary.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits it" if could else ""
     return WORDS["cpu-only"], f"no GPU work to set against the CPU's time{asked}"
-
-
-def computes(call: Call) -> bool:
-    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as a label."""
-    return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
-
-
-def outside_ops(summary: Summary) -> float | None:
-    """The share of the step that no recorded op takes; below 0 where several threads' ops sum up to more."""
-    own = [call.self_us for call in summary.chain if computes(call)]
-    return 1 - sum(own) / summary.chosen.cpu_us if own and summary.chosen.cpu_us else None
 
 
 def _largest_family(summary: Summary) -> str:

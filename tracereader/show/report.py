@@ -11,7 +11,7 @@ from rich.console import Console
 from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
-from tracereader.figures.cpu_work import CpuWork
+from tracereader.figures.cpu_work import INDUCTORS_CALL, CpuWork, is_op
 from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
@@ -277,7 +277,7 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     step_us = summary.chosen.cpu_us
     own: dict[str, float] = {}
     for call in summary.chain:
-        if steps.computes(call):
+        if is_op(call):
             name = _by_its_kind(call.name)
             own[name] = own.get(name, 0.0) + call.self_us
     if not own or not step_us:
@@ -288,15 +288,16 @@ def _cpu_in_short(summary: Summary) -> list[str]:
         lines.append(f"by label, of a step: {told}")
     largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
     if told := _shares({name: own[name] / step_us for name in largest}, largest):
-        lines.append(f"ops by their own time, of a step: {told}")
-    outside = steps.outside_ops(summary)
+        summed = f", summed over {summary.op_threads} threads" if summary.op_threads > 1 else ""
+        lines.append(f"ops by their own time{summed}, of a step: {told}")
+    outside = summary.outside_ops
     if outside is not None and 0.05 < outside <= steps.MUCH_IDLE:  # more of it stands in the first line
         lines.append(f"{outside:.0%} of the step is in no recorded op")
     return lines
 
 
 def _by_its_kind(name: str) -> str:
-    return "Inductor's graph" if name.startswith(steps.INDUCTORS_CALL) else short(name, 40)
+    return "Inductor's graph" if name.startswith(INDUCTORS_CALL) else short(name, 40)
 
 
 def _shares(shares: dict[str, float], chosen: Sequence[str]) -> str:
@@ -378,20 +379,22 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
     same: dict[tuple, list[CpuWork]] = {}
     for one in summary.cpu_work:
         if one.flops or one.bytes_moved:
-            same.setdefault((one.layer, one.name, one.flops, one.product, one.attention, one.bytes_moved), []).append(
-                one
-            )
+            key = (one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved)
+            same.setdefault(key, []).append(one)
     costliest = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))
     shown = costliest[: view.most(ROWS_SHOWN)]
+    types = len({one.type for one in summary.cpu_work if one.type}) > 1
     for calls in shown:
-        paragraph(out, plain(_rates(calls)), rest="  ")
+        paragraph(out, plain(_rates(calls, types)), rest="  ")
     and_more(out, len(costliest), len(shown))
 
 
-def _rates(calls: Sequence[CpuWork]) -> str:
-    """What calls of an op on the CPU computed, equal ones, and how fast."""
+def _rates(calls: Sequence[CpuWork], types: bool) -> str:
+    """What calls of an op on the CPU computed, equal ones, and how fast. types: with that of their elements."""
     one, us_each = calls[0], fmean(call.us for call in calls)
     name = f"{one.layer}, {one.name}" if one.layer else one.name
+    if types:
+        name += f" of {one.type.removeprefix('c10::')}"
     times = f", {len(calls)} times" if len(calls) > 1 else ""
     if one.flops:
         computed = work.product_in_words(one.product) if one.product else work.attention_in_words(one.attention)

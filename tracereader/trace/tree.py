@@ -329,7 +329,13 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
                 ends.pop()
             end = start + one.dur
             if ends and end > ends[-1]:
-                crossing[one.name] += 1
+                if one.name.startswith(STEP):
+                    # The label still open around prof.step() crosses, not the step that begins in it.
+                    while ends and ends[-1] < end:
+                        stack.pop()
+                        ends.pop()
+                else:
+                    crossing[one.name] += 1
             if type(one) is Op:
                 if stack:
                     above = one.parent = stack[-1]
