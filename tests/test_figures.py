@@ -437,7 +437,7 @@ def test_a_guess_that_cannot_be_read_is_left_out(record):
 
 
 H200_LIMITS = {"warpSize": 32, "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
-               "sharedMemPerMultiprocessor": 233472, "computeMajor": 9}  # fmt: skip
+               "sharedMemPerMultiprocessor": 233472, "computeMajor": 9, "computeMinor": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -447,12 +447,41 @@ H200_LIMITS = {"warpSize": 32, "maxThreadsPerMultiprocessor": 2048, "regsPerMult
         (168, 134144, [384, 1, 1], 12 / 64, "registers and shared memory"),  # cuDNN: claim 55, 19%
         (32, 0, [256, 1, 1], 1.0, "threads and registers"),
         (32, 100_000, [256, 1, 1], 16 / 64, "shared memory"),
+        (101, 0, [32, 1, 1], 16 / 64, "registers"),  # four warps on each of four parts, not nineteen in all
+        (16, 0, [32, 1, 1], 32 / 64, "the number of blocks"),
     ],
 )
 def test_occupancy_limit(registers, shared, block, limit, limited_by):
     found = occupancy(H200_LIMITS, registers, shared, block, 13)
     assert (found.limit, found.limited_by, found.reported) == (limit, limited_by, 0.13)
     assert occupancy({}, registers, shared, block, 13) is None
+    assert occupancy(H200_LIMITS | {"warpSize": 64}, registers, shared, block, 13) is None, "AMD's rules are others"
+
+
+@pytest.mark.parametrize("major", [None, "9", [9], 9.0])
+def test_an_odd_compute_capability_is_none(tmp_path, major):
+    trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_warm_eager.json.gz"
+    document = json.loads(gzip.decompress(trace.read_bytes()))
+    document["deviceProperties"][0]["computeMajor"] = major
+    (tmp_path / "odd.json").write_text(json.dumps(document))
+    assert summarize(read(tmp_path / "odd.json")).compute_capability is None
+
+
+TRAINED = "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_compile.json.gz"
+
+
+def test_a_kernel_that_fills_the_device_reaches_its_limit():
+    """The profiler's estimate is then how many blocks fit: CUDA's own answer."""
+    document = json.loads(gzip.decompress((ROOT / TRAINED).read_bytes()))
+    (multiprocessors,) = {one["numSms"] for one in document["deviceProperties"]}
+    filling = 0
+    for one in summarize(read(ROOT / TRAINED)).gpu_work:
+        if one.occupancy and one.occupancy.reported and one.grid and one.block:
+            warps = -(-prod(one.block) // 32)
+            if prod(one.grid) * warps >= one.occupancy.limit * 64 * multiprocessors:
+                filling += 1
+                assert one.occupancy.limit == pytest.approx(one.occupancy.reported, abs=0.011), one.name
+    assert filling > 20
 
 
 def test_the_profilers_estimate_never_passes_the_limit(any_trace):

@@ -1,7 +1,8 @@
 """How many of a multiprocessor's warps a kernel can fill: what registers, shared memory and threads allow.
 
 NVIDIA's rules (CUDA C++ Programming Guide, compute capabilities): registers are handed out by warp in
-units of 256, a block's shared memory costs 1 KB more from compute capability 8.0 on.
+units of 256 from one of the multiprocessor's four parts, a block's shared memory costs 1 KB more from compute
+capability 8.0 on, and of blocks there is a most.
 """
 
 import math
@@ -9,7 +10,14 @@ import math
 import msgspec
 
 REGISTER_UNIT = 256
+PARTS = 4
 RESERVED_SHARED = 1024  # bytes a block, from compute capability 8.0 on
+# Blocks on a multiprocessor at most, by compute capability; no limit is known of others.
+MOST_BLOCKS = {
+    (7, 0): 32, (7, 2): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32,
+    (10, 3): 32, (11, 0): 24, (12, 0): 24, (12, 1): 24,
+}  # fmt: skip
+NVIDIAS_WARP = 32
 
 
 class Occupancy(msgspec.Struct, frozen=True):
@@ -35,16 +43,22 @@ def occupancy(
     if None in (registers, shared, block) or not all(type(one) is int and one > 0 for one in limits):
         return None
     warp, threads, register_file, shared_memory = limits
+    if warp != NVIDIAS_WARP:
+        return None
     warps = math.ceil(math.prod(block) / warp)
     most = threads // warp
     if not 0 < warps <= most:
         return None
+    capability = device.get("computeMajor"), device.get("computeMinor")
+    known = all(type(one) is int for one in capability)
     blocks = {"threads": most // warps}
+    if known and capability in MOST_BLOCKS:
+        blocks["the number of blocks"] = MOST_BLOCKS[capability]
     if registers:
         a_warp = math.ceil(registers * warp / REGISTER_UNIT) * REGISTER_UNIT
-        blocks["registers"] = register_file // a_warp // warps
+        blocks["registers"] = register_file // PARTS // a_warp * PARTS // warps
     if shared:
-        reserved = RESERVED_SHARED if device.get("computeMajor", 0) >= 8 else 0
+        reserved = RESERVED_SHARED if known and capability[0] >= 8 else 0
         blocks["shared memory"] = shared_memory // (shared + reserved)
     fewest = min(blocks.values())
     if not fewest:  # it ran, so the properties are not all of it

@@ -249,10 +249,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
 
 
 def _compute_capability(trace: Trace) -> str | None:
-    found = {(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()}
-    if len(found) != 1 or not all(type(number) is int for number in (*found,)[0]):
+    pairs = [(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()]
+    if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
         return None
-    return "{}{}".format(*found.pop())
+    return "{}{}".format(*pairs[0])
 
 
 def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
