@@ -91,6 +91,16 @@ def overheads(n: int) -> list[dict]:
     return events + [op(f"overhead {k % 9}", 10 * k + 1, 1, "overhead", 9) for k in range(n // 2)]
 
 
+def overheads_in_a_step(n: int) -> list[dict]:
+    events = [one for k in range(n // 4) for one in launched(k, "k", 10 * k + 1)]
+    return events + [op("Lazy Function Loading", 40 * k, 1, "overhead", 9) for k in range(n // 40)]
+
+
+def masks(n: int) -> list[dict]:
+    made = ("aten::ones", "aten::tril", "aten::mul", "aten::mul", "aten::mul")
+    return [op(made[k % 5], 10 * k, 5) for k in range(n)] + list(launched(1, "k", 10 * n))
+
+
 KINDS = {
     "one long kernel name (characters)": long_name,
     "one long Triton name": long_triton_name,
@@ -103,10 +113,12 @@ KINDS = {
     "late kernels in every step": late_kernels,
     "wide steps times names": wide_steps,
     "overheads times steps": overheads,
+    "launches times overheads (--json)": overheads_in_a_step,
+    "masks made in a trace without steps": masks,
 }
 
 
-def seconds(events: list[list[dict]], folder: str) -> float:
+def seconds(events: list[list[dict]], folder: str, *flags: str) -> float:
     files = []
     for number, one in enumerate(events):
         files.append(Path(folder) / f"{number}.json")
@@ -114,7 +126,8 @@ def seconds(events: list[list[dict]], folder: str) -> float:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "tracereader", *files], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        words = [sys.executable, "-m", "tracereader", *files, *flags]
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -130,7 +143,7 @@ def main() -> None:
                 if make is new_names:
                     other = json.loads(json.dumps(events[0]).replace("ampere_bf16", "hopper_bf16"))
                     events.append(other)
-                times.append(seconds(events, folder))
+                times.append(seconds(events, folder, *(["--json"] * ("--json" in name))))
             ratios = [after / before for before, after in itertools.pairwise(times)]
             print(f"{name:36}" + "".join(f"{t:7.2f} s" for t in times) + "   " + " ".join(f"x {r:.2f}" for r in ratios))
 

@@ -12,5 +12,8 @@ def free_memory() -> int | None:
         available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
         limits.append(int(available[1]) * 1024)
         group = Path("/sys/fs/cgroup")  # a container's own limit, cgroup v2
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        # Its current use counts cached files, which make room when it is needed.
+        cached = re.findall(r"^(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), re.M)
+        limits.append(left + sum(map(int, cached)))
     return min(limits, default=None)

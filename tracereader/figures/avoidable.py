@@ -109,12 +109,14 @@ def mask_made(trace: Trace, step: Step) -> MaskMade | None:
 
 def _triangles(step: Step) -> list[list[Op]]:
     """Of each triangle the ops that make it: the constants, tril or triu, and what SDPA's math makes of it."""
-    found = []
+    found, places = [], {}
     for op in step.walk():
         if op.kind != "op" or op.name not in ("aten::tril", "aten::triu"):
             continue
         siblings = op.parent.children if op.parent else step.roots
-        at = next(number for number, one in enumerate(siblings) if one is op)
+        if id(siblings) not in places:
+            places[id(siblings)] = {id(one): number for number, one in enumerate(siblings)}
+        at = places[id(siblings)][id(op)]
         first = at
         while first and _named(siblings[first - 1], (*MAKES, *ON_THE_WAY)):
             first -= 1

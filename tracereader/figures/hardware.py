@@ -36,9 +36,9 @@ PEAKS = (
     (r"L4(?!\d)", Peaks(121, 60, 30.3, 300)),
     (r"V100", Peaks(125, 15.7, 15.7, 900)),
     (r"T4(?!\d)", Peaks(65, 8.1, 8.1, 320)),
-    (r"RTX 5090", Peaks(209.5, 104.8, 104.8, 1792)),
+    (r"RTX 5090(?! D| Laptop)", Peaks(209.5, 104.8, 104.8, 1792)),
     (r"RTX 4090(?! D| Laptop)", Peaks(165.2, 82.6, 82.6, 1008)),
-    (r"RTX 3090(?! Ti)", Peaks(71, 35.6, 35.6, 936)),
+    (r"RTX 3090(?! Ti| Laptop)", Peaks(71, 35.6, 35.6, 936)),
     (r"MI325X", Peaks(1307, 654, 163, 6000)),
     (r"MI300X", Peaks(1307, 654, 163, 5300)),
 )
@@ -46,6 +46,8 @@ PEAKS = (
 
 def peaks_of(device: str) -> Peaks | None:
     """The peaks of the device of this name, as the trace has it."""
+    if " MIG " in device:  # a slice of it
+        return None
     return next((peaks for pattern, peaks in PEAKS if re.search(rf"\b(?:{pattern})", device)), None)
 
 

@@ -1,6 +1,9 @@
 """What lies between a launch and its start, and between one piece of GPU work and the next."""
 
+import bisect
 from collections import Counter
+from itertools import accumulate
+from operator import attrgetter
 
 import msgspec
 
@@ -35,7 +38,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     roots = roots_by_track(near)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
-    overheads = [one for one in trace.overheads if one.start < last and one.end > step.start]
+    overheads = _Overheads([one for one in trace.overheads if one.start < last and one.end > step.start])
     free: dict[object, int] = {}  # by device: when its work so far ends
     stream_free: dict[tuple, int] = {}  # by stream
     found = []
@@ -52,14 +55,27 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     return tuple(found)
 
 
-def _start(overheads: list[Op], one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
+class _Overheads:
+    """The profiler's and the driver's own slices, to be asked which reach into a stretch of time."""
+
+    def __init__(self, slices: list[Op]):
+        self.slices = sorted(slices, key=attrgetter("start"))
+        self.starts = [one.start for one in self.slices]
+        self.ended_by = list(accumulate((one.end for one in self.slices), max))  # all up to this one
+
+    def within(self, start: int, end: int) -> list[Op]:
+        first = bisect.bisect_right(self.ended_by, start)
+        return self.slices[first : bisect.bisect_left(self.starts, end)]
+
+
+def _start(overheads: _Overheads, one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
     gap_us, gap_in = None if gap is None else gap / 1e3, {name: ns / 1e3 for name, ns in idle.most_common() if ns > 0}
     launch = one.launch
     if launch is None or launch.start > one.start:
         return Start(one.name, gap_us, gap_in, None, {}, None, None, None)
     left = [(launch.start, one.start)]
     own = Counter()
-    for other in overheads:
+    for other in overheads.within(launch.start, one.start):
         inside = list(clipped([(other.start, other.end)], launch.start, one.start))
         own[other.name] += length(inside) - length(minus(inside, left))
         left = minus(left, inside)

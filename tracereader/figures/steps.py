@@ -84,6 +84,7 @@ def typical(trace: Trace) -> Step:
         # A step that compiles makes many times the others' calls; of two, nothing tells which one is odd.
         most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
+    working = [step for step in working if step.us] or working
     return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
 
 

@@ -248,6 +248,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
+def _launches(trace: Trace) -> bool:
+    """Whether the driver was called to launch anything; a label may be called so, too."""
+    if not any("Launch" in name for name in trace.op_names):
+        return False
+    roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
+    return any(op.kind == "runtime" and "Launch" in op.name for root in roots for op in root.walk())
+
+
 def _compute_capability(trace: Trace) -> str | None:
     pairs = [(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()]
     if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
@@ -343,8 +351,7 @@ def _warnings(trace: Trace) -> list[str]:
         found.append(f"{other.name} beside it is the profiler table of another run")
     for category, count in trace.not_known.most_common(3):
         found.append(f"{count:,} slices of a device are of a category not known here, and left out: {category}")
-    launches = sum("Launch" in name for name in trace.op_names)
-    if launches and not trace.work:
+    if not trace.work and _launches(trace):
         found.append(
             "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
         )

@@ -4,7 +4,7 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, ridge_rows
-from tracereader.figures.hardware import peaks_of
+from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import Finding, Verdict, counted, duration, size
 from tracereader.findings.steps import waits_for
 
@@ -33,7 +33,7 @@ def in_words(summary: Summary) -> list[str]:
     if found.lane == "CPU" and 0 < busy < found.step_us:
         lines[0] += f"; the GPU's work alone would allow {_rate(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
-        ridge = ridge_rows(peaks_of(summary.devices[0]))
+        ridge = ridge_rows(common_peaks(summary.devices))
         if ridge and rows >= ridge:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
@@ -185,7 +185,7 @@ def reads_weights() -> Finding:
             return Verdict(False, "")
         if found.ridge_rows and found.rows >= found.ridge_rows:
             return Verdict(False, "")
-        gb_s, peaks = found.bytes / found.us / 1e3, peaks_of(summary.devices[0])
+        gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.devices)
         if peaks and gb_s > peaks.gb_s:
             return Verdict(False, "")  # out of a cache
         seen = (

@@ -1,0 +1,98 @@
+"""Traces that are odd and valid: labels on several threads, steps of no length, a device without a number."""
+
+import json
+
+import pytest
+
+from tracereader import cli, machine
+from tracereader.figures import summarize
+from tracereader.figures.hardware import peaks_of
+from tracereader.trace import read
+
+
+def event(name, cat, ts, dur, tid=1, **args):
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def launched(ts, number, device=0, tid=1):
+    """A launch of 2 µs, and its kernel of 10 µs right behind it."""
+    return [
+        event("cudaLaunchKernel", "cuda_runtime", ts, 2, tid, correlation=number),
+        event("k", "kernel", ts + 3, 10, 7, correlation=number, device=device, stream=7),
+    ]
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(*events, **top):
+        (tmp_path / "made.json").write_text(json.dumps({"traceEvents": list(events)} | top))
+        return tmp_path / "made.json"
+
+    return write
+
+
+def test_a_label_of_another_thread_takes_no_work_from_the_phases(written):
+    """A record_function in a backward hook: autograd's thread runs it while the step's backward is open."""
+    trace = written(
+        event("ProfilerStep#1", "user_annotation", 0, 300), event("forward", "user_annotation", 10, 80),
+        event("backward", "user_annotation", 100, 150), event("hook", "user_annotation", 120, 5, 2),
+        *launched(20, 1), *launched(110, 2, tid=2), *launched(140, 3, tid=2), *launched(160, 4, tid=2),
+    )  # fmt: skip
+    found = {place.name: (place.gpu_us, place.pieces) for place in summarize(read(trace)).by_label}
+    assert found == {"forward": (10, 1), "backward": (30, 3)}
+
+
+def test_the_typical_step_has_a_length(written, capsys):
+    trace = written(
+        event("ProfilerStep#1", "user_annotation", 0, 100), event("aten::mm", "cpu_op", 10, 50),
+        event("ProfilerStep#2", "user_annotation", 100, 0), event("ProfilerStep#3", "user_annotation", 101, 0),
+        event("aten::mm", "cpu_op", 101, 0), event("aten::mm", "cpu_op", 100, 0),
+    )  # fmt: skip
+    assert cli.main([str(trace)]) == 0
+    assert summarize(read(trace)).typical_step == "ProfilerStep#1"
+
+
+def test_a_device_without_a_number_is_reported(written, capsys):
+    facts = {"phase": "prefill", "batch": 1, "tokens": 512, "weight_bytes": 10**9, "parameters": 10**8}
+    lesson = {"script": "05_llm", "flags": {}, "facts": {"decoding": facts}}
+    product = event("aten::mm", "cpu_op", 5, 20, **{
+        "Input Dims": [[512, 1024], [1024, 1024]], "Input type": ["c10::BFloat16"] * 2,
+    })  # fmt: skip
+    launch, kernel = launched(10, 1, device="somewhere")
+    kernel["name"] = "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT"
+    trace = written(event("ProfilerStep#1", "user_annotation", 0, 100), product, launch, kernel, lesson=lesson)
+    assert cli.main([str(trace), "--all"]) == 0
+    assert "prefill of one sequence" in capsys.readouterr().out
+
+
+def test_a_label_called_launch_launches_nothing(written):
+    marked = [event("ProfilerStep#1", "user_annotation", 0, 100), event("aten::mm", "cpu_op", 10, 50)]
+    missing = "GPU's records are missing"
+    trace = written(*marked, event("Launch workers", "user_annotation", 5, 3))
+    assert not any(missing in text for text in summarize(read(trace)).warnings)
+    trace = written(*marked, event("cudaLaunchKernel", "cuda_runtime", 20, 3, correlation=1))
+    assert any(missing in text for text in summarize(read(trace)).warnings)
+
+
+@pytest.mark.parametrize(
+    ("device", "gb_s"),
+    [("NVIDIA H200", 4800), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA GeForce RTX 5090", 1792),
+     ("NVIDIA GeForce RTX 5090 Laptop GPU", None), ("NVIDIA GeForce RTX 5090 D", None),
+     ("NVIDIA GeForce RTX 4090", 1008), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+     ("NVIDIA GeForce RTX 3090 Ti", None)],
+)  # fmt: skip
+def test_a_device_of_another_kind_has_no_peaks(device, gb_s):
+    assert (peaks_of(device) and peaks_of(device).gb_s) == gb_s
+
+
+def test_cached_files_of_a_container_are_free_memory(tmp_path, monkeypatch):
+    files = {
+        "/proc/meminfo": "MemAvailable:   64000000 kB\n", "/sys/fs/cgroup/memory.max": "8000000000\n",
+        "/sys/fs/cgroup/memory.current": "7800000000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 800000000\nfile 7000000000\ninactive_file 6000000000\n"
+        "active_file 900000000\nworkingset_refault_file 5\n",
+    }  # fmt: skip
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: files[str(path)])
+    assert machine.free_memory() == 200_000_000 + 6_900_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert machine.free_memory() == 64_000_000 * 1024
