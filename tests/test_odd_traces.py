@@ -1,12 +1,16 @@
 """Traces that are odd and valid: labels on several threads, steps of no length, a device without a number."""
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 
-from tracereader import cli, machine
+from tracereader import cli, interrupts, machine
 from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
+from tracereader.figures.reading import head
+from tracereader.findings.ranks import ms
 from tracereader.trace import read
 
 
@@ -96,3 +100,53 @@ def test_cached_files_of_a_container_are_free_memory(tmp_path, monkeypatch):
     assert machine.free_memory() == 200_000_000 + 6_900_000_000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert machine.free_memory() == 64_000_000 * 1024
+
+
+def test_to_start_is_of_the_first_launch(written):
+    """Of two streams the one launched first need not run first."""
+    trace = written(
+        event("ProfilerStep#1", "user_annotation", 0, 200),
+        event("cudaLaunchKernel", "cuda_runtime", 10, 2, correlation=1),
+        event("late", "kernel", 60, 10, 7, correlation=1, device=0, stream=7),
+        event("cudaLaunchKernel", "cuda_runtime", 20, 2, correlation=2),
+        event("soon", "kernel", 30, 10, 8, correlation=2, device=0, stream=8),
+    )
+    (step,) = summarize(read(trace)).steps
+    assert step.launch_to_start_us == 50
+
+
+def test_a_folder_leaves_no_file_open(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        assert cli.main([str(tmp_path / "x.json")]) == 2
+        assert head(tmp_path / "x.json").broken
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_broken_reference_costs_no_report(capsys, monkeypatch, tmp_path):
+    from tracereader.show import references
+
+    trace = Path(__file__).parent.parent / "traces/reference/cpu/01_matmul_add/64_bf16_warm_eager.json.gz"
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setattr(references, "of", lambda *_: tmp_path / "broken.json")
+    assert cli.main([str(trace), "--only", "guesses"]) == 0
+    assert "5 more about the GPU: this run was on the CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("us", "said"), [(0, "0.0 ms"), (5e-5, "under 0.001 ms"), (49, "0.049 ms"), (50, "0.1 ms")])
+def test_milliseconds_in_words(us, said):
+    assert ms(us) == said
+
+
+def test_a_signal_that_is_held_comes_though_the_body_fails():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("now"))
+    try:
+        with pytest.raises(ValueError), interrupts.held():
+            signal.raise_signal(signal.SIGTERM)
+            assert not came
+            raise ValueError
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == ["now"]

@@ -125,10 +125,12 @@ def raised() -> contextlib.AbstractContextManager[None]:
 def held() -> Iterator[None]:
     """Let the signals wait until this is over."""
     came = []
-    with _handled_by(lambda number, frame: came.append(number)):
-        yield
-    for number in came:
-        signal.raise_signal(number)
+    try:
+        with _handled_by(lambda number, frame: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _raise(number: int, frame: object) -> None:

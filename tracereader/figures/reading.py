@@ -17,6 +17,7 @@ import msgspec
 from tracereader.figures.ranks import RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
+from tracereader.trace.document import opened
 
 HEAD = 1 << 18  # bytes in which distributedInfo stands: the profiler writes it before the events
 # Starting a process and importing the reader takes as long as reading about 10 MB of JSON.
@@ -36,7 +37,7 @@ class Head(msgspec.Struct, frozen=True):
 def head(path: Path) -> Head:
     """Which rank's trace a file is, without reading all of it."""
     try:
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        with opened(path) as file:
             data = file.read(HEAD)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(31).decompress(data, HEAD)
@@ -77,7 +78,7 @@ def read_ranks(paths: Sequence[Path], limit: int, step: int | None) -> tuple[lis
 def _unpacked(path: Path) -> int:
     """About how much JSON a file holds."""
     try:
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             packed = file.read(2) == b"\x1f\x8b"
     except OSError:

@@ -132,7 +132,8 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     facts = []
     before = None
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
-        first = next((one for one in step.work if one.launch is not None), None)
+        has_launch = [one for one in step.work if one.launch is not None]
+        first = min(has_launch, key=lambda one: one.launch.start, default=None)
         ratio = step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
@@ -142,7 +143,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=len({id(one.launch) for one in step.work if one.launch is not None}),
+                launches=len({id(one.launch) for one in has_launch}),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=span_us(step.work),
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,

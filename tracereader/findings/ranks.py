@@ -39,6 +39,8 @@ def share(one: RankFigures, us: float) -> float:
 
 def ms(us: float) -> str:
     """Always in ms, so that the ranks' figures can be set against each other at a glance."""
+    if 0 < us < 1:
+        return "under 0.001 ms"
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 

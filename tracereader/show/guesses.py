@@ -11,7 +11,7 @@ from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
 from tracereader.show import references
 from tracereader.show.text import head, paragraph, plain, shown_path
 from tracereader.show.view import View
-from tracereader.trace import Trace, read
+from tracereader.trace import Trace, TraceError, read
 
 GPU_REFERENCE = "nvidia-h200"
 MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [/dim]"}
@@ -57,12 +57,15 @@ def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
 def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool, more: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot. more: others have been told."""
     reference = references.of(Path(summary.trace), GPU_REFERENCE)
+    try:
+        gpu = reference and summarize(read(reference))
+    except TraceError:  # no answer of this run's is lost by it
+        gpu = None
     left = f"{len(guesses)} more about the GPU: this run was on the CPU" if more else ""
-    if reference is None:
+    if gpu is None:
         if left:
             out.print(f"  {MARKS[None]}  {left}")
         return
-    gpu = summarize(read(reference))
     answers = [(guess, guess.ask(gpu)) for guess in guesses]
     on_gpu = f"On an {plain(gpu.devices[0])}, by its reference trace"
     told = ". ".join([*[left] * more, on_gpu])

@@ -47,8 +47,11 @@ def _read(path: Path, limit: int) -> _Json:
 
 def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict]:
     """Its events under processes of its own, on the common clock; what names processes is written anew."""
+    for event in events:
+        if not isinstance(event.get("pid"), (int, str)):
+            event["pid"] = str(event.get("pid"))
     labels = {
-        event.get("pid"): (event.get("args") or {}).get("labels")
+        event["pid"]: (event.get("args") or {}).get("labels")
         for event in events
         if event.get("ph") == "M" and event.get("name") == "process_labels"
     }

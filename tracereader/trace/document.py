@@ -13,6 +13,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -126,13 +127,15 @@ def _require_memory(path: Path, data: bytes, per_object: int) -> None:
         )
 
 
+def opened(path: Path) -> BinaryIO:
+    """The file to be read; of a FIFO nothing waits for its other end."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+
+
 def _unpacked(path: Path, limit: int) -> bytes:
     too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
-    # Without O_NONBLOCK, opening a FIFO would wait for its other end for ever.
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+    with opened(path) as file:
         status = os.fstat(file.fileno())
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError
         if not stat.S_ISREG(status.st_mode):
             raise TraceError(f"{path}: not a plain file")
         packed = file.read(2) == b"\x1f\x8b"
