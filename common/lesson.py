@@ -43,9 +43,9 @@ def lesson(
         if run.ranks:
             _explain_ranks(run, view, args.open)
             return
-        report.explain_file(run.trace, view)
+        summary = report.explain_file(run.trace, view)
         if given:
-            report.marked(run.trace, given)
+            report.marked(summary, given)
         _files(run)
         if args.open:
             from tracereader.show import perfetto

@@ -70,18 +70,24 @@ def main(argv=None):
     view = View.of(args)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
-    read = [report.opened(path, view, args.limit or DEFAULT_LIMIT) for path in args.traces]
-    trace, _, summary = read[0]
+    first, *others = args.traces
+    trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT)
     if args.json:
         from tracereader.show.as_json import as_json
 
         print(as_json(trace, summary, guesses_of(trace), view))
-    elif len(read) == 1:
+    elif not others:
         report.explain(trace, summary, view)
     else:
         from tracereader.show import comparison
 
-        comparison.side_by_side([summary for _, _, summary in read], view, args.previous)
+        summaries = [summary]
+        for path in others:
+            del trace
+            gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
+            trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
+            summaries.append(summary)
+        comparison.side_by_side(summaries, view, args.previous)
     if args.open:
         from tracereader.show import perfetto
 

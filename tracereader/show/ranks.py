@@ -29,11 +29,6 @@ PHASES_SHOWN = 5
 MUCH_BEFORE = 0.02
 
 
-def explain_files(paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT) -> None:
-    """Read the traces of several ranks and print what they show together. Raises BadInput."""
-    explain(*opened(paths, view, limit), view)
-
-
 def opened(
     paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
 ) -> tuple[RanksSummary, list[RankTrace]] | None:

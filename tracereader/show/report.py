@@ -57,14 +57,13 @@ PATTERNS_SHOWN = 12
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 
 
-def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Step | None, Summary]:
-    """A trace, the step of it that was asked for, and its summary. Raises BadInput."""
+def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Summary]:
+    """A trace, and the summary of it with the step that was asked for. Raises BadInput."""
     try:
         trace = read(path, limit)
     except TraceError as problem:
         raise BadInput(problem) from None
-    step = chosen_step(trace, view.step)
-    return trace, step, summarize(trace, step)
+    return trace, summarize(trace, chosen_step(trace, view.step))
 
 
 def chosen_step(trace: Trace, number: int | None) -> Step | None:
@@ -78,10 +77,11 @@ def chosen_step(trace: Trace, number: int | None) -> Step | None:
     raise BadInput(f"--step {number}: the trace holds {held}")
 
 
-def explain_file(path: Path, view: View) -> None:
-    """Read a trace file and print all that it shows. Raises BadInput."""
-    trace, _, summary = opened(path, view)
+def explain_file(path: Path, view: View) -> Summary:
+    """Read a trace file and print all that it shows; its summary. Raises BadInput."""
+    trace, summary = opened(path, view)
     explain(trace, summary, view)
+    return summary
 
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
@@ -481,9 +481,8 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     and_more(out, len(found), len(shown))
 
 
-def marked(path: Path, given: Sequence[tuple[dict, bool]]) -> None:
+def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
     """The reader's own guesses: the record of each, and whether they said yes."""
-    _, _, summary = opened(path, View())
     out = console()
     out.print()
     out.print("[bold]your guesses[/bold]")
