@@ -148,8 +148,8 @@ ARG_KEYS = st.sampled_from(
      "shared memory", "Input Dims", "Input type", "Input Strides", "Concrete Inputs"]
 )  # fmt: skip
 MUTATIONS = st.lists(
-    st.tuples(st.sampled_from(["set", "delete", "drop", "repeat", "arg", "top", "shift"]), st.integers(0, 10**6),
-              EVENT_KEYS, ARG_KEYS, VALUES),
+    st.tuples(st.sampled_from(["set", "delete", "drop", "repeat", "arg", "top", "inside", "shift"]),
+              st.integers(0, 10**6), EVENT_KEYS, ARG_KEYS, VALUES),
     min_size=1, max_size=6,
 )  # fmt: skip
 SOURCES = [
@@ -182,14 +182,22 @@ def mutate(document, mutations):
         elif what == "shift":
             if isinstance(chosen.get("ts"), float):
                 chosen["ts"] += where % 500 - 250
+        elif what == "inside":
+            held = document["lesson"] if where % 2 else document["deviceProperties"]
+            held = held[0] if isinstance(held, list) and held else held
+            if isinstance(held, dict) and held:
+                held[sorted(held)[where // 2 % len(held)]] = value
         else:
             document[["deviceProperties", "lesson", "traceEvents", "schemaVersion"][where % 4]] = value
             if not isinstance(document["traceEvents"], list):
                 break
 
 
-# Other mutations in each run; what fails is shrunk, and printed with the seed that makes it again.
-@settings(max_examples=1000, deadline=None, database=None, print_blob=True,
+# The same ones in each run, and others with FUZZ=20000; what fails is shrunk, and printed with what makes it again.
+FUZZ = int(os.environ.get("FUZZ", "0"))
+
+
+@settings(max_examples=FUZZ or 1000, derandomize=not FUZZ, deadline=None, database=None, print_blob=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"]))
 def test_a_mutated_trace_is_explained_or_refused(tmp_path_factory, capsys, source, mutations, flag):
