@@ -2,7 +2,11 @@
 
 import json
 
-from tracereader import cli
+import pytest
+
+from tracereader import cli, expect
+from tracereader.figures import compare, summarize
+from tracereader.trace import read
 
 LOOKUP, PROLOGUE = "TorchDynamo Cache Lookup", "AOTDispatcher Runtime Wrapper Prologue"
 CACHED = f"{LOOKUP} in every step"
@@ -74,3 +78,64 @@ def test_what_it_costs_is_what_torch_compile_adds(tmp_path, capsys):
     assert CACHED not in printed(capsys, made(tmp_path, *[lean] * 3), "--only", "short")
     assert own_us(BROKEN, LOOKUP, "Torch-Compiled Region") > 0.05 * STEP_US
     assert CACHED in printed(capsys, made(tmp_path, *[BROKEN] * 3), "--only", "short")
+
+
+def called(of, number="0"):
+    """What a step shows of one compiled graph."""
+    return [(LOOKUP, 1, 9), (region(number), 10, 400), (PROLOGUE, 14, 5), (graph(of), 20, 300)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([called("faa")] * 3, "1 in 3 steps"),
+        ([called("faa") + called("fbb", "1")] * 3, "2 in 3 steps"),  # forward and backward
+        ([called("faa"), called("fbb", "1"), called("faa")], None),  # two functions, taken in turn
+        ([called("faa"), called("faa"), []], None),
+        ([called("faa")], None),  # nothing is seen to be used again
+        ([[("aten::add", 1, 9)]] * 3, None),
+    ],
+)
+def test_the_same_graph_in_all_steps_is_that_of_each(tmp_path, capsys, steps, says):
+    said = printed(capsys, made(tmp_path, *steps), "--only", "patterns")
+    assert (f"the same graph hash in all steps ({says})" in said) if says else "same graph hash" not in said
+
+
+def test_a_step_that_calls_another_graph_belies_the_guess(tmp_path):
+    """And so does one that calls none."""
+    judged = {}
+    for name, steps in {"same": ["faa"] * 3, "other": ["faa", "fbb", "faa"], "none": ["faa", None, "faa"]}.items():
+        file = made(tmp_path, *[called(one) if one else [] for one in steps])
+        judged[name] = expect.compiled_rows().ask(summarize(read(file)))
+    assert {name: one.holds for name, one in judged.items()} == {"same": True, "other": False, "none": False}
+    assert judged["same"].evidence == "1 graph hash in 3 steps"
+    assert judged["other"].evidence == "2 graph hashes in 3 steps, not the same in each"
+    assert judged["none"].evidence == "1 graph hash in 3 steps, not the same in each"
+
+
+def changed(*files):
+    return compare.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+
+
+@pytest.mark.parametrize(("last", "said"), [(called("faa"), True), ([("aten::add", 1, 9)], False)])
+def test_a_lookup_in_every_step_is_in_each(tmp_path, capsys, last, said):
+    file = made(tmp_path, called("faa"), called("faa"), last)
+    assert (CACHED in printed(capsys, file, "--only", "patterns")) is said
+
+
+def test_of_two_compiled_runs_the_graphs_are_compared(tmp_path, capsys):
+    """A graph on the CPU shows no op of what it computes: rows that are called the same say nothing of it."""
+    hashes = ["fqb7xds7omh4v6hwlsk2ka6bz6", "f6bjdgkszm3r7mk4oxv2uqyjgt", "fjhrkszm3r7mk4oxv2uqyjgtaa"]
+    first, other, third = (
+        made(tmp_path, *[called(one)] * 3, name=f"{number}.json") for number, one in enumerate(hashes)
+    )
+    differs = f"the compiled graph has another hash: {hashes[0][:12]}…, then {hashes[1][:12]}…"
+    assert f"the same ops; {differs}" in printed(capsys, first, other, "--only", "short")
+    assert changed(first, other) == (differs,)
+    assert "the same ops; " not in printed(capsys, first, first, "--only", "short")
+    assert changed(first, first) == ()
+    both = made(tmp_path, *[called(hashes[0]) + called(hashes[2], "1")] * 3, name="both.json")
+    two = ", ".join(f"{one[:12]}…" for one in sorted([hashes[0], hashes[2]]))
+    assert changed(third, both)[-1] == f"the compiled graphs have other hashes: {hashes[2][:12]}…, then {two}"
+    eager = made(tmp_path, *[[("aten::add", 1, 9)]] * 3, name="eager.json")
+    assert "hash" not in " ".join(changed(eager, other))

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.summary import graphs_in
 from tracereader.trace.kernel_names import decode, short
 
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
 
 NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
+HASH_SHOWN = 12  # letters of 52
 # Hand-written kernels (Liger's) that do these ops in one, and do not name them.
 FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
@@ -54,6 +56,11 @@ class Side:
         for name, op in self.summary.ops.items():
             counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
         return counts
+
+    @cached_property
+    def graphs(self) -> list[str]:
+        """The hashes of the compiled graphs that the step calls."""
+        return graphs_in(call.name for call in self.summary.chain)
 
 
 def told_apart(sides: Sequence[Side]) -> list[str]:
@@ -140,8 +147,22 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if differ:
         calls = [f"{name} {first.ops[name]:,} → {other.ops[name]:,}" for name in differ]
         changed.append("calls: " + _listed(calls))
+    changed += _graphs(first, other)
     same = [name for name in kept if name not in differ]
     return changed, ["ops: " + _listed(same, FEW)] if same else []
+
+
+def _graphs(first: Side, other: Side) -> list[str]:
+    """That the graphs which two compiled runs called are named otherwise; the rows alone look the same of any graph.
+
+    No more is said: torch's version and settings are hashed with the graph.
+    """
+    if not first.graphs or not other.graphs or first.graphs == other.graphs:
+        return []
+    before, after = (_listed([f"{one[:HASH_SHOWN]}…" for one in side.graphs], FEW) for side in (first, other))
+    several = len(first.graphs) > 1 or len(other.graphs) > 1
+    has = "graphs have other hashes" if several else "graph has another hash"
+    return [f"the compiled {has}: {before}, then {after}"]
 
 
 def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
@@ -235,7 +256,9 @@ def change(before: Side, after: Side) -> str:
         us = _part_times(side) if on_gpu else parts
         shown = [f"{parts[part]} x {part}" for part in sorted(parts, key=lambda part: -us[part])[:FEW]]
         told += [f"{how}: {', '.join(shown)}{_more(len(parts), FEW)}"] if shown else []
-    return "; ".join(told) or ("the same things on the GPU" if on_gpu else "the same ops")
+    if told:
+        return "; ".join(told)
+    return "; ".join(["the same things on the GPU" if on_gpu else "the same ops", *_graphs(before, after)])
 
 
 def _parts(side: Side) -> Counter:
