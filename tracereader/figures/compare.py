@@ -15,6 +15,7 @@ COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatch
 
 NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
 HASH_SHOWN = 12  # letters of 52
+INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 # Hand-written kernels (Liger's) that do these ops in one, and do not name them.
 FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
@@ -76,8 +77,9 @@ def told_apart(sides: Sequence[Side]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One run against another: GPU work and ops, each as lists in words."""
+    """One run against another: what was asked for, GPU work and ops, each as lists in words."""
 
+    flags_changed: tuple[str, ...]
     work_changed: tuple[str, ...]
     ops_changed: tuple[str, ...]
     work_same: tuple[str, ...]
@@ -85,7 +87,7 @@ class Difference:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        return self.work_changed + self.ops_changed
+        return self.flags_changed + self.work_changed + self.ops_changed
 
     @property
     def same(self) -> tuple[str, ...]:
@@ -95,7 +97,24 @@ class Difference:
 def difference(first: Side, other: Side) -> Difference:
     work_changed, work_same = _work(first, other)
     ops_changed, ops_same = _ops(first, other)
-    return Difference(tuple(work_changed), tuple(ops_changed), tuple(work_same), tuple(ops_same))
+    flags_changed = _flags(first, other)
+    return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
+
+
+def _flags(first: Side, other: Side) -> list[str]:
+    """The flags in which two runs of numbered scripts differ, of those that both have."""
+    before, after = (
+        {name: _value(flag) for name, flag in (side.summary.lesson or {}).get("flags", {}).items()}
+        for side in (first, other)
+    )
+    told = [
+        f"{name} {before[name]}, then {after[name]}" for name in before if after.get(name, before[name]) != before[name]
+    ]
+    return ["flags: " + "; ".join(told)] if told else []
+
+
+def _value(flag: object) -> str:
+    return "not given" if flag is None or flag is False else "given" if flag is True else str(flag)
 
 
 def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
@@ -147,9 +166,25 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if differ:
         calls = [f"{name} {first.ops[name]:,} → {other.ops[name]:,}" for name in differ]
         changed.append("calls: " + _listed(calls))
+    changed += _inputs(first, other)
     changed += _graphs(first, other)
     same = [name for name in kept if name not in differ]
     return changed, ["ops: " + _listed(same, FEW)] if same else []
+
+
+def _inputs(first: Side, other: Side) -> list[str]:
+    """Of ops called as often in both runs, the tensors that only one of them has, the costliest op first."""
+    found = []
+    ops = other.summary.ops
+    for name in sorted(ops, key=lambda name: -ops[name].self_us):
+        before, after = (Counter(side.summary.inputs.get(name)) for side in (first, other))
+        if before and after and before != after and before.total() == after.total():
+            gone, new = (
+                _listed([one for one, _ in some.most_common()], 1) for some in (before - after, after - before)
+            )
+            found.append(f"{name} {gone}, then {new}")
+    more = _more(len(found), INPUTS_SHOWN).replace(" more", " more ops")
+    return [f"inputs: {'; '.join(found[:INPUTS_SHOWN])}{more}"] if found else []
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
@@ -258,7 +293,9 @@ def change(before: Side, after: Side) -> str:
         told += [f"{how}: {', '.join(shown)}{_more(len(parts), FEW)}"] if shown else []
     if told:
         return "; ".join(told)
-    return "; ".join(["the same things on the GPU" if on_gpu else "the same ops", *_graphs(before, after)])
+    same = "the same things on the GPU" if on_gpu else "the same ops"
+    others = ", with other inputs" if _inputs(before, after) else ""
+    return "; ".join([same + others, *_flags(before, after), *_graphs(before, after)])
 
 
 def _parts(side: Side) -> Counter:

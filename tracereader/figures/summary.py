@@ -20,6 +20,7 @@ from tracereader.figures.decoding import (
 )
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.inputs import inputs_of
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
@@ -129,6 +130,7 @@ class Summary(msgspec.Struct, frozen=True):
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
+    inputs: dict[str, dict[str, int]]  # of the ops, each with how often it came; empty without shapes
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
     buffer_requests: tuple[BufferRequest, ...]
@@ -236,6 +238,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
         ops=_times(chain, "op"),
+        inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
         idle_in=idle_in(trace, step),
         buffer_requests=_buffer_requests(trace),

@@ -24,7 +24,7 @@ SECTION_KEYS = {
     "repeats": ("repeats",),
     "training": ("training",),
     "kernels": ("kernels",),
-    "cpu": ("ops", "runtime", "cpu_work"),
+    "cpu": ("ops", "inputs", "runtime", "cpu_work"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
     "starts": ("starts",),
