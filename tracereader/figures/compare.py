@@ -8,11 +8,14 @@ from pathlib import Path
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.summary import graphs_in
 from tracereader.trace.kernel_names import decode, short
 
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
 
 NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
+HASH_SHOWN = 12  # letters of 52
+INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 # Hand-written kernels (Liger's) that do these ops in one, and do not name them.
 FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
@@ -55,6 +58,11 @@ class Side:
             counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
         return counts
 
+    @cached_property
+    def graphs(self) -> list[str]:
+        """The hashes of the compiled graphs that the step calls."""
+        return graphs_in(call.name for call in self.summary.chain)
+
 
 def told_apart(sides: Sequence[Side]) -> list[str]:
     """A name for each run: where names repeat with its device, and where that repeats with its folder."""
@@ -69,8 +77,9 @@ def told_apart(sides: Sequence[Side]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One run against another: GPU work and ops, each as lists in words."""
+    """One run against another: what was asked for, GPU work and ops, each as lists in words."""
 
+    flags_changed: tuple[str, ...]
     work_changed: tuple[str, ...]
     ops_changed: tuple[str, ...]
     work_same: tuple[str, ...]
@@ -78,7 +87,7 @@ class Difference:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        return self.work_changed + self.ops_changed
+        return self.flags_changed + self.work_changed + self.ops_changed
 
     @property
     def same(self) -> tuple[str, ...]:
@@ -88,7 +97,24 @@ class Difference:
 def difference(first: Side, other: Side) -> Difference:
     work_changed, work_same = _work(first, other)
     ops_changed, ops_same = _ops(first, other)
-    return Difference(tuple(work_changed), tuple(ops_changed), tuple(work_same), tuple(ops_same))
+    flags_changed = _flags(first, other)
+    return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
+
+
+def _flags(first: Side, other: Side) -> list[str]:
+    """The flags in which two runs of numbered scripts differ, of those that both have."""
+    before, after = (
+        {name: _value(flag) for name, flag in (side.summary.lesson or {}).get("flags", {}).items()}
+        for side in (first, other)
+    )
+    told = [
+        f"{name} {before[name]}, then {after[name]}" for name in before if after.get(name, before[name]) != before[name]
+    ]
+    return ["flags: " + "; ".join(told)] if told else []
+
+
+def _value(flag: object) -> str:
+    return "not given" if flag is None or flag is False else "given" if flag is True else str(flag)
 
 
 def _work(first: Side, other: Side) -> tuple[list[str], list[str]]:
@@ -140,8 +166,38 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if differ:
         calls = [f"{name} {first.ops[name]:,} → {other.ops[name]:,}" for name in differ]
         changed.append("calls: " + _listed(calls))
+    changed += _inputs(first, other)
+    changed += _graphs(first, other)
     same = [name for name in kept if name not in differ]
     return changed, ["ops: " + _listed(same, FEW)] if same else []
+
+
+def _inputs(first: Side, other: Side) -> list[str]:
+    """Of ops called as often in both runs, the tensors that only one of them has, the costliest op first."""
+    found = []
+    ops = other.summary.ops
+    for name in sorted(ops, key=lambda name: -ops[name].self_us):
+        before, after = (Counter(side.summary.inputs.get(name)) for side in (first, other))
+        if before and after and before != after and before.total() == after.total():
+            gone, new = (
+                _listed([one for one, _ in some.most_common()], 1) for some in (before - after, after - before)
+            )
+            found.append(f"{name} {gone}, then {new}")
+    more = _more(len(found), INPUTS_SHOWN).replace(" more", " more ops")
+    return [f"inputs: {'; '.join(found[:INPUTS_SHOWN])}{more}"] if found else []
+
+
+def _graphs(first: Side, other: Side) -> list[str]:
+    """That the graphs which two compiled runs called are named otherwise; the rows alone look the same of any graph.
+
+    No more is said: torch's version and settings are hashed with the graph.
+    """
+    if not first.graphs or not other.graphs or first.graphs == other.graphs:
+        return []
+    before, after = (_listed([f"{one[:HASH_SHOWN]}…" for one in side.graphs], FEW) for side in (first, other))
+    several = len(first.graphs) > 1 or len(other.graphs) > 1
+    has = "graphs have other hashes" if several else "graph has another hash"
+    return [f"the compiled {has}: {before}, then {after}"]
 
 
 def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
@@ -235,7 +291,11 @@ def change(before: Side, after: Side) -> str:
         us = _part_times(side) if on_gpu else parts
         shown = [f"{parts[part]} x {part}" for part in sorted(parts, key=lambda part: -us[part])[:FEW]]
         told += [f"{how}: {', '.join(shown)}{_more(len(parts), FEW)}"] if shown else []
-    return "; ".join(told) or ("the same things on the GPU" if on_gpu else "the same ops")
+    if told:
+        return "; ".join(told)
+    same = "the same things on the GPU" if on_gpu else "the same ops"
+    others = ", with other inputs" if _inputs(before, after) else ""
+    return "; ".join([same + others, *_flags(before, after), *_graphs(before, after)])
 
 
 def _parts(side: Side) -> Counter:

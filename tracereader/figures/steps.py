@@ -33,8 +33,9 @@ class Excess(msgspec.Struct, frozen=True):
     calls that the typical step does not make, by name. slower: what each name took more, the largest
     first; less_us: what the others took less, in all. more_calls: of names called more often, their calls
     here and in the typical step, and what the added ones take at the typical step's time of one, the
-    costliest first. times_low to times_high: how many times as long one call took, of most names common to
-    both; None where too few are long enough to tell. alike_us: so much of us is calls up to times_high as long.
+    costliest first; runtime: those of them that are calls of the driver. times_low to times_high: how many
+    times as long one call took, of most names common to both; None where too few are long enough to tell.
+    alike_us: so much of us is calls up to times_high as long.
     """
 
     us: float
@@ -44,6 +45,7 @@ class Excess(msgspec.Struct, frozen=True):
     slower: dict[str, float]
     less_us: float
     more_calls: dict[str, tuple[int, int, float]]
+    runtime: list[str]
     times_low: float | None
     times_high: float | None
     alike_us: float
@@ -227,6 +229,7 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         for name, (mine, theirs) in both.items()
         if mine.calls > theirs.calls
     }
+    more_calls = dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8])
     times = sorted(
         mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in both.values() if theirs.us >= TELLING_US
     )
@@ -239,7 +242,8 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         overheads=dict(overheads.most_common(8)),
         slower=dict(slower.most_common(8)),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
-        more_calls=dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8]),
+        more_calls=more_calls,
+        runtime=[name for name in more_calls if own[name].kinds == {"runtime"}],
         times_low=times[spared] if high is not None else None,
         times_high=high,
         alike_us=sum(
@@ -259,12 +263,12 @@ def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
 
 
 class _Own:
-    """All calls of one name in a step: their own time (µs), and how many."""
+    """All calls of one name in a step: their own time (µs), how many, and of which kinds."""
 
-    __slots__ = ("calls", "us")
+    __slots__ = ("calls", "kinds", "us")
 
     def __init__(self):
-        self.us, self.calls = 0.0, 0
+        self.us, self.calls, self.kinds = 0.0, 0, set()
 
 
 def _self_by_name(step: Step) -> dict[str, _Own]:
@@ -273,4 +277,5 @@ def _self_by_name(step: Step) -> dict[str, _Own]:
         one = times[OUTSIDE if op.name.startswith(STEP) else op.name]
         one.us += self_us(op)
         one.calls += 1
+        one.kinds.add(op.kind)
     return dict(times)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from tracereader.figures.decoding import (
 )
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.inputs import inputs_of
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
@@ -31,6 +32,7 @@ from tracereader.trace import Op, Step, Trace, kernel_names
 # A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
 # the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
 FAR_WIDER = 10
+LOOKUP = "TorchDynamo Cache Lookup"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -130,12 +132,15 @@ class Summary(msgspec.Struct, frozen=True):
     label: Label | None
     chain: tuple[Call, ...]
     ops: dict[str, OpTimes]
+    inputs: dict[str, dict[str, int]]  # of the ops, each with how often it came; empty without shapes
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
     final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
     compiled_graphs: list[str]  # hashes, over all steps
+    graphs_of_steps: list[list[str]]  # the same, step by step; empty of a trace without any
+    cache_lookups: list[int]  # of torch.compile, step by step; empty of a trace without any
     recompiled: list[str]  # regions of torch.compile that were compiled more than once
 
     @property
@@ -238,12 +243,15 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
         ops=_times(chain, "op"),
+        inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
         idle_in=idle_in(trace, step),
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),
         compiled_graphs=graphs,
+        graphs_of_steps=[graphs_in(op.name for op in one.walk()) for one in trace.steps] if graphs else [],
+        cache_lookups=_cache_lookups(trace),
         recompiled=recompiled,
     )
 
@@ -329,11 +337,21 @@ def _lesson(trace: Trace) -> dict | None:
 
 
 def _compiled(trace: Trace) -> tuple[list[str], list[str]]:
-    graphs = {match[1] for name in trace.op_names if (match := re.search(r"CompiledFxGraph (\w+)", name))}
     regions = {
         match[0] for name in trace.op_names if (match := re.match(r"Torch-Compiled Region: (\d+)/[1-9]\d*", name))
     }
-    return sorted(graphs), sorted(regions)
+    return graphs_in(trace.op_names), sorted(regions)
+
+
+def graphs_in(names: Iterable[str]) -> list[str]:
+    """The hashes of the compiled graphs that are called under these names."""
+    return sorted({match[1] for name in names if (match := re.search(r"CompiledFxGraph (\w+)", name))})
+
+
+def _cache_lookups(trace: Trace) -> list[int]:
+    if not any(name.startswith(LOOKUP) for name in trace.op_names):
+        return []
+    return [sum(op.name.startswith(LOOKUP) for op in step.walk()) for step in trace.steps]
 
 
 def _warnings(trace: Trace) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
+from tracereader.figures.summary import LOOKUP
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.findings.steps import compiled, waits_for
 
@@ -16,7 +17,8 @@ VIEWS = frozenset(
         "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
     }
 )  # fmt: skip
-COMPILED_ROWS = ("TorchDynamo Cache Lookup", "Torch-Compiled Region", "AOTDispatcher Runtime Wrapper Prologue")
+COMPILED_ROWS = (LOOKUP, "Torch-Compiled Region", "AOTDispatcher Runtime Wrapper Prologue")
+PREGRAPH = "Pregraph bytecode"
 
 
 def _calls(summary: Summary, name: str) -> int:
@@ -141,12 +143,18 @@ def compiled_rows() -> Finding:
         graphs = len(summary.compiled_graphs)
         seen = (
             f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
+            + ("" if not graphs or _same_graphs(summary) else ", not the same in each")
             + (f"; missing: {listed(missing)}" if missing else "")
-            + ("; besides: Pregraph bytecode" if "Pregraph bytecode" in names else "")
+            + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
         )
-        return Verdict(not missing and graphs == 1, seen)
+        return Verdict(not missing and graphs == 1 and _same_graphs(summary), seen)
 
     return Finding("Dynamo looks up its cache in every call, and every step calls the same graph", judge)
+
+
+def _same_graphs(summary: Summary) -> bool:
+    """Whether every step calls the same compiled graphs, by their hashes."""
+    return bool(summary.compiled_graphs) and all(one == summary.compiled_graphs for one in summary.graphs_of_steps)
 
 
 @recordable
@@ -169,26 +177,25 @@ def dynamo_costs_more_than_the_op(op: str) -> Finding:
 
 def dynamo() -> Finding:
     def judge(summary):
-        def total(start: str) -> float:
-            return sum(call.us for call in summary.chain if call.name.startswith(start))
-
-        lookup = total("TorchDynamo Cache Lookup")
-        # The region less the graph that it calls: what torch.compile itself takes on the way there.
-        around = lookup + total("Torch-Compiled Region") - total("## Call CompiledFxGraph")
-        step_us = summary.chosen.cpu_us
-        seen = f"{lookup:,.1f} of the step's {step_us:,.1f} µs; with all that leads to the graph {around:,.1f} µs"
+        lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
+        # Own times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
+        own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
+        seen = (
+            f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
+            f"regions' own time {own:,.1f} µs"
+        )
         # A step that waits for the GPU does not wait for this.
-        return Verdict(lookup > 0, seen, cost_us=around if waits_for(summary) in ("overhead", "cpu-only") else None)
+        in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
+        return Verdict(in_all, seen, cost_us=own if waits_for(summary) in ("overhead", "cpu-only") else None)
 
-    return Finding("TorchDynamo Cache Lookup in every step", judge)
+    return Finding(f"{LOOKUP} in every step", judge)
 
 
 def compiled_graphs() -> Finding:
     def judge(summary):
-        return Verdict(
-            bool(summary.compiled_graphs) and not summary.recompiled,
-            f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
-        )
+        again = len(summary.steps) > 1 and _same_graphs(summary)
+        seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
+        return Verdict(again and not summary.recompiled, seen)
 
     return Finding("the same graph hash in all steps", judge)
 

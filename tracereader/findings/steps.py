@@ -251,15 +251,15 @@ def _slower_alike(more: Excess) -> bool:
 def _more_calls(more: Excess) -> str:
     """20 calls of aten::addmm where the typical step makes 2; of the two names that cost most by it."""
     (name, (calls, usual, us)), *others = more.more_calls.items()
-    said = f"{counted(calls, 'call')} of {_called(name)} where the typical step makes {usual:,}"
+    said = f"{counted(calls, 'call')} of {_called(more, name)} where the typical step makes {usual:,}"
     if others and others[0][1][2] > us / 10:
         name, (calls, usual, _) = others[0]
-        said += f", {calls:,} of {_called(name)} where that makes {usual:,}"
+        said += f", {calls:,} of {_called(more, name)} where that makes {usual:,}"
     return said
 
 
-def _called(name: str) -> str:
-    return "the driver's " + name if name.startswith("cu") else name
+def _called(more: Excess, name: str) -> str:
+    return "the driver's " + name if name in more.runtime else name
 
 
 def _took(more: Excess, names: list[str]) -> str:

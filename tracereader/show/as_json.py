@@ -24,14 +24,15 @@ SECTION_KEYS = {
     "repeats": ("repeats",),
     "training": ("training",),
     "kernels": ("kernels",),
-    "cpu": ("ops", "runtime", "cpu_work"),
+    "cpu": ("ops", "inputs", "runtime", "cpu_work"),
     "work": ("gpu_work",),
     "names": ("gpu_work",),
     "starts": ("starts",),
     "series": ("series",),
     "chain": ("label", "chain"),
-    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs", "recompiled",
-                 "unfused", "hidden_copies", "mask_made", "cast_products"),
+    "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs",
+                 "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
+                 "cast_products"),
 }  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "typical_step", "window_us")  # fmt: skip

@@ -156,7 +156,7 @@ def _differences(
     rows = []
     for number, side in enumerate(sides[1:]):
         found = compare.difference(sides[number] if before else first, side)
-        changed = found.work_changed * work + found.ops_changed * ops
+        changed = found.flags_changed + found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
         rows.append((changed or ("nothing",), same))
     if out.width < ROOM_FOR_A_TABLE:

@@ -1,0 +1,141 @@
+"""What is said of torch.compile's own rows, against small made traces."""
+
+import json
+
+import pytest
+
+from tracereader import cli, expect
+from tracereader.figures import compare, summarize
+from tracereader.trace import read
+
+LOOKUP, PROLOGUE = "TorchDynamo Cache Lookup", "AOTDispatcher Runtime Wrapper Prologue"
+CACHED = f"{LOOKUP} in every step"
+STEP_US = 1000
+
+
+def region(number):
+    return f"Torch-Compiled Region: {number}/0"
+
+
+def graph(of):
+    return f"## Call CompiledFxGraph {of} ##"
+
+
+def made(tmp_path, *steps, name="made.json"):
+    """A trace with these slices in each of its steps: name, start and duration (µs)."""
+    events = []
+    for number, slices in enumerate(steps):
+        start = number * STEP_US
+        events.append(slice_of(f"ProfilerStep#{number + 2}", "user_annotation", start, STEP_US - 1))
+        events += [slice_of(text, "cpu_op", start + ts, dur) for text, ts, dur in slices]
+    file = tmp_path / name
+    file.write_text(json.dumps({"traceEvents": events}))
+    return file
+
+
+def slice_of(name, cat, ts, dur):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
+
+
+def printed(capsys, *words):
+    assert cli.main([*map(str, words)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def own_us(slices, *starts):
+    """Time in the slices of these names and in no other slice, microsecond by microsecond: the innermost has it."""
+    us = 0
+    for moment in range(STEP_US):
+        around = [(dur, name) for name, ts, dur in slices if ts <= moment < ts + dur]
+        us += bool(around) and min(around)[1].startswith(starts)
+    return us
+
+
+BROKEN = [
+    (LOOKUP, 1, 9), (region("0"), 10, 900), ("Pregraph bytecode", 11, 2), (PROLOGUE, 14, 5), (graph("faa"), 20, 24),
+    ("aten::sort", 50, 600), ("aten::arange", 60, 35), (LOOKUP, 660, 43), (region("1"), 710, 190),
+    ("Pregraph bytecode", 712, 3), (PROLOGUE, 720, 15), ("CompiledFunction", 740, 80), (graph("fbb"), 745, 70),
+]  # fmt: skip
+
+
+def test_a_region_in_a_region_and_an_op_between_graphs_are_counted_once(tmp_path, capsys):
+    """After a graph break the rest is a region of its own, within the first one, behind what runs eagerly."""
+    lookup = sum(dur for name, _, dur in BROKEN if name == LOOKUP)
+    own = own_us(BROKEN, LOOKUP, "Torch-Compiled Region", "Pregraph", "AOTDispatcher")
+    assert 0 < lookup < own < 400
+    said = printed(capsys, made(tmp_path, *[BROKEN] * 3), "--only", "patterns")
+    beside = f"with pregraph bytecode, prologues and the regions' own time {own:.1f} µs"
+    assert f"{CACHED} ({lookup:.1f} of the step's {STEP_US - 1}.0 µs; {beside})" in said
+
+
+def test_what_it_costs_is_what_torch_compile_adds(tmp_path, capsys):
+    """The answer names what costs more than a twentieth of the step: an op between two graphs is no such cost."""
+    lean = [
+        (LOOKUP, 1, 4), (region("0"), 10, 980), (graph("faa"), 12, 24), ("aten::sort", 37, 900),
+        (LOOKUP, 940, 4), (region("1"), 945, 44), (graph("fbb"), 947, 41),
+    ]  # fmt: skip
+    assert 0 < own_us(lean, LOOKUP, "Torch-Compiled Region") < 0.05 * STEP_US
+    assert CACHED not in printed(capsys, made(tmp_path, *[lean] * 3), "--only", "short")
+    assert own_us(BROKEN, LOOKUP, "Torch-Compiled Region") > 0.05 * STEP_US
+    assert CACHED in printed(capsys, made(tmp_path, *[BROKEN] * 3), "--only", "short")
+
+
+def called(of, number="0"):
+    """What a step shows of one compiled graph."""
+    return [(LOOKUP, 1, 9), (region(number), 10, 400), (PROLOGUE, 14, 5), (graph(of), 20, 300)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([called("faa")] * 3, "1 in 3 steps"),
+        ([called("faa") + called("fbb", "1")] * 3, "2 in 3 steps"),  # forward and backward
+        ([called("faa"), called("fbb", "1"), called("faa")], None),  # two functions, taken in turn
+        ([called("faa"), called("faa"), []], None),
+        ([called("faa")], None),  # nothing is seen to be used again
+        ([[("aten::add", 1, 9)]] * 3, None),
+    ],
+)
+def test_the_same_graph_in_all_steps_is_that_of_each(tmp_path, capsys, steps, says):
+    said = printed(capsys, made(tmp_path, *steps), "--only", "patterns")
+    assert (f"the same graph hash in all steps ({says})" in said) if says else "same graph hash" not in said
+
+
+def test_a_step_that_calls_another_graph_belies_the_guess(tmp_path):
+    """And so does one that calls none."""
+    judged = {}
+    for name, steps in {"same": ["faa"] * 3, "other": ["faa", "fbb", "faa"], "none": ["faa", None, "faa"]}.items():
+        file = made(tmp_path, *[called(one) if one else [] for one in steps])
+        judged[name] = expect.compiled_rows().ask(summarize(read(file)))
+    assert {name: one.holds for name, one in judged.items()} == {"same": True, "other": False, "none": False}
+    assert judged["same"].evidence == "1 graph hash in 3 steps"
+    assert judged["other"].evidence == "2 graph hashes in 3 steps, not the same in each"
+    assert judged["none"].evidence == "1 graph hash in 3 steps, not the same in each"
+
+
+def changed(*files):
+    return compare.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+
+
+@pytest.mark.parametrize(("last", "said"), [(called("faa"), True), ([("aten::add", 1, 9)], False)])
+def test_a_lookup_in_every_step_is_in_each(tmp_path, capsys, last, said):
+    file = made(tmp_path, called("faa"), called("faa"), last)
+    assert (CACHED in printed(capsys, file, "--only", "patterns")) is said
+
+
+def test_of_two_compiled_runs_the_graphs_are_compared(tmp_path, capsys):
+    """A graph on the CPU shows no op of what it computes: rows that are called the same say nothing of it."""
+    hashes = ["fqb7xds7omh4v6hwlsk2ka6bz6", "f6bjdgkszm3r7mk4oxv2uqyjgt", "fjhrkszm3r7mk4oxv2uqyjgtaa"]
+    first, other, third = (
+        made(tmp_path, *[called(one)] * 3, name=f"{number}.json") for number, one in enumerate(hashes)
+    )
+    differs = f"the compiled graph has another hash: {hashes[0][:12]}…, then {hashes[1][:12]}…"
+    assert f"the same ops; {differs}" in printed(capsys, first, other, "--only", "short")
+    assert changed(first, other) == (differs,)
+    assert "the same ops; " not in printed(capsys, first, first, "--only", "short")
+    assert changed(first, first) == ()
+    both = made(tmp_path, *[called(hashes[0]) + called(hashes[2], "1")] * 3, name="both.json")
+    two = ", ".join(f"{one[:12]}…" for one in sorted([hashes[0], hashes[2]]))
+    assert changed(third, both)[-1] == f"the compiled graphs have other hashes: {hashes[2][:12]}…, then {two}"
+    eager = made(tmp_path, *[[("aten::add", 1, 9)]] * 3, name="eager.json")
+    assert "hash" not in " ".join(changed(eager, other))

@@ -1,0 +1,48 @@
+"""What a wide step is said to call more often, by the category that the trace gives the call."""
+
+import json
+
+import pytest
+
+from tracereader import cli
+
+
+def made(tmp_path, calls):
+    """Three steps with these calls of 10 µs in each (name, category), and a fourth that makes every one 20 times."""
+    events, start = [], 0
+    for number, times in enumerate((1, 1, 1, 20)):
+        inside = [call for call in calls for _ in range(times)]
+        length = 12 * len(inside) + 10
+        slices = [(f"ProfilerStep#{number}", "user_annotation", start, length)]
+        slices += [(name, cat, start + 5 + 12 * at, 10) for at, (name, cat) in enumerate(inside)]
+        events += [
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
+            for name, cat, ts, dur in slices
+        ]
+        start += length + 5
+    (tmp_path / "made.json").write_text(json.dumps({"traceEvents": events}))
+    return tmp_path / "made.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "cat", "whose"),
+    [
+        ("cumulate", "user_annotation", ""),
+        ("custom::scan", "cpu_op", ""),
+        ("cudaLaunchKernel", "user_annotation", ""),
+        ("cudaLaunchKernel", "cuda_runtime", "the driver's "),
+        ("cuLaunchKernel", "cuda_driver", "the driver's "),
+        ("hipLaunchKernel", "hip_runtime", "the driver's "),
+    ],
+)
+def test_a_call_of_the_driver_is_one_by_its_category(tmp_path, capsys, name, cat, whose):
+    file = made(tmp_path, [("aten::mm", "cpu_op"), (name, cat)])
+    assert cli.main([str(file), "--only", "steps"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"20 of {whose}{name} where that makes 1" in said or f"20 calls of {whose}{name} where" in said
+
+
+def test_a_name_of_two_kinds_is_nobodys(tmp_path, capsys):
+    file = made(tmp_path, [("cuddle", "cuda_runtime"), ("cuddle", "user_annotation")])
+    assert cli.main([str(file), "--only", "steps"]) == 0
+    assert "it makes 40 calls of cuddle where the typical step makes 2" in " ".join(capsys.readouterr().out.split())

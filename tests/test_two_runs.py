@@ -1,0 +1,103 @@
+"""Two runs with the same ops: what else differs, by the flags and the ops' inputs that the traces hold."""
+
+import json
+
+import pytest
+
+from tracereader import cli
+from tracereader.figures import compare, summarize
+from tracereader.trace import read
+
+BF16, FP32 = "c10::BFloat16", "float"
+
+
+def product(type_name, m, k, n):
+    return "aten::mm", {"Input Dims": [[m, k], [k, n], []], "Input type": [type_name, type_name, "Scalar"]}
+
+
+def made(tmp_path, name, calls, flags=None):
+    """Three steps with these calls in each: name and args."""
+    events = []
+    for number in range(3):
+        start = 1000 * number
+        slices = [(f"ProfilerStep#{number}", "user_annotation", start, 990, {})]
+        slices += [(op, "cpu_op", start + 5 + 20 * at, 15, args) for at, (op, args) in enumerate(calls)]
+        events += [
+            {"ph": "X", "cat": cat, "name": text, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": args}
+            for text, cat, ts, dur, args in slices
+        ]
+    found = {"traceEvents": events}
+    if flags is not None:
+        found["lesson"] = {"script": "01_matmul_add", "flags": flags}
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(found))
+    return file
+
+
+def changed(*files):
+    return compare.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+
+
+def printed(capsys, *words):
+    assert cli.main([*map(str, words)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_same_ops_of_another_type(tmp_path, capsys):
+    flags = {"size": 64, "dtype": "bf16", "compile": None, "fused": False, "seed": 0, "older": 1}
+    first = made(tmp_path, "bf16", [product(BF16, 64, 32, 16)], flags)
+    other = made(tmp_path, "fp32", [product(FP32, 64, 32, 16)], {**flags, "dtype": "fp32", "newer": 2})
+    of_flags, of_inputs = (
+        "flags: dtype bf16, then fp32",
+        "inputs: aten::mm bf16 [64, 32] [32, 16], then fp32 [64, 32] [32, 16]",
+    )
+    assert changed(first, other) == (of_flags, of_inputs)
+    assert changed(first, first) == ()
+    assert f"the same ops, with other inputs; {of_flags}" in printed(capsys, first, other, "--only", "short")
+    for section in ("work", "chain"):
+        assert of_flags in printed(capsys, first, other, "--only", section)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"compile": None}, {"compile": "default"}, "flags: compile not given, then default"),
+        ({"fused": True}, {"fused": False}, "flags: fused given, then not given"),
+        (
+            {"size": 64, "dtype": "bf16"},
+            {"size": 32, "dtype": "fp32"},
+            "flags: size 64, then 32; dtype bf16, then fp32",
+        ),
+        ({"size": 64}, {"size": 64}, None),
+        ({"size": 64}, {}, None),
+        ({"size": 64}, None, None),
+    ],
+)
+def test_flags_that_differ_of_those_that_both_have(tmp_path, before, after, says):
+    files = [made(tmp_path, str(number), [("aten::add", {})], one) for number, one in enumerate((before, after))]
+    assert changed(*files) == ((says,) if says else ())
+
+
+def test_inputs_are_compared_call_by_call(tmp_path):
+    small, large, wide = (product(FP32, 8, 4, n) for n in (2, 16, 32))
+    first = made(tmp_path, "first", [small, small, large])
+    assert changed(first, made(tmp_path, "turned", [large, small, small])) == ()
+    (said,) = changed(first, made(tmp_path, "second", [small, large, large]))
+    assert said == "inputs: aten::mm fp32 [8, 4] [4, 2], then fp32 [8, 4] [4, 16]"
+    (said,) = changed(first, made(tmp_path, "third", [large, large, wide]))
+    assert said == "inputs: aten::mm fp32 [8, 4] [4, 2], then fp32 [8, 4] [4, 16] and 1 more"
+    (said,) = changed(first, made(tmp_path, "mixed", [small, small, ("aten::mm", {
+        "Input Dims": [[8, 4], [4, 16], [2, 3]], "Input type": [FP32, FP32, "long int"]})]))  # fmt: skip
+    assert said == "inputs: aten::mm fp32 [8, 4] [4, 16], then fp32 [8, 4] [4, 16], int64 [2, 3]"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"Input Dims": [[8]]}, {"Input Dims": [[8]], "Input type": []}, {"Input Dims": 3, "Input type": 3},
+     {"Input Dims": [[[8], [8]]], "Input type": ["TensorList"]}, {"Input Dims": [[True]], "Input type": [FP32]},
+     {"Input Dims": [[8]], "Input type": [3]}],
+)  # fmt: skip
+def test_inputs_that_were_not_recorded_do_not_differ(tmp_path, args):
+    first = made(tmp_path, "first", [product(BF16, 64, 32, 16)])
+    other = made(tmp_path, "other", [("aten::mm", args)])
+    assert changed(first, other) == changed(other, first) == ()
