@@ -58,7 +58,8 @@ def record(file, how=None, again=None, twice=False, loader=False, stacks=False):
             if twice:  # a gradient penalty: backward's own ops are recorded, and differentiated
                 (slope,) = torch.autograd.grad(loss, x, create_graph=True)
                 loss = loss + slope.square().sum()
-            loss.backward()
+            if twice != "in vain":
+                loss.backward()
         with record_function("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
@@ -116,9 +117,16 @@ def test_what_is_computed_again_belongs_to_its_own_module(tmp_path):
     assert [_modules_around(trace, op.children[-1])[1] for op in backward] == [True] * 2 * LAYERS
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, True, "in vain"])
 def test_nothing_is_computed_again_without_checkpoints(tmp_path, twice):
-    ours, _ = record(tmp_path / "a.json", twice=twice)
+    """In vain: recorded to be differentiated, as a force by its energy, and never differentiated."""
+    ours, events = record(tmp_path / "a.json", twice=twice)
+    (backward,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "backward"]
+    within = [e for e in inside(events, backward) if e.get("cat") == "cpu_op"]
+    nodes = [e for e in within if e["name"].startswith("autograd::engine::evaluate_function: Addmm")]
+    recorded = [e for e in within if e["name"] == "aten::mm" and e["args"].get("Sequence number", -1) >= 0]
+    assert nodes and bool(recorded) is bool(twice)
+    assert not any(e["name"] == "aten::linear" for e in within)
     assert ours.training.recomputed is None
 
 

@@ -14,6 +14,9 @@ from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
+# Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
+MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
+UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 # Of the curve of memory: points over the step.
 POINTS = 60
 _start = attrgetter("start")
@@ -152,31 +155,44 @@ def _ids(ops: Sequence[Op]) -> set[int]:
 
 
 def _again(step: Step) -> list[Op]:
-    """Ops inside backward that autograd records as a forward's, whose own backward never runs but in them.
+    """Ops that autograd records inside a backward that it does not record itself: forward ops, run once more.
 
-    A backward that is itself differentiated (create_graph) records its ops, too: their backward runs on its
-    own, and they are not counted.
+    Of a backward that is to be differentiated (create_graph) it records every op, and nothing tells which of
+    them ran before: of those none is counted.
     """
-    outermost, pending = [], list(step.roots)
+    found, pending = [], list(step.roots)
     while pending:
         op = pending.pop()
-        if op.name.startswith(AUTOGRAD):
-            outermost.append(op)
+        if not op.name.startswith(AUTOGRAD):
+            pending.extend(op.children)
+        elif (recorded := _recorded(op)) and _runs_unrecorded(op, recorded):
+            found.extend(recorded)
+    return found
+
+
+def _recorded(root: Op) -> list[Op]:
+    """The outermost ops in one of backward's that run with gradients on: only they have a number and no forward."""
+    found, pending = [], list(root.children)
+    while pending:
+        op = pending.pop()
+        numbers = _numbers_of(op) if op.kind == "op" else None
+        if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
+            found.append(op)
         else:
             pending.extend(op.children)
-    evaluated = {_numbers_of(op).number for op in outermost}
-    found = []
-    for root in outermost:
-        pending = list(root.children)
-        while pending:
-            op = pending.pop()
-            numbers = _numbers_of(op) if op.kind == "op" else None
-            if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
-                if numbers.number not in evaluated:
-                    found.append(op)
-                continue
-            pending.extend(op.children)
     return found
+
+
+def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:
+    """Whether an op of one of backward's runs with gradients off."""
+    told = _ids(recorded) | {id(above) for op in recorded for above in op.above()}
+    return any(
+        op.name.startswith("aten::")
+        and not op.name.startswith(UNNUMBERED)
+        and id(op) not in told
+        and not op.parent.name.startswith("aten::")
+        for op in root.walk()
+    )
 
 
 def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
