@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, union
+from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
@@ -32,7 +32,10 @@ class Recomputed(msgspec.Struct, frozen=True):
 
 
 class OptimizerCost(msgspec.Struct, frozen=True):
-    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls."""
+    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls.
+
+    forward_us and backward_us: of the ops that run in them because it calls a closure; in no other figure.
+    """
 
     name: str
     how: str
@@ -40,6 +43,8 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     launches: int
     gpu_us: float
     idle_us: float | None
+    forward_us: float
+    backward_us: float
 
 
 class Sync(msgspec.Struct, frozen=True):
@@ -215,8 +220,11 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
     found, idle_in = [], Lengths(idle or [])
     for name, some in slices.items():
-        inside = _ids(some)
-        names = {op.name for one in some for op in one.walk() if op.kind == "op"}
+        closure, backward = _closure(some, ops)
+        both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
+        own = minus(union((one.start, one.end) for one in some), both)
+        inside = _ids(some) - _ids(closure)
+        names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
         how = "for-loop"
         if any("_fused_" in one for one in names):
@@ -227,13 +235,39 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             OptimizerCost(
                 name=name,
                 how=how,
-                cpu_us=sum(one.us for one in some),
+                cpu_us=length(own) / 1e3,
                 launches=len({id(one.launch) for one in work}),
                 gpu_us=sum(one.us for one in work),
-                idle_us=None if idle is None else sum(idle_in.between(one.start, one.end) for one in some) / 1e3,
+                idle_us=None if idle is None else sum(idle_in.between(start, end) for start, end in own) / 1e3,
+                forward_us=length(minus(both, backward)) / 1e3,
+                backward_us=length(backward) / 1e3,
             )
         )
     return tuple(found)
+
+
+def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """What an optimizer's closure runs in its steps: ops of a forward and of its backward; and those of the backward.
+
+    Of a forward by their numbers: backward has them again. It may run on a thread of its own; an optimizer that
+    backward itself calls, for each gradient that is ready, runs none.
+    """
+    calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
+    backward = [
+        op
+        for op in (ops if calling else ())
+        if op.name.startswith(AUTOGRAD) and any(one.start <= op.start < one.end for one in calling)
+    ]
+    numbers = {_numbers_of(op).number for op in backward} - {-1}
+    forward, pending = [], list(calling) if numbers else []
+    while pending:
+        op = pending.pop()
+        mine = _numbers_of(op) if op.kind == "op" else None
+        if mine and mine.thread == 0 and mine.number in numbers:
+            forward.append(op)
+        elif not op.name.startswith(AUTOGRAD):
+            pending.extend(op.children)
+    return forward + backward, backward
 
 
 def _waits_in(op: Op) -> bool:
