@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import math
 
 import pytest
 from references import OTHERS, REFERENCES, ROOT
@@ -133,6 +134,26 @@ def test_how_often_the_scores_are_written_and_read(tmp_path):
     assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.68 GB moved" in seen
 
 
+# 32 x 1000: logits of something else. A column more: a learned sink, which takes part in the softmax alone.
+@pytest.mark.parametrize(
+    ("of", "holds"),
+    [(SCORES, True), ([128, 1024, 1024], True), ([8, 16, 1024, 1025], True), ([32, 1000], False), ([1024, 16], False)],
+)
+@pytest.mark.parametrize("name", ["naive", "cpu_naive"])
+def test_a_softmax_of_something_else_is_no_attention(tmp_path, name, of, holds):
+    def change(document):
+        with_shapes(document)
+        for event in document["traceEvents"]:
+            if event.get("name") == "aten::_softmax":
+                event["args"]["Input Dims"] = [of, [], []]
+
+    ours = summarize(read(altered(tmp_path, name, change)))
+    (batch, rows, _), (_, _, columns) = PRODUCTS[0]
+    assert holds is (math.prod(of) in (batch * rows * columns, batch * rows * (columns + 1)))
+    assert len(ours.unfused) == holds
+    assert attention.unfused().ask(ours).holds is holds
+
+
 def test_the_hidden_copy():
     ours, ops, work = both("naive")
     (out_of_place,) = [op for op in ops if op["name"] == "aten::masked_fill"]
@@ -144,6 +165,39 @@ def test_the_hidden_copy():
     verdict = attention.hidden_copy().ask(ours)
     assert verdict.holds and "aten::masked_fill_ does not" in verdict.evidence
     assert attention.hidden_copy().ask(both("inplace")[0]).holds is False
+
+
+@pytest.mark.parametrize(("given", "holds"), [(SCORES, True), ([8, 16, 1, 1024], False)])
+@pytest.mark.parametrize("name", ["naive", "cpu_naive"])
+def test_a_result_larger_than_the_input_has_no_room_in_it(tmp_path, name, given, holds):
+    """As masked_fill's where the mask is the larger one: it fills a copy of the input that is repeated to its size."""
+
+    def change(document):
+        for event in document["traceEvents"]:
+            if event.get("name") in ("aten::masked_fill", "aten::masked_fill_"):
+                mine = given if event["name"] == "aten::masked_fill" else SCORES
+                event["args"] |= {"Input Dims": [mine, SCORES, []], "Input type": [BF16, BOOL, "Scalar"]}
+
+    ours = summarize(read(altered(tmp_path, name, change)))
+    assert len(ours.hidden_copies) == holds
+    assert attention.hidden_copy().ask(ours).holds is holds
+
+
+@pytest.mark.parametrize(("others", "told"), [(0, ""), (1, ", and 1 more op does so"), (2, ", and 2 more ops do so")])
+def test_other_hidden_copies_are_counted(tmp_path, others, told):
+    def event(name, ts, dur, cat="cpu_op"):
+        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
+
+    events = [event("ProfilerStep#1", 1000, 1000, "user_annotation")]
+    for number in range(1 + others):
+        ts = 1100 + 100 * number
+        events.append(event(f"aten::fill{number}", ts, 90))
+        events.append(event("aten::clone", ts + 10, 50 - number))
+        events.append(event(f"aten::fill{number}_", ts + 70, 10))
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    seen = attention.hidden_copy().ask(summarize(read(file)))
+    assert (seen.holds, seen.evidence) == (True, f"aten::fill0 clones first: 50.0 µs; aten::fill0_ does not{told}")
 
 
 def test_what_the_math_backend_does_unasked():
@@ -308,6 +362,17 @@ def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, 
     assert f"FLOP {({True: 'causal', False: 'not causal', None: 'without a mask'})[causal]} at " in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("heads", "told"), [(16, "heads 16 · "), (2, "heads 16, 2 of keys and values · ")])
+def test_heads_that_share_keys_and_values(tmp_path, capsys, heads, told):
+    shared = [8, heads, 1024, 64]
+    file = altered(tmp_path, "cudnn", recorded(CUDNN, [Q, shared, shared], [""] * 10 + ["True"]))
+    assert cli.main([str(file), "--only", "names"]) == 0
+    shown = capsys.readouterr().out
+    assert f"batch 8 · {told}1024 queries" in " ".join(shown.split())
+    moved = 2 * (2 * math.prod(Q) + 2 * math.prod(shared))  # bf16: query, result, key and value
+    assert f"{moved / 1e6:.1f} MB to move at least" in " ".join(shown.split())
 
 
 def test_sizes_that_a_script_stored(tmp_path):

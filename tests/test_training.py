@@ -58,7 +58,8 @@ def record(file, how=None, again=None, twice=False, loader=False, stacks=False):
             if twice:  # a gradient penalty: backward's own ops are recorded, and differentiated
                 (slope,) = torch.autograd.grad(loss, x, create_graph=True)
                 loss = loss + slope.square().sum()
-            loss.backward()
+            if twice != "in vain":
+                loss.backward()
         with record_function("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
@@ -116,9 +117,16 @@ def test_what_is_computed_again_belongs_to_its_own_module(tmp_path):
     assert [_modules_around(trace, op.children[-1])[1] for op in backward] == [True] * 2 * LAYERS
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, True, "in vain"])
 def test_nothing_is_computed_again_without_checkpoints(tmp_path, twice):
-    ours, _ = record(tmp_path / "a.json", twice=twice)
+    """In vain: recorded to be differentiated, as a force by its energy, and never differentiated."""
+    ours, events = record(tmp_path / "a.json", twice=twice)
+    (backward,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "backward"]
+    within = [e for e in inside(events, backward) if e.get("cat") == "cpu_op"]
+    nodes = [e for e in within if e["name"].startswith("autograd::engine::evaluate_function: Addmm")]
+    recorded = [e for e in within if e["name"] == "aten::mm" and e["args"].get("Sequence number", -1) >= 0]
+    assert nodes and bool(recorded) is bool(twice)
+    assert not any(e["name"] == "aten::linear" for e in within)
     assert ours.training.recomputed is None
 
 
@@ -129,6 +137,75 @@ def test_the_optimizer_and_how_it_does_it(tmp_path, how):
     (found,) = ours.training.optimizers
     assert (found.name, found.how, found.launches) == ("AdamW", how or "for-loop", 0)
     assert found.cpu_us == pytest.approx(raw["dur"])
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_an_optimizer_that_calls_a_closure(tmp_path, capsys, own_thread):
+    """Its forward and backward, twice a step, are not the optimizer's time. On a GPU backward has its own thread."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, max_eval=2, tolerance_grad=0, tolerance_change=0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=2, repeat=1)) as prof:
+        for _ in range(3):
+            optimizer.step(closure)
+            prof.step()
+    file = tmp_path / "a.json"
+    prof.export_chrome_trace(str(file))
+    document = json.loads(file.read_text())
+    events = [e for e in document["traceEvents"] if e.get("ph") == "X"]
+    nodes = [e for e in events if e["name"].startswith("autograd::engine::evaluate_function")]
+    if own_thread:
+        for node in nodes:
+            for event in [*inside(events, node), node]:
+                event["tid"] = 7
+        file.write_text(json.dumps(document))
+    ours = summarize(read(file))
+    (update,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "Optimizer.step#LBFGS.step"]
+    called = [e for e in nodes if update["ts"] <= e["ts"] < end(update)]
+    numbers = {e["args"]["Sequence number"] for e in called if "Sequence number" in e["args"]}
+    ops = [
+        e for e in events
+        if e.get("cat") == "cpu_op" and e["args"].get("Sequence number") in numbers and e not in called
+        and update["ts"] <= e["ts"] < end(update) and not any(e in inside(events, node) for node in called)
+    ]  # fmt: skip
+    outermost = [e for e in ops if not any(e in inside(events, other) for other in ops)]
+    assert sum(e["name"] == "aten::linear" for e in outermost) == 4
+    forward, backward = (sum(e["dur"] for e in some) for some in (outermost, called))
+    (found,) = ours.training.optimizers
+    assert found.forward_us == pytest.approx(forward, abs=0.1)
+    assert found.backward_us == pytest.approx(backward, abs=0.1)
+    assert found.cpu_us == pytest.approx(update["dur"] - forward - backward, abs=0.1)
+    assert cli.main([str(file), "--only", "training"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of backward that run in it" in shown and "of forward and" in shown
+
+
+def test_an_optimizer_that_backward_calls_has_no_closure(tmp_path):
+    """One for each gradient, when it is ready: others' backward may run beside it."""
+    first, second = (torch.ones(8, requires_grad=True) for _ in range(2))
+    for one in (first, second):
+        update = torch.optim.SGD([one], lr=0.1)
+        one.register_post_accumulate_grad_hook(lambda _, update=update: update.step())
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        (first * second).sum().backward()
+    file = tmp_path / "a.json"
+    prof.export_chrome_trace(str(file))
+    document = json.loads(file.read_text())
+    events = [e for e in document["traceEvents"] if e.get("ph") == "X"]
+    updates = [e for e in events if e["name"] == "Optimizer.step#SGD.step"]
+    name = "autograd::engine::evaluate_function: MulBackward0"
+    beside = {"ph": "X", "cat": "cpu_op", "name": name, "pid": updates[0]["pid"], "tid": 7, "args": {}}
+    document["traceEvents"].append({**beside, "ts": updates[0]["ts"] + 1, "dur": 1})
+    file.write_text(json.dumps(document))
+    (found,) = summarize(read(file)).training.optimizers
+    assert len(updates) == 2 and found.cpu_us == pytest.approx(sum(e["dur"] for e in updates), abs=0.1)
+    assert (found.forward_us, found.backward_us) == (0, 0)
 
 
 def test_the_wait_for_the_loader(tmp_path, capsys):

@@ -80,8 +80,14 @@ def _clone_of(op: Op) -> Op | None:
         if child.name == "aten::clone":
             clone = child
         elif clone is not None and child.name == op.name + "_":
-            return clone
+            return None if _outgrows(op, child) else clone
     return None
+
+
+def _outgrows(op: Op, in_place: Op) -> bool:
+    """Recorded shapes: its result is larger than its input (a mask of more elements), and has no room in it."""
+    given, made = dims_of(op.args)[:1], dims_of(in_place.args)[:1]
+    return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
 
 def _below(op: Op) -> Iterator[Work]:

@@ -8,12 +8,15 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, union
+from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
 OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
+# Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
+MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
+UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 # Of the curve of memory: points over the step.
 POINTS = 60
 _start = attrgetter("start")
@@ -29,7 +32,10 @@ class Recomputed(msgspec.Struct, frozen=True):
 
 
 class OptimizerCost(msgspec.Struct, frozen=True):
-    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls."""
+    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls.
+
+    forward_us and backward_us: of the ops that run in them because it calls a closure; in no other figure.
+    """
 
     name: str
     how: str
@@ -37,6 +43,8 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     launches: int
     gpu_us: float
     idle_us: float | None
+    forward_us: float
+    backward_us: float
 
 
 class Sync(msgspec.Struct, frozen=True):
@@ -152,31 +160,44 @@ def _ids(ops: Sequence[Op]) -> set[int]:
 
 
 def _again(step: Step) -> list[Op]:
-    """Ops inside backward that autograd records as a forward's, whose own backward never runs but in them.
+    """Ops that autograd records inside a backward that it does not record itself: forward ops, run once more.
 
-    A backward that is itself differentiated (create_graph) records its ops, too: their backward runs on its
-    own, and they are not counted.
+    Of a backward that is to be differentiated (create_graph) it records every op, and nothing tells which of
+    them ran before: of those none is counted.
     """
-    outermost, pending = [], list(step.roots)
+    found, pending = [], list(step.roots)
     while pending:
         op = pending.pop()
-        if op.name.startswith(AUTOGRAD):
-            outermost.append(op)
+        if not op.name.startswith(AUTOGRAD):
+            pending.extend(op.children)
+        elif (recorded := _recorded(op)) and _runs_unrecorded(op, recorded):
+            found.extend(recorded)
+    return found
+
+
+def _recorded(root: Op) -> list[Op]:
+    """The outermost ops in one of backward's that run with gradients on: only they have a number and no forward."""
+    found, pending = [], list(root.children)
+    while pending:
+        op = pending.pop()
+        numbers = _numbers_of(op) if op.kind == "op" else None
+        if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
+            found.append(op)
         else:
             pending.extend(op.children)
-    evaluated = {_numbers_of(op).number for op in outermost}
-    found = []
-    for root in outermost:
-        pending = list(root.children)
-        while pending:
-            op = pending.pop()
-            numbers = _numbers_of(op) if op.kind == "op" else None
-            if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
-                if numbers.number not in evaluated:
-                    found.append(op)
-                continue
-            pending.extend(op.children)
     return found
+
+
+def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:
+    """Whether an op of one of backward's runs with gradients off."""
+    told = _ids(recorded) | {id(above) for op in recorded for above in op.above()}
+    return any(
+        op.name.startswith("aten::")
+        and not op.name.startswith(UNNUMBERED)
+        and id(op) not in told
+        and not op.parent.name.startswith("aten::")
+        for op in root.walk()
+    )
 
 
 def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
@@ -199,8 +220,11 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
     found, idle_in = [], Lengths(idle or [])
     for name, some in slices.items():
-        inside = _ids(some)
-        names = {op.name for one in some for op in one.walk() if op.kind == "op"}
+        closure, backward = _closure(some, ops)
+        both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
+        own = minus(union((one.start, one.end) for one in some), both)
+        inside = _ids(some) - _ids(closure)
+        names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
         how = "for-loop"
         if any("_fused_" in one for one in names):
@@ -211,13 +235,39 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             OptimizerCost(
                 name=name,
                 how=how,
-                cpu_us=sum(one.us for one in some),
+                cpu_us=length(own) / 1e3,
                 launches=len({id(one.launch) for one in work}),
                 gpu_us=sum(one.us for one in work),
-                idle_us=None if idle is None else sum(idle_in.between(one.start, one.end) for one in some) / 1e3,
+                idle_us=None if idle is None else sum(idle_in.between(start, end) for start, end in own) / 1e3,
+                forward_us=length(minus(both, backward)) / 1e3,
+                backward_us=length(backward) / 1e3,
             )
         )
     return tuple(found)
+
+
+def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """What an optimizer's closure runs in its steps: ops of a forward and of its backward; and those of the backward.
+
+    Of a forward by their numbers: backward has them again. It may run on a thread of its own; an optimizer that
+    backward itself calls, for each gradient that is ready, runs none.
+    """
+    calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
+    backward = [
+        op
+        for op in (ops if calling else ())
+        if op.name.startswith(AUTOGRAD) and any(one.start <= op.start < one.end for one in calling)
+    ]
+    numbers = {_numbers_of(op).number for op in backward} - {-1}
+    forward, pending = [], list(calling) if numbers else []
+    while pending:
+        op = pending.pop()
+        mine = _numbers_of(op) if op.kind == "op" else None
+        if mine and mine.thread == 0 and mine.number in numbers:
+            forward.append(op)
+        elif not op.name.startswith(AUTOGRAD):
+            pending.extend(op.children)
+    return forward + backward, backward
 
 
 def _waits_in(op: Op) -> bool:

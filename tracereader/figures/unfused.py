@@ -1,5 +1,6 @@
 """Attention that is not fused: a softmax between two batched products, and what its matrix of scores costs."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -9,7 +10,7 @@ from tracereader.figures.sizes import MATMULS, dims_of, product, tensors_of
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work, kernel_names
 
-BATCHED = ("aten::bmm", "aten::baddbmm")
+BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
 # What may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
 BETWEEN = ("pointwise", "copy", "reduction", "memset")
 # Ops whose result is of one byte an element, and those whose result is a row's.
@@ -63,27 +64,27 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
 
 def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
     """By the ops' order: a softmax whose nearest products on both sides are batched ones."""
-    found, product_before, softmax, between = [], None, 0, 0.0
+    found, product_before, softmaxes, between = [], None, [], 0.0
     for op in step.walk():
         if op.kind != "op":
             continue
         if op.name in MATMULS:
             if (
-                softmax == 1
+                len(softmaxes) == 1
                 and op.name in BATCHED
                 and op.track == product_before.track
-                and _may_attend(product_before, op)
+                and _may_attend(product_before, softmaxes[0], op)
             ):
                 found.append(Unfused(between, 0, product_before.us + op.us, None))
-            product_before, softmax, between = op if op.name in BATCHED else None, 0, 0.0
+            product_before, softmaxes, between = op if op.name in BATCHED else None, [], 0.0
         elif product_before is not None and op.start >= product_before.end:
-            softmax += op.name == "aten::_softmax"
+            softmaxes += [op] if op.name == SOFTMAX else []
             between += self_us(op)
     return tuple(found)
 
 
 def _is_softmax(one: Work, op: Op | None) -> bool:
-    if op is not None and op.name == "aten::_softmax":
+    if op is not None and op.name == SOFTMAX:
         return one.kind == "kernel"
     said = kernel_names.decode(one.name).parts.get("fuses", "")
     return "softmax" in said and "log_softmax" not in said and "backward" not in said
@@ -91,7 +92,7 @@ def _is_softmax(one: Work, op: Op | None) -> bool:
 
 def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | None:
     first, last = _product_beside(track, softmax, -1), _product_beside(track, softmax, 1)
-    if first is None or last is None or not _may_attend(track[first][1], track[last][1]):
+    if first is None or last is None or not _may_attend(*(track[place][1] for place in (first, softmax, last))):
         return None
     between = [
         (one, op) for one, op in track[first + 1 : last] if one.kind != "memset" and not (op and op.name in BATCHED)
@@ -105,12 +106,18 @@ def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | 
     )
 
 
-def _may_attend(first: Op, last: Op) -> bool:
+def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
     """Whether the recorded shapes, if any, are those of attention: the second product takes what the first gives
-    (queries x keys), and gives the size that queries have."""
+    (queries x keys), and gives the size that queries have; the softmax is of as many."""
     scores, result = product(first.name, dims_of(first.args)), product(last.name, dims_of(last.args))
     if scores is None or result is None:
         return True
+    rows = scores.batch * scores.m
+    # Compiled, the softmax is among other ops of a kernel, and its shape is not told from theirs.
+    of = dims_of(softmax.args)[:1] if softmax is not None and softmax.name == SOFTMAX else []
+    # A learned sink (gpt-oss) is one key more, for the softmax only.
+    if of and math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)):
+        return False
     return (scores.batch, scores.m, scores.n, scores.k) == (result.batch, result.m, result.k, result.n)
 
 

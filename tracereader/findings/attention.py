@@ -80,14 +80,15 @@ def hidden_copy() -> Finding:
     def judge(summary):
         found = summary.hidden_copies
         if not found:
-            return Verdict(False, "no op of the step clones its input for itself")
+            return Verdict(False, "no op of the step clones its input to spare it")
         gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
         us = _cost(summary, gpu_us, cpu_us)
         first = found[0]
         moved = f", {size(first.copied)} moved" if first.copied else ""
         each = first.gpu_us if summary.has_gpu_work else first.cpu_us
         times = f" ({first.calls:,} times)" if first.calls > 1 else ""
-        more = f", and {len(found) - 1} more ops do so" if len(found) > 1 else ""
+        others = len(found) - 1
+        more = f", and {counted(others, 'more op')} {'does' if others == 1 else 'do'} so" if others else ""
         seen = f"{first.op}{times} clones first: {duration(each)}{moved}; {first.op}_ does not{more}"
         return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen, cost_us=us)
 

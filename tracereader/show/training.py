@@ -33,6 +33,9 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
         line = f"optimizer: {plain(one.name)}, {one.how}: {duration(one.cpu_us)} of CPU time{gpu}"
+        if one.backward_us:
+            forward = f"{duration(one.forward_us)} of forward and " if one.forward_us else ""
+            line += f", without the {forward}{duration(one.backward_us)} of backward that run in it"
         paragraph(out, line, "  ", "    ")
     if again := found.recomputed:
         gpu = f", {duration(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""

@@ -102,8 +102,9 @@ def product_in_words(shape: Product) -> str:
 
 
 def attention_in_words(shape: Attention) -> str:
+    shared = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
     return (
-        f"batch {shape.batch} · heads {shape.heads} · {shape.queries} queries · {shape.keys} keys · head size "
+        f"batch {shape.batch} · heads {shape.heads}{shared} · {shape.queries} queries · {shape.keys} keys · head size "
         f"{shape.head_size}, {operations(shape.flops)} {MASKS[shape.causal]}"
     )
 
