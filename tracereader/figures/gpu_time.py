@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, clipped, gaps, length, minus, union
+from tracereader.figures.intervals import Intervals, gaps, length, minus, union
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
 
 BETWEEN_OPS = "Python, between ops"
@@ -68,7 +68,7 @@ def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
     """The window between two stamps (ns) on the busiest device; None without work there."""
     by_device = defaultdict(list)
     for one in work:
-        if one.start < end and one.end > start:
+        if one.start < end and one.start + one.dur > start:
             by_device[one.device].append(one)
     if not by_device:
         return None
@@ -95,9 +95,14 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
 
 def _of_device(work: list[Work], start: int, end: int) -> Parts:
     kinds = {"compute": [], "communication": [], "copy": []}
+    kernels: dict[str, list] = {}  # by name: most names are there many times
     for one in work:
-        kinds[_kind(one)].append((one.start, one.end))
-    compute, communication, copy = (union(clipped(kinds[kind], start, end)) for kind in kinds)
+        if one.kind != "kernel":
+            into = kinds["copy"]
+        elif (into := kernels.get(one.name)) is None:
+            into = kernels[one.name] = kinds["communication" if is_communication(one) else "compute"]
+        into.append((max(one.start, start), min(one.start + one.dur, end)))
+    compute, communication, copy = (union(some) for some in kinds.values())
     not_copy = union([*compute, *communication])
     idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter(sorted(work, key=lambda one: one.start))
@@ -119,12 +124,6 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
 def is_communication(work: Work) -> bool:
     """Whether it is a collective's kernel."""
     return work.kind == "kernel" and kernel_names.decode(work.name).family == "communication"
-
-
-def _kind(work: Work) -> str:
-    if work.kind != "kernel":
-        return "copy"
-    return "communication" if is_communication(work) else "compute"
 
 
 def _why_idle(following: Work | None, gap_start: int) -> str:

@@ -165,11 +165,17 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
 
 
 def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
-    """When each GPU did something."""
-    by_device = defaultdict(list)
+    """When each GPU did something. work: by start, so that one pass is their union."""
+    by_device: dict[object, tuple[list[int], list[int]]] = {}
     for one in work:
-        by_device[one.device].append((one.start, one.end))
-    return {device: Lengths(union(some)) for device, some in by_device.items()}
+        start, end = one.start, one.start + one.dur
+        starts, ends = by_device.setdefault(one.device, ([], []))
+        if not ends or start > ends[-1]:
+            starts.append(start)
+            ends.append(end)
+        elif end > ends[-1]:
+            ends[-1] = end
+    return {device: Lengths(list(zip(*edges, strict=True))) for device, edges in by_device.items()}
 
 
 def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -> float | None:
