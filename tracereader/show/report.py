@@ -317,7 +317,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         ("idle: its launch is not in the trace", gpu.idle_unknown_us),
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
-    shown.append(("the whole window" + ", the wide first step included" * summary.after_first, us(window), "100%"))
+    reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
+    shown.append((f"the whole window, {reaches}", us(window), "100%"))
     title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
     print_columns(out, (title, "µs", "share"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
