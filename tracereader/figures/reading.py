@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.figures.ranks import RankTrace, of_rank
+from tracereader.figures.rank import RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
 from tracereader.trace.document import opened

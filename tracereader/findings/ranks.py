@@ -5,7 +5,8 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.ranks import OUTSIDE, RankFigures, RanksSummary, Times
+from tracereader.figures.rank import OUTSIDE, Times
+from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.findings.finding import counted
 
 # Of a rank's time, waiting for others with nothing computed beside it. On two H200s: 31% in FSDP with a CPU that

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from tracereader.command import BadInput
 from tracereader.figures import reading
-from tracereader.figures.ranks import RankFigures, RanksSummary, RankTrace, joined
+from tracereader.figures.rank import RankTrace
+from tracereader.figures.ranks import RankFigures, RanksSummary, joined
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show import lanes
