@@ -73,7 +73,7 @@ def flags_and_roofs(tmp_path, roofs, trace=MLP, dtype="bf16"):
 @pytest.mark.parametrize(
     "roofs",
     [None, 3, [], {}, {"tflops": 1.0}, {"tflops": "1", "gb_s": 1.0}, {"tflops": -1.0, "gb_s": 1.0},
-     {"tflops": True, "gb_s": 1.0}],
+     {"tflops": True, "gb_s": 1.0}, {"tflops": 10**400, "gb_s": 1.0}],
 )  # fmt: skip
 def test_roofs_that_nobody_measured_are_none(tmp_path, roofs):
     assert {one.roof for one in flags_and_roofs(tmp_path, roofs).cpu_work} == {None}

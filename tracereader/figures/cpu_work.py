@@ -1,6 +1,5 @@
 """What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -20,9 +19,8 @@ INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Labels of torch's own in which it computes or waits: collectives of a CPU, a DataLoader's next batch.
 RECORDED = re.compile(r"(gloo|mpi|nccl|xccl):|enumerate\(DataLoader\)#")
 WRITTEN_BY_INDUCTOR = "cpp_fused"
-
-
-ITEM = {"bf16": "c10::BFloat16", "fp16": "c10::Half", "fp32": "float"}
+# A script's --dtype, as torch writes it in a trace.
+TYPES = {"bf16": "c10::BFloat16", "fp16": "c10::Half", "fp32": "float"}
 
 
 class Roofs(msgspec.Struct, frozen=True):
@@ -37,9 +35,9 @@ def roofs_of(lesson: Lesson | None) -> Roofs | None:
     """What a numbered script stored of its machine; None where it did not, or not usably."""
     found = lesson.facts.get("roofs") if lesson else None
     rates = [found.get(name) for name in ("tflops", "gb_s")] if isinstance(found, dict) else []
-    if not rates or not all(type(one) in (int, float) and math.isfinite(one) and one > 0 for one in rates):
+    if not rates or not all(type(one) in (int, float) and 0 < one < 2**53 for one in rates):
         return None
-    return Roofs(*rates, ITEM.get(str(lesson.flags.get("dtype")), ""))
+    return Roofs(*rates, TYPES.get(str(lesson.flags.get("dtype")), ""))
 
 
 class CpuWork(msgspec.Struct, frozen=True):

@@ -112,7 +112,7 @@ def facts_of(lesson: dict | None) -> Facts | None:
 
 
 def _is_amount(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < 2**53
+    return type(value) in (int, float) and 0 <= value < 2**53
 
 
 def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> Decoding | None:
