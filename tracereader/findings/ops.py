@@ -45,7 +45,7 @@ def cost_in_children() -> Finding:
         label = summary.label
         if label is None or label.us - label.self_us <= label.us / 2:
             return Verdict(False, "")
-        return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own")
+        return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own, in one call")
 
     return Finding("a row's total far above its self time", judge)
 
