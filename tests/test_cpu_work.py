@@ -253,6 +253,7 @@ def test_what_computes_is_counted_once_and_by_its_type(tmp_path, capsys):
         ("aten::mm", "cpu_op", 170, 60, 1, recorded(square, ["c10::complex<float>"] * 2)),
         ("aten::mm", "cpu_op", 230, 3, 1, recorded(square, [FP32, FP32])), ("aten::new_empty", "cpu_op", 231, 1),
         ("aten::mm", "cpu_op", 240, 9, 1, recorded(square, [FP32, FP32])), ("aten::_sparse_mm", "cpu_op", 241, 5),
+        ("aten::mul", "cpu_op", 260, 9, 1, recorded([[], [64, 64], [64, 64]], ["double", FP32, FP32])),
         ("compile_inner (dynamo_timed)", "cpu_op", 300, 90),
         ("aten::mm", "cpu_op", 310, 5, 1, recorded(square, [FP32, FP32])),
     ]  # fmt: skip
@@ -260,7 +261,7 @@ def test_what_computes_is_counted_once_and_by_its_type(tmp_path, capsys):
     found = [(one.name, one.type, one.flops) for one in summarize(read(trace)).cpu_work]
     assert found == [
         ("aten::bmm", FP32, 2 * 4 * 8**3), ("aten::mm", FP32, 2 * 64**3), ("aten::mm", BF16, 2 * 64**3),
-        ("aten::mm", "", None),
+        ("aten::mm", "", None), ("aten::mul", FP32, None),
     ]  # fmt: skip
     assert cli.main([str(trace), "--only", "cpu"]) == 0
     said = capsys.readouterr().out

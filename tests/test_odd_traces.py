@@ -150,3 +150,14 @@ def test_a_signal_that_is_held_comes_though_the_body_fails():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["now"]
+
+
+def test_what_torch_labels_in_a_step_is_not_its_label(written):
+    """Optimizer.zero_grad#… comes first and holds no op: the gap is that from the step's start."""
+    trace = written(
+        event("ProfilerStep#1", "user_annotation", 0, 100),
+        event("Optimizer.zero_grad#Adam.zero_grad", "user_annotation", 2, 5), event("aten::mm", "cpu_op", 30, 50),
+        event("Optimizer.step#Adam.step", "user_annotation", 82, 10), event("aten::add_", "cpu_op", 83, 5),
+    )  # fmt: skip
+    summary = summarize(read(trace))
+    assert summary.label is None and summary.steps[0].label_to_first_op_us == 30

@@ -177,7 +177,9 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
 
 
 def _type_of(op: Op) -> str:
-    """Of its first input that is a tensor, as torch writes it; "" of one that is not known here."""
-    types = op.args.get("Input type")
-    named = [one for one in types if isinstance(one, str)] if isinstance(types, list) else []
-    return next((one if one in BYTES_OF else "" for one in named if one not in ("", "Scalar", "ScalarList")), "")
+    """Of its first input with a size, as torch writes it; "" of one that is not known here."""
+    types, dims = op.args.get("Input type"), op.args.get("Input Dims")
+    if not isinstance(types, list) or not isinstance(dims, list):
+        return ""
+    given = next((name for name, shape in zip(types, dims, strict=False) if shape and isinstance(name, str)), "")
+    return given if given in BYTES_OF else ""

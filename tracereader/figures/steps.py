@@ -23,6 +23,8 @@ OUTSIDE = "outside every call"
 # What torch.compile writes around its phases, and the annotations that say of which compilation: of the
 # frame (compiled autograd's number before it), and how often it had been compiled before.
 COMPILING = " (dynamo_timed)"
+# The profiler's mark, and what torch labels in the midst of a step: a gap up to their first op is none of the step's.
+TORCHS_LABELS = (STEP, "Optimizer.", "enumerate(DataLoader)#")
 COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
 
@@ -109,8 +111,8 @@ def span_us(work: Sequence[Work]) -> float:
 
 
 def label_of(step: Step) -> Op | None:
-    """The step's own annotation: the outermost label in it, not counting the profiler's mark."""
-    return next((op for op in step.walk() if op.kind == "label" and not op.name.startswith(STEP)), None)
+    """The step's own annotation: the outermost label in it that torch itself did not set."""
+    return next((op for op in step.walk() if op.kind == "label" and not op.name.startswith(TORCHS_LABELS)), None)
 
 
 def self_us(op: Op) -> float:

@@ -321,7 +321,8 @@ def label_gap() -> Finding:
         gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
         if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
             return Verdict(False, "")
-        return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others")
+        whose = "" if summary.label else "; no label here, so from the step's start"
+        return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
     return Finding("a gap between the label's start and the first op in it", judge)
 
