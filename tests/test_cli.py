@@ -197,7 +197,7 @@ def mutate(document, mutations):
 FUZZ = int(os.environ.get("FUZZ", "0"))
 
 
-@settings(max_examples=FUZZ or 1000, derandomize=not FUZZ, deadline=None, database=None, print_blob=True,
+@settings(max_examples=FUZZ or 400, derandomize=not FUZZ, deadline=None, database=None, print_blob=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"]))
 def test_a_mutated_trace_is_explained_or_refused(tmp_path_factory, capsys, source, mutations, flag):

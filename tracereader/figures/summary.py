@@ -154,6 +154,16 @@ class Summary(msgspec.Struct, frozen=True):
         return any(step.launches for step in self.steps) or bool(self.gpu_work)
 
     @property
+    def kernels_of_step(self) -> list[GpuWork]:
+        """Of the GPU work of the step spoken of, what is no copy and no memset."""
+        return [one for one in self.gpu_work if one.kind == "kernel"]
+
+    @property
+    def summed_us(self) -> float:
+        """The times of that GPU work together, also where pieces ran beside each other."""
+        return sum(one.us for one in self.gpu_work)
+
+    @property
     def busy_share(self) -> float | None:
         """Of the window, GPU busy."""
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None

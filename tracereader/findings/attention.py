@@ -33,17 +33,13 @@ MOST_OF_IT = 0.4
 LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
 
 
-def _total(summary: Summary) -> float:
-    return sum(one.us for one in summary.gpu_work)
-
-
 def _cost(summary: Summary, gpu_us: float, cpu_us: float | None = None) -> float | None:
     """Of the lane that a step waits for: where that is the CPU's, GPU time saved saves nothing."""
     return cpu_us if waits_for(summary) in ("overhead", "cpu-only") else gpu_us
 
 
 def _worth_a_line(summary: Summary, us: float) -> bool:
-    return us > WORTH_A_LINE * (_total(summary) or summary.chosen.cpu_us)
+    return us > WORTH_A_LINE * (summary.summed_us or summary.chosen.cpu_us)
 
 
 @recordable
@@ -155,7 +151,7 @@ def low_occupancy() -> Finding:
     def judge(summary):
         one = max(summary.gpu_work, key=lambda one: one.us, default=None)
         # Asked of the kernel that is most of the step: of one among many, the step's time says nothing.
-        if one is None or one.occupancy is None or one.us < 0.5 * _total(summary):
+        if one is None or one.occupancy is None or one.us < 0.5 * summary.summed_us:
             return Verdict(None, "no kernel with a known footprint that takes half of the step's GPU time")
         limit = f"{one.occupancy.limit:.1%}".replace(".0%", "%")
         seen = f"{short(one.name)}: at most {limit}, by its {one.occupancy.limited_by}"
@@ -182,11 +178,11 @@ def for_an_older_gpu() -> Finding:
         # What came later and matters here: wgmma and TMA on sm 90, the fifth tensor cores on sm 100.
         older = [one for one, sm in told if sm and sm // 10 < int(own) // 10 and 90 <= int(own) < 120]
         us = sum(one.us for one in older)
-        if us <= 0.1 * _total(summary):
+        if us <= 0.1 * summary.summed_us:
             shown = listed(sorted({f"sm {sm}" for _, sm in told if sm}))
             return Verdict(False, f"{shown}, run on sm {own}")
         first = max(older, key=lambda one: one.us)
-        seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of a step's {duration(_total(summary))}"
+        seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of a step's {duration(summary.summed_us)}"
         return Verdict(True, seen)
 
     return Finding("a kernel written for an older generation of GPU", judge, needs_gpu=True)

@@ -14,10 +14,6 @@ BYTES_OF_FLAG = {"bf16": 2, "fp16": 2, "fp32": 4}
 WORKSPACE_BYTES = 32 * 2**20
 
 
-def _kernels(summary: Summary) -> list[GpuWork]:
-    return [one for one in summary.gpu_work if one.kind == "kernel"]
-
-
 def _word(one: GpuWork) -> str:
     """What a piece of GPU work is, in a word."""
     if one.kind != "kernel":
@@ -46,7 +42,7 @@ def kernel_is(word: str, what: str) -> Finding:
     """One kernel a step, with this in its name."""
 
     def judge(summary):
-        kernels = _kernels(summary)
+        kernels = summary.kernels_of_step
         seen = listed(f"{short(one.name, 60)} {one.us:,.1f} µs" for one in kernels[:3])
         if len(kernels) > 3:
             seen = f"{counted(len(kernels), 'kernel')}: {seen}, …"
@@ -68,7 +64,7 @@ def written_for_this_gpu() -> Finding:
 @recordable
 def launched_by(call: str) -> Finding:
     def judge(summary):
-        calls = sorted({one.launched_by for one in _kernels(summary)})
+        calls = sorted({one.launched_by for one in summary.kernels_of_step})
         return Verdict(calls == [call], listed(calls))
 
     return Finding(f"launched with {call}", judge, needs_gpu=True)
@@ -77,7 +73,7 @@ def launched_by(call: str) -> Finding:
 @recordable
 def occupancy_not_estimated() -> Finding:
     def judge(summary):
-        kernels = _kernels(summary)
+        kernels = summary.kernels_of_step
         one = kernels[0] if len(kernels) == 1 else None
         if one is None or one.occupancy is None:
             return Verdict(None, "not one kernel with its footprint")

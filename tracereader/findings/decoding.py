@@ -129,7 +129,7 @@ def casts() -> Finding:
 
 def _cost(summary: Summary, found: Asked, what: str) -> Verdict:
     """Holds where it is worth a word on the lane that the step waits for."""
-    step, total = summary.chosen, sum(one.us for one in summary.gpu_work)
+    step, total = summary.chosen, summary.summed_us
     overhead = waits_for(summary) == "overhead"
     cost, whole = (found.cpu_us, step.cpu_us) if overhead and found.cpu_us else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
@@ -180,7 +180,7 @@ def logits_of_all() -> Finding:
 def reads_weights() -> Finding:
     def judge(summary):
         found = next(iter(summary.weight_reads), None)
-        total = sum(one.us for one in summary.gpu_work)
+        total = summary.summed_us
         if found is None or found.us <= MUCH_READING * total:
             return Verdict(False, "")
         if found.ridge_rows and found.rows >= found.ridge_rows:

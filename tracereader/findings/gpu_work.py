@@ -15,13 +15,9 @@ OVERLAPS = 1.1
 
 def overlap(summary: Summary) -> bool:
     """Whether a step's kernels run beside each other, so that their times' sum is more than the time they take."""
-    total = sum(one.us for one in summary.gpu_work)
+    total = summary.summed_us
     beside = not all(one.ran_alone for one in summary.gpu_work)
     return beside and total > OVERLAPS * summary.chosen.gpu_busy_us
-
-
-def _kernels(summary: Summary) -> list[GpuWork]:
-    return [one for one in summary.gpu_work if one.kind == "kernel"]
 
 
 def _gemms(summary: Summary) -> list[GpuWork]:
@@ -89,7 +85,7 @@ def occupancy_query() -> Finding:
 def gemm_is_heavy() -> Finding:
     def judge(summary):
         prints = {}
-        for one in _kernels(summary):
+        for one in summary.kernels_of_step:
             kind = "GEMM" if one.family == "GEMM" else "other"
             prints.setdefault(kind, (one.registers, one.shared_memory))
         if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
@@ -179,7 +175,7 @@ def epilogue() -> Finding:
 @recordable
 def bias_in_the_epilogue() -> Finding:
     def judge(summary):
-        kernels = _kernels(summary)
+        kernels = summary.kernels_of_step
         seen = listed(short(one.name, 60) for one in kernels)
         if len(kernels) != 1 or kernels[0].family != "GEMM":
             return Verdict(False, seen)
@@ -240,7 +236,7 @@ def fused_into_one(maker: str, *words: str) -> Finding:
             seen = listed(f"{short(name, 60)} {op.self_us:,.1f} µs" for name, op in written.items())
             merged = [name for name in written if all(word in name for word in words)]
             return Verdict(len(merged) == 1, seen) if written else Verdict(None, NO_GPU)
-        others = [one for one in _kernels(summary) if one.family != "GEMM"]
+        others = [one for one in summary.kernels_of_step if one.family != "GEMM"]
         seen = listed(f"{short(one.name, 60)} {one.us:.1f} µs" for one in others)
         return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
 
@@ -329,7 +325,7 @@ def graph_copies() -> Finding:
         if not copies or not graph_replay().ask(summary).holds:
             return Verdict(False, "")
         us = sum(one.us for one in copies)
-        total = sum(one.us for one in summary.gpu_work)
+        total = summary.summed_us
         return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=us)
 
     return Finding("copies before a cudaGraphLaunch", judge)

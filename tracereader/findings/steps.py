@@ -63,7 +63,7 @@ def _roof_met(summary: Summary) -> str:
     for one in summary.gpu_work:
         if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
             near[one.roof] += one.us
-    total = sum(one.us for one in summary.gpu_work)
+    total = summary.summed_us
     roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
     return roof if us > MUCH_KNOWN * total else "gpu"
 
@@ -88,7 +88,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     elif found in ("compute", "memory"):
         roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
-        total = sum(one.us for one in summary.gpu_work)
+        total = summary.summed_us
         weight = sum(one.us for one in near)
         reached = sum(one.of_roof * one.us for one in near) / weight
         seen = f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"

@@ -32,13 +32,13 @@ def told(summary: Summary) -> list[Repeat]:
     """The repeats that are worth a row, in order; none of a step that is short enough to be read piece by piece."""
     if len(summary.gpu_work) <= LONG:
         return []
-    total = sum(one.us for one in summary.gpu_work)
+    total = summary.summed_us
     return [one for one in summary.repeats if one.total_us > WORTH_A_ROW * total]
 
 
 def table(out: Console, summary: Summary) -> None:
     """Each run of equal stretches as a row, with the rest of the step; then what one stretch consists of."""
-    total, shown = sum(one.us for one in summary.gpu_work), told(summary)
+    total, shown = summary.summed_us, told(summary)
     largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
     rows = []
     facts = summary.decoding.facts if summary.decoding else None
