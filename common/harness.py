@@ -244,27 +244,9 @@ def save(
     with screen.status(f"checking against {against} …"):
         error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
-    roofs = None
-    if args.record_shapes and args.device.type == "cpu" and not args.ranks:  # a GPU has a data sheet
-        with screen.status("measuring what this machine reaches …"):
-            compute, memory = measured_roofs(args.device, args.dtype)
-        roofs = {"tflops": compute.rate, "gb_s": memory.rate}
     run_id = secrets.token_hex(8)
-    lesson = {
-        "script": args.script,
-        "flags": args.profiled,
-        "device": device_name(args.device),
-        "torch": torch.__version__,
-        "run": run_id,
-        "guesses": [guess.record for guess in args.guesses],
-        "facts": {
-            "first_call_s": steps.first_call_s,
-            "peak_bytes": peak_bytes,
-            "relative_error": error,
-            "roofs": roofs,
-            **(facts or {}),
-        },
-    }
+    told = {"first_call_s": steps.first_call_s, "peak_bytes": peak_bytes, "relative_error": error}
+    lesson = _lesson(args, run_id, told | {"roofs": _roofs(args)} | (facts or {}))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
         raise RunFailed("--code: Inductor handed out no code for what ran; no file was written")
@@ -293,6 +275,28 @@ def save(
         rank=args.ranks.rank if args.ranks else 0,
         ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )
+
+
+def _lesson(args, run_id: str, facts: dict) -> dict:
+    """What the trace is to hold of its run, for the reports that are made of it."""
+    return {
+        "script": args.script,
+        "flags": args.profiled,
+        "device": device_name(args.device),
+        "torch": torch.__version__,
+        "run": run_id,
+        "guesses": [guess.record for guess in args.guesses],
+        "facts": facts,
+    }
+
+
+def _roofs(args) -> dict[str, float] | None:
+    """What a CPU reaches, which no data sheet tells the reader; only where shapes give rates to set against it."""
+    if not args.record_shapes or args.device.type != "cpu" or args.ranks:
+        return None
+    with screen.status("measuring what this machine reaches …"):
+        compute, memory = measured_roofs(args.device, args.dtype)
+    return {"tflops": compute.rate, "gb_s": memory.rate}
 
 
 def _export(prof: torch.profiler.profile, file: Path) -> None:
