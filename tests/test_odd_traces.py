@@ -161,3 +161,16 @@ def test_what_torch_labels_in_a_step_is_not_its_label(written):
     )  # fmt: skip
     summary = summarize(read(trace))
     assert summary.label is None and summary.steps[0].label_to_first_op_us == 30
+
+
+def test_two_steps_of_one_name_are_two(written, capsys):
+    """Two loops in one recording count from the same number."""
+    first = [event("ProfilerStep#3", "user_annotation", 0, 50), *launched(10, 1)]
+    second = [event("ProfilerStep#3", "user_annotation", 100, 400)]
+    second += [one for number in range(2, 7) for one in launched(100 + 50 * number, number)]
+    trace = written(*first, *second)
+    summary = summarize(read(trace))
+    assert summary.chosen.cpu_us == 400 and summary.chosen.launches == len(summary.gpu_work) == 5
+    assert cli.main([str(trace), "--only", "short,chain"]) == 0
+    said = capsys.readouterr().out
+    assert "5 launches a step" in said and said.count("cudaLaunchKernel") == 5

@@ -104,6 +104,7 @@ class Summary(msgspec.Struct, frozen=True):
     steps: tuple[StepFacts, ...]
     left_out: list[str]  # steps so much wider that they would hide what the rest is like
     typical_step: str
+    typical_index: int  # its place among the trace's steps: a name may be there twice
     cpu_us: float  # of the typical step, whichever one is spoken of
     window_us: float
     gpu: GpuTime | None
@@ -146,7 +147,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def chosen(self) -> StepFacts:
         """The step spoken of: a typical one, or the one asked for."""
-        return next(step for step in self.steps if step.name == self.typical_step)
+        return self.steps[self.typical_index]
 
     @property
     def has_gpu_work(self) -> bool:
@@ -225,6 +226,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         steps=facts,
         left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
+        typical_index=next(place for place, one in enumerate(trace.steps) if one is step),
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
         gpu=gpu,

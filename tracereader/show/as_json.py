@@ -35,7 +35,7 @@ SECTION_KEYS = {
                  "cast_products"),
 }  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
-          "typical_step", "window_us")  # fmt: skip
+          "typical_step", "typical_index", "window_us")  # fmt: skip
 
 
 def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
@@ -54,7 +54,7 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
         for guess in guesses
         for verdict in (guess.ask(summary),)
     ]
-    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    step = trace.steps[summary.typical_index]
     measured_here = {
         "table": lambda: profiler_table(trace),
         "starts": lambda: starts(trace, step),

@@ -88,7 +88,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
     guessed = guesses.guesses_of(trace)
     wanted = _wanted(summary, bool(guessed), view)
-    step = next(step for step in trace.steps if step.name == summary.typical_step)
+    step = trace.steps[summary.typical_index]
     found = cheatsheet.found(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
