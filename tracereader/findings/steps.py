@@ -126,7 +126,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         where = "in Python, in the profiler, or in code not recorded"
         return WORDS["cpu-only"], f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.lesson and not summary.shapes_recorded
-    asked = "; add --record-shapes to see rates, and what limits it" if could else ""
+    asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return WORDS["cpu-only"], f"no GPU work to set against the CPU's time{asked}"
 
 
