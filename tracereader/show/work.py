@@ -34,28 +34,30 @@ def show(out: Console, summary: Summary, view: View) -> None:
                     us(one.us),
                     f"{us(one.low_us)}–{us(one.high_us)}",
                     one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
-                    _footprint(one),
+                    *_footprint(one),
                 )
             )
         else:
-            rows.append((f"… {row.left_out:,} more", "", "", "", "", ""))
+            rows.append((f"… {row.left_out:,} more", *[""] * 7))
     heads = (
         f"GPU work of one step ({summary.chosen.number})",
         "from",
         "median µs" if len(summary.steps) > 1 else "µs",
         "range",
         "launched by",
-        "regs, shared, grid x block",
+        "regs",
+        "shared",
+        "grid x block",
     )
-    print_columns(out, heads, rows, left=(0, 1, 3, 4, 5), section="work")
+    print_columns(out, heads, rows, left=(0, 1, 3, 4, 7), section="work")
     and_more(out, len(listed), len(rows))
 
 
-def _footprint(one: GpuWork) -> str:
+def _footprint(one: GpuWork) -> tuple[str, str, str]:
     if one.kind != "kernel" or None in (one.registers, one.shared_memory, one.grid, one.block):
-        return ""
+        return "", "", ""
     grid, block = ("·".join(str(n) for n in dim if n != 1) or "1" for dim in (one.grid, one.block))
-    return f"{one.registers}, {one.shared_memory / 1024:.0f} KB, {grid} x {block}"
+    return str(one.registers), f"{one.shared_memory / 1024:.0f} KB", f"{grid} x {block}"
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
