@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.summary import graphs_in
 from tracereader.trace.kernel_names import decode, short
 
-COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", "## Call CompiledFxGraph")
+COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
 
 NAMES_SHOWN, OPS_SHOWN, FEW = 15, 40, 6
 HASH_SHOWN = 12  # letters of 52

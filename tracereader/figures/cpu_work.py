@@ -1,30 +1,29 @@
 """What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.intervals import clipped, length, union
-from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op
-from tracereader.figures.steps import COMPILING
+from tracereader.figures.places import COLLECTIVE, LOADER
+from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op, tensors_of
+from tracereader.figures.steps import COMPILING, INDUCTORS_CALL
 from tracereader.trace import Lesson, Op, Step, Trace
+from tracereader.trace.kernel_names import TYPES
 
 # Times the measured roof: so far above it a rate says that the roof is none.
 MUCH_FASTER = 1.1
 # Bytes that a cache may hold: what a pointwise op moves at which rate then says nothing of the memory.
 CACHED = 2**25
-INDUCTORS_CALL = "## Call CompiledFxGraph"
 # Labels of torch's own in which it computes or waits: collectives of a CPU, a DataLoader's next batch.
-RECORDED = re.compile(r"(gloo|mpi|nccl|xccl):|enumerate\(DataLoader\)#")
+RECORDED = re.compile(rf"{COLLECTIVE}|{re.escape(LOADER)}")
 WRITTEN_BY_INDUCTOR = "cpp_fused"
-# A script's --dtype, as torch writes it in a trace.
-TYPES = {"bf16": "c10::BFloat16", "fp16": "c10::Half", "fp32": "float"}
 
 
 class Roofs(msgspec.Struct, frozen=True):
-    """TFLOP/s and GB/s, the best that a run measured on its machine; the first for elements of this type alone."""
+    """TFLOP/s and GB/s, the best that a run measured on its machine; the first for elements of this --dtype alone."""
 
     tflops: float
     gb_s: float
@@ -37,7 +36,7 @@ def roofs_of(lesson: Lesson | None) -> Roofs | None:
     rates = [found.get(name) for name in ("tflops", "gb_s")] if isinstance(found, dict) else []
     if not rates or not all(type(one) in (int, float) and 0 < one < 2**53 for one in rates):
         return None
-    return Roofs(*rates, TYPES.get(str(lesson.flags.get("dtype")), ""))
+    return Roofs(*rates, str(lesson.flags.get("dtype")))
 
 
 class CpuWork(msgspec.Struct, frozen=True):
@@ -65,18 +64,12 @@ def outside_ops(trace: Trace, step: Step) -> float | None:
     None of a step without an op.
     """
     near = [root for some in trace.steps if some.start < step.end for root in some.roots if root.end > step.start]
-    pending = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
-    covered, ops = [], 0
-    while pending:
-        one = pending.pop()
-        if is_op(one) or (one.kind == "label" and RECORDED.match(one.name)):
-            covered.append((one.start, one.end))
-            ops += one.kind == "op"
-        else:
-            pending.extend(one.children)
-    if not ops or step.end <= step.start:
+    roots = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
+    covered = list(_outermost(roots, lambda one: is_op(one) or (one.kind == "label" and RECORDED.match(one.name))))
+    if not any(one.kind == "op" for one in covered) or step.end <= step.start:
         return None
-    return 1 - length(union(clipped(covered, step.start, step.end))) / (step.end - step.start)
+    inside = union(clipped(((one.start, one.end) for one in covered), step.start, step.end))
+    return 1 - length(inside) / (step.end - step.start)
 
 
 def is_op(call: Op) -> bool:
@@ -86,33 +79,30 @@ def is_op(call: Op) -> bool:
 
 def op_threads(step: Step) -> int:
     """How many threads ran ops in a step."""
-    tracks, pending = set(), list(step.roots)
-    while pending:
-        one = pending.pop()
-        if is_op(one):
-            tracks.add(one.track)
-        else:
-            pending.extend(one.children)
-    return len(tracks)
+    return len({one.track for one in _outermost(step.roots, is_op)})
 
 
 def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
     """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
-    found = [_measured(op, layers) for root in step.roots for op in _computing(root)]
+    outermost = _outermost(step.roots, lambda op: op.name.endswith(COMPILING) or _computes(op))
+    # What a compilation traces computes nothing.
+    found = [_measured(op, layers) for op in outermost if not op.name.endswith(COMPILING)]
     return tuple(_against(found, roofs) if roofs else found)
 
 
-def _computing(root: Op) -> Iterator[Op]:
-    """The ops that compute, each moment of them once."""
-    pending = [root]
+def _outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
+    """In order, the wanted slices that lie in no other wanted one."""
+    pending = list(reversed(roots))
     while pending:
-        op = pending.pop()
-        if op.name.endswith(COMPILING):
-            continue  # what a compilation traces computes nothing
-        if op.kind == "op" and _family(op) and not _is_made_of_others(op):
-            yield op
+        one = pending.pop()
+        if wanted(one):
+            yield one
         else:
-            pending.extend(reversed(op.children))
+            pending.extend(reversed(one.children))
+
+
+def _computes(op: Op) -> bool:
+    return op.kind == "op" and bool(_family(op)) and not _is_made_of_others(op)
 
 
 def _is_made_of_others(op: Op) -> bool:
@@ -129,7 +119,8 @@ def _family(op: Op) -> str | None:
 
 
 def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
-    given = _type_of(op)
+    first = next(iter(tensors_of(op.args)), None)
+    given = first.type if first and first.item else ""  # one of known size
     shape, moved = sizes_of_op(op) if given else (None, None)  # of complex numbers a product is more FLOPs
     flops = shape.flops if shape else None
     return CpuWork(
@@ -152,13 +143,13 @@ def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
 
 def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
     """Each with its share of the roof that it meets first: below the ridge the memory's, else the arithmetic one."""
-    of_type = [one.tflops for one in found if one.tflops and one.type == roofs.type]
+    of_type = [one.tflops for one in found if one.tflops and TYPES.get(one.type) == roofs.type]
     # A roof that the run itself breaks was measured while something else ran.
     holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
     # Factors that a cache cannot hold together are read from memory in every step, small as each may be.
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
-        known = one.type == roofs.type and not (one.attention and one.attention.causal is None)
+        known = TYPES.get(one.type) == roofs.type and not (one.attention and one.attention.causal is None)
         if one.flops is None:
             meets = "memory" if (one.least_bytes or 0) > CACHED else None
         elif one.flops < roofs.tflops * 1e3 / roofs.gb_s * one.least_bytes:
@@ -174,12 +165,3 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
             yield one  # out of a cache
             continue
         yield msgspec.structs.replace(one, roof=meets, of_roof=min(share, 1.0))
-
-
-def _type_of(op: Op) -> str:
-    """Of its first input with a size, as torch writes it; "" of one that is not known here."""
-    types, dims = op.args.get("Input type"), op.args.get("Input Dims")
-    if not isinstance(types, list) or not isinstance(dims, list):
-        return ""
-    given = next((name for name, shape in zip(types, dims, strict=False) if shape and isinstance(name, str)), "")
-    return given if given in BYTES_OF else ""

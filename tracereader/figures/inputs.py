@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from itertools import groupby
 
+from tracereader.figures.sizes import tensors_of
 from tracereader.trace import Step, kernel_names
 
 TYPES = {**kernel_names.TYPES, "long int": "int64", "short int": "int16"}
@@ -19,13 +20,6 @@ def inputs_of(step: Step) -> dict[str, dict[str, int]]:
 
 def _words(args: dict) -> str:
     """fp32 [8, 64] [64, 64] of two tensors of one type."""
-    dims, types = args.get("Input Dims"), args.get("Input type")
-    if not isinstance(dims, list) or not isinstance(types, list) or len(dims) != len(types):
-        return ""
-    tensors = [
-        (TYPES.get(name, name), f"[{', '.join(map(str, shape))}]")
-        for shape, name in zip(dims, types, strict=True)
-        if isinstance(shape, list) and shape and all(type(size) is int for size in shape) and isinstance(name, str)
-    ]
+    tensors = [(TYPES.get(one.type, one.type), str(one.shape)) for one in tensors_of(args) if one.type]
     by_type = groupby(tensors, key=lambda tensor: tensor[0])
     return ", ".join(f"{name} {' '.join(shape for _, shape in some)}" for name, some in by_type)

@@ -11,7 +11,8 @@ import msgspec
 from tracereader.trace import MODULE, STEP, Op, Step, Trace
 
 # What torch itself labels: no phase of anybody's step.
-TORCHS_OWN = re.compile(r"FSDP::|(nccl|gloo|mpi|xccl):")
+COLLECTIVE, LOADER = r"(nccl|gloo|mpi|xccl):", "enumerate(DataLoader)#"
+TORCHS_OWN = re.compile(rf"FSDP::|{COLLECTIVE}")
 _start = attrgetter("start")
 NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 

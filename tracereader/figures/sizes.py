@@ -35,11 +35,15 @@ INPUTS = {
 
 
 class Tensor(NamedTuple):
-    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known."""
+    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known.
+
+    type: as torch writes it; "" where it was not recorded.
+    """
 
     shape: list[int]
     stored: int
     item: int | None
+    type: str
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -164,8 +168,8 @@ def tensors_of(args: dict) -> list[Tensor]:
         if isinstance(shape, list) and shape and all(type(size) is int and 0 <= size < 2**40 for size in shape):
             same = isinstance(stride, list) and len(stride) == len(shape)
             distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
-            item = BYTES_OF.get(type_name) if isinstance(type_name, str) else None
-            found.append(Tensor(shape, math.prod(distinct), item))
+            given = type_name if isinstance(type_name, str) else ""
+            found.append(Tensor(shape, math.prod(distinct), BYTES_OF.get(given), given))
     return found
 
 

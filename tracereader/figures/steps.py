@@ -9,6 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Lengths, length, union
+from tracereader.figures.places import LOADER
 from tracereader.trace import STEP, Op, Step, Trace, Work
 
 # A step that took this many times the typical one is pointed at. On the H200 the first recorded
@@ -23,8 +24,9 @@ OUTSIDE = "outside every call"
 # What torch.compile writes around its phases, and the annotations that say of which compilation: of the
 # frame (compiled autograd's number before it), and how often it had been compiled before.
 COMPILING = " (dynamo_timed)"
+LOOKUP, INDUCTORS_CALL = "TorchDynamo Cache Lookup", "## Call CompiledFxGraph"
 # The profiler's mark, and what torch labels in the midst of a step: a gap up to their first op is none of the step's.
-TORCHS_LABELS = (STEP, "Optimizer.", "enumerate(DataLoader)#")
+TORCHS_LABELS = (STEP, "Optimizer.", LOADER)
 COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
 

@@ -24,7 +24,7 @@ from tracereader.figures.inputs import inputs_of
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import StepFacts, first_start, label_of, self_us, step_facts, typical
+from tracereader.figures.steps import LOOKUP, StepFacts, first_start, label_of, self_us, step_facts, typical
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -32,7 +32,6 @@ from tracereader.trace import Op, Step, Trace, kernel_names
 # A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
 # the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
 FAR_WIDER = 10
-LOOKUP = "TorchDynamo Cache Lookup"
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -207,6 +206,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     chain = _chain(step, layers)
     label = label_of(step)
     graphs, recompiled = _compiled(trace)
+    looks = any(name.startswith(LOOKUP) for name in trace.op_names)
+    calls = [Counter(op.name for op in one.walk()) for one in trace.steps] if graphs or looks else []
     lesson = _lesson(trace)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
@@ -262,8 +263,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),
         compiled_graphs=graphs,
-        graphs_of_steps=[graphs_in(op.name for op in one.walk()) for one in trace.steps] if graphs else [],
-        cache_lookups=_cache_lookups(trace),
+        graphs_of_steps=[graphs_in(names) for names in calls] if graphs else [],
+        cache_lookups=[_lookups(names) for names in calls] if looks else [],
         recompiled=recompiled,
     )
 
@@ -360,10 +361,8 @@ def graphs_in(names: Iterable[str]) -> list[str]:
     return sorted({match[1] for name in names if (match := re.search(r"CompiledFxGraph (\w+)", name))})
 
 
-def _cache_lookups(trace: Trace) -> list[int]:
-    if not any(name.startswith(LOOKUP) for name in trace.op_names):
-        return []
-    return [sum(op.name.startswith(LOOKUP) for op in step.walk()) for step in trace.steps]
+def _lookups(calls: Counter) -> int:
+    return sum(times for name, times in calls.items() if name.startswith(LOOKUP))
 
 
 def _warnings(trace: Trace) -> list[str]:

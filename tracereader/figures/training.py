@@ -9,11 +9,11 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
-from tracereader.figures.places import TORCHS_OWN, Place, innermost
+from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
-OPTIMIZER, LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
+OPTIMIZER = "Optimizer.step#"
 # Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
 UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)

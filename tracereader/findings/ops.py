@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
-from tracereader.figures.summary import LOOKUP
+from tracereader.figures.steps import LOOKUP
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.findings.steps import compiled, waits_for
 

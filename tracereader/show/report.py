@@ -11,10 +11,11 @@ from rich.console import Console
 from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
-from tracereader.figures.cpu_work import INDUCTORS_CALL, CpuWork, is_op
+from tracereader.figures.cpu_work import CpuWork, is_op
 from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
+from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import counted, duration, size
