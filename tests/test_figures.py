@@ -8,6 +8,7 @@ from math import prod
 from statistics import mean, median
 
 import pytest
+from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
 
 from tracereader import expect
@@ -17,8 +18,6 @@ from tracereader.figures.occupancy import occupancy
 from tracereader.findings.steps import waits_for
 from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
-
-GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
@@ -32,25 +31,6 @@ def both(request):
 def any_trace(request):
     raw = json.loads(gzip.decompress(request.param.read_bytes()))["traceEvents"]
     return summarize(read(request.param)), [event for event in raw if event.get("ph") == "X"]
-
-
-def end(event):
-    return event["ts"] + event["dur"]
-
-
-def raw_steps(events):
-    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
-    return sorted(marks, key=lambda e: e["ts"])
-
-
-def raw_work(events, mark):
-    """The GPU work launched in a step: by correlation, whatever the annotations say."""
-    calls = {
-        e["args"]["correlation"] for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
-    }  # fmt: skip
-    work = (e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls)
-    return sorted(work, key=lambda e: e["ts"])
 
 
 def covered(spans):
@@ -86,9 +66,7 @@ def test_steps(both):
         assert (one.times_the_typical is not None) == (mark["dur"] >= 1.5 * usual)
         within = [e for e in events if mark["ts"] <= e["ts"] < end(mark)]
         assert one.occupancy_queries == sum("Occupancy" in e["name"] for e in runtime(within))
-        label = min(
-            (e for e in within if e.get("cat") == "user_annotation" and e is not mark), key=lambda e: e["ts"]
-        )
+        label = min((e for e in within if e.get("cat") == "user_annotation" and e is not mark), key=lambda e: e["ts"])
         first_op = min(e["ts"] for e in events if e.get("cat") == "cpu_op" and label["ts"] <= e["ts"] < end(label))
         assert one.label_to_first_op_us == about(first_op - label["ts"])
         if not work:

@@ -8,6 +8,7 @@ from collections import Counter
 from statistics import median
 
 import pytest
+from raw_events import end, raw_steps, raw_work
 from references import H200, MODELS, ROOT
 
 from common import harness
@@ -21,7 +22,6 @@ REFERENCE = ROOT / "traces/reference"
 TWO = REFERENCE / "nvidia-h200-x2/06_training"
 LLM = H200 / "05_llm"
 TESTS = ROOT / "tests/traces"
-GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def document(path):
@@ -32,25 +32,8 @@ def slices(path):
     return [e for e in document(path)["traceEvents"] if e.get("ph") == "X"]
 
 
-def end(event):
-    return event["ts"] + event["dur"]
-
-
-def steps_of(events):
-    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
-    return sorted(marks, key=lambda e: e["ts"])
-
-
-def launched_in(events, mark):
-    calls = {
-        e["args"]["correlation"] for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
-    }  # fmt: skip
-    return [e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls]
-
-
 def step_named(events, name):
-    return next(mark for mark in steps_of(events) if mark["name"] == name)
+    return next(mark for mark in raw_steps(events) if mark["name"] == name)
 
 
 def covered(spans):
@@ -74,7 +57,7 @@ def written(tmp_path, name, found):
 
 def test_matrix_products_of_compiled_prefill_are_cublas_own(capsys):
     path = LLM / "1x512_bf16_warm_compile_prefill_dynamic_last.json.gz"
-    work = [e for mark in steps_of(slices(path)) for e in launched_in(slices(path), mark)]
+    work = [e for mark in raw_steps(slices(path)) for e in raw_work(slices(path), mark)]
     share = sum(e["dur"] for e in work if re.search("nvjet|gemm|gemv", e["name"])) / sum(e["dur"] for e in work)
     assert f"{share:.0%} matrix products" in printed(capsys, path, "--only", "short")
     eager = compare.Side(summarize(read(LLM / "1x512_bf16_warm_eager_prefill_active2.json.gz")))
@@ -111,7 +94,7 @@ def test_ops_are_compared_by_their_calls(tmp_path):
 def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
     path = LLM / "1x512_bf16_warm_eager_triton-overlap_graph.json.gz"
     events = slices(path)
-    work = launched_in(events, step_named(events, summarize(read(path)).typical_step))
+    work = raw_work(events, step_named(events, summarize(read(path)).typical_step))
     together, summed = covered((e["ts"], end(e)) for e in work), sum(e["dur"] for e in work)
     assert summed > 2 * together
     said = f"kernels overlap: the step's GPU work takes {together:,.1f} µs together"
@@ -123,11 +106,11 @@ def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
 def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
     path = LLM / "1x512_bf16_warm_compile.json.gz"
     events = slices(path)
-    marks = steps_of(events)
+    marks = raw_steps(events)
     summary = summarize(read(path))
     apart = median(b["ts"] - a["ts"] for a, b in itertools.pairwise(marks))
     assert (summary.decoding.lane, summary.decoding.step_us) == ("CPU", pytest.approx(apart, abs=0.01))
-    work = launched_in(events, step_named(events, summary.typical_step))
+    work = raw_work(events, step_named(events, summary.typical_step))
     alone = 1e6 / covered((e["ts"], end(e)) for e in work)
     assert f"the GPU's work alone would allow {alone:,.0f}" in printed(capsys, path, "--only", "short")
 
@@ -135,7 +118,7 @@ def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
 def enclosed(tmp_path, path):
     """The trace with one more label around all that a step does."""
     found = document(path)
-    for mark in steps_of([e for e in found["traceEvents"] if e.get("ph") == "X"]):
+    for mark in raw_steps([e for e in found["traceEvents"] if e.get("ph") == "X"]):
         found["traceEvents"].append(
             {**mark, "name": "train_step", "ts": mark["ts"] + 0.001, "dur": mark["dur"] - 0.002, "args": {}}
         )
@@ -194,8 +177,8 @@ def test_a_ranks_window_holds_earlier_steps_work(capsys):
     paths = sorted((TESTS / "ranks").glob("ddp_straggler_rank*.json.gz"))
     for path in paths:
         events = slices(path)
-        first = steps_of(events)[0]
-        begin = min(e["ts"] for e in launched_in(events, first))
+        first = raw_steps(events)[0]
+        begin = min(e["ts"] for e in raw_work(events, first))
         computing = [e for e in events if e["cat"] == "kernel" and "nccl" not in e["name"]]
         us = covered((max(e["ts"], first["ts"]), min(end(e), begin)) for e in computing
                      if e["ts"] < begin and end(e) > first["ts"])  # fmt: skip
@@ -237,7 +220,7 @@ def test_the_first_products_of_a_comparison_count_what_is_gone(capsys):
     """Of a name that runs less often, how many times went; its time is said to be of all."""
     naive, in_place = (TESTS / f"attention_{name}.json.gz" for name in ("naive", "math"))
     sides = [compare.Side(summarize(read(path))) for path in (naive, in_place)]
-    counts = [Counter(e["name"] for e in launched_in(slices(p), step_named(slices(p), s.summary.typical_step)))
+    counts = [Counter(e["name"] for e in raw_work(slices(p), step_named(slices(p), s.summary.typical_step)))
               for p, s in zip((naive, in_place), sides, strict=True)]  # fmt: skip
     assert [side.work for side in sides] == counts
     new = next(text for text in compare.difference(*sides).changed if text.startswith("GPU work new"))

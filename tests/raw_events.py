@@ -1,0 +1,22 @@
+"""A trace's raw events, as tests count them, without the reader."""
+
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def raw_steps(events):
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    return sorted(marks, key=lambda e: e["ts"])
+
+
+def raw_work(events, mark):
+    """The GPU work launched in a step: by correlation, whatever the annotations say."""
+    calls = {
+        e["args"]["correlation"] for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
+    }  # fmt: skip
+    work = (e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls)
+    return sorted(work, key=lambda e: e["ts"])
