@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from raw_events import event
 
 from tracereader import cli, expect
 from tracereader.figures import compare, summarize
@@ -26,15 +27,11 @@ def made(tmp_path, *steps, name="made.json"):
     events = []
     for number, slices in enumerate(steps):
         start = number * STEP_US
-        events.append(slice_of(f"ProfilerStep#{number + 2}", "user_annotation", start, STEP_US - 1))
-        events += [slice_of(text, "cpu_op", start + ts, dur) for text, ts, dur in slices]
+        events.append(event(f"ProfilerStep#{number + 2}", "user_annotation", start, STEP_US - 1))
+        events += [event(text, "cpu_op", start + ts, dur) for text, ts, dur in slices]
     file = tmp_path / name
     file.write_text(json.dumps({"traceEvents": events}))
     return file
-
-
-def slice_of(name, cat, ts, dur):
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
 
 
 def printed(capsys, *words):

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from raw_events import event
 from references import H200, ROOT
 
 from tracereader import cli
@@ -28,16 +29,16 @@ def test_products_and_pointwise_ops_with_their_rates():
     ops = {"aten::mm", "aten::gelu", "aten::mul"}
     expected = sorted((e for e in events if e["name"] in ops), key=lambda e: e["ts"])
     assert [one.name for one in summary.cpu_work] == [e["name"] for e in expected]
-    for one, event in zip(summary.cpu_work, expected, strict=True):
-        left, right = (event["args"]["Input Dims"] + [[]])[:2]
+    for one, call in zip(summary.cpu_work, expected, strict=True):
+        left, right = (call["args"]["Input Dims"] + [[]])[:2]
         if one.name == "aten::mm":
             flops = 2 * left[0] * left[1] * right[1]
             assert flops == 2 * 8192 * 768 * 3072 and one.product.flops == flops
-            assert one.tflops == pytest.approx(flops / event["dur"] / 1e6, rel=1e-4)
+            assert one.tflops == pytest.approx(flops / call["dur"] / 1e6, rel=1e-4)
         else:
             read_ = math.prod(left) + (math.prod(right) if one.name == "aten::mul" else 0)
             assert one.bytes_moved == 2 * (read_ + math.prod(left))
-            assert one.gb_s == pytest.approx(one.bytes_moved / event["dur"] / 1e3, rel=1e-4)
+            assert one.gb_s == pytest.approx(one.bytes_moved / call["dur"] / 1e3, rel=1e-4)
     assert [one.layer for one in summary.cpu_work if one.product] == ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -180,10 +181,9 @@ def test_a_guard_failure_is_a_compilation_in_the_middle(capsys):
 def made(tmp_path, slices, name="made.json"):
     """A trace of slices: name, category, start, duration (µs), then its thread and its args where it has some."""
     events = [
-        {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": (*rest, 1)[0],
-         "args": rest[1] if len(rest) > 1 else {}}
+        event(name, cat, ts, dur, (*rest, 1)[0], **(rest[1] if len(rest) > 1 else {}))
         for name, cat, ts, dur, *rest in slices
-    ]  # fmt: skip
+    ]
     (tmp_path / name).write_text(json.dumps({"traceEvents": events}))
     return tmp_path / name
 

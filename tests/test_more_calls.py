@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from raw_events import event
 
 from tracereader import cli
 
@@ -13,12 +14,8 @@ def made(tmp_path, calls):
     for number, times in enumerate((1, 1, 1, 20)):
         inside = [call for call in calls for _ in range(times)]
         length = 12 * len(inside) + 10
-        slices = [(f"ProfilerStep#{number}", "user_annotation", start, length)]
-        slices += [(name, cat, start + 5 + 12 * at, 10) for at, (name, cat) in enumerate(inside)]
-        events += [
-            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
-            for name, cat, ts, dur in slices
-        ]
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", start, length))
+        events += [event(name, cat, start + 5 + 12 * at, 10) for at, (name, cat) in enumerate(inside)]
         start += length + 5
     (tmp_path / "made.json").write_text(json.dumps({"traceEvents": events}))
     return tmp_path / "made.json"

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from raw_events import event
 
 from tracereader import cli, interrupts, machine
 from tracereader.figures import summarize
@@ -12,10 +13,6 @@ from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.findings.ranks import ms
 from tracereader.trace import read
-
-
-def event(name, cat, ts, dur, tid=1, **args):
-    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
 
 
 def launched(ts, number, device=0, tid=1):

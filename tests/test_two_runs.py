@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from raw_events import event
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
@@ -20,12 +21,8 @@ def made(tmp_path, name, calls, flags=None):
     events = []
     for number in range(3):
         start = 1000 * number
-        slices = [(f"ProfilerStep#{number}", "user_annotation", start, 990, {})]
-        slices += [(op, "cpu_op", start + 5 + 20 * at, 15, args) for at, (op, args) in enumerate(calls)]
-        events += [
-            {"ph": "X", "cat": cat, "name": text, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": args}
-            for text, cat, ts, dur, args in slices
-        ]
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", start, 990))
+        events += [event(op, "cpu_op", start + 5 + 20 * at, 15, **args) for at, (op, args) in enumerate(calls)]
     found = {"traceEvents": events}
     if flags is not None:
         found["lesson"] = {"script": "01_matmul_add", "flags": flags}
