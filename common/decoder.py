@@ -1,6 +1,7 @@
 """What the decoder rung needs of transformers: the model, its cache, the ways to attend, and the check."""
 
 import contextlib
+import functools
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -115,18 +116,22 @@ def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, o
 
 
 def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step as one CUDA graph: called once, recorded once, and from then on replayed with one launch."""
-    with torch.no_grad():
+    """The step as one CUDA graph: the first call runs it and records it, and each replays it with one launch."""
+
+    @functools.cache
+    def record() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            step()  # what is made at the first call is no part of the graph
+            step()  # what is made or compiled at the first call is no part of the graph
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = step()
+        return graph, out
 
     def replay():
+        graph, out = record()
         graph.replay()
         return out
 

@@ -79,8 +79,8 @@ def settled(args):
         (args.tune and not args.compile, "--tune is Inductor's: add --compile"),
         (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
         (
-            args.graph and args.compile,
-            "--graph is for what --compile leaves: --compile reduce-overhead records its own",
+            args.graph and args.compile in ("reduce-overhead", "max-autotune"),
+            f"--compile {args.compile} records a graph of its own: leave out --graph, or --compile in another mode",
         ),
         (args.graph and args.phase == "decode" and args.cache != "static", "--graph decodes with a static cache"),
         (args.triton and (args.merge or args.attention != "sdpa"), "--triton has its own products and attention"),

@@ -168,7 +168,7 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
         ("--tune", "add --compile"),
         ("--triton --compile", "choose one"),
         ("--triton --batch 2", "one sequence"),
-        ("--graph --compile", "records its own"),
+        ("--graph --compile reduce-overhead", "records a graph of its own"),
         ("--logits last", "--phase prefill"),
         ("--graph --device cpu", "need a GPU"),
         ("--triton --device cpu", "need a GPU"),
@@ -245,9 +245,16 @@ def test_attention_over_the_filled_part_is_right_at_every_length(run, capsys, pr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flags", [("--merge", "--batch", "3"), ("--attention", "gqa")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--compile", "reduce-overhead", "--merge", "--batch", "3"),
+        ("--compile", "reduce-overhead", "--attention", "gqa"),
+        ("--compile", "--graph", "--attention", "gqa"),
+    ],
+)
 def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
-    assert run("05_llm", *WHOLE, "--compile", "reduce-overhead", *flags) == 0
+    assert run("05_llm", *WHOLE, *flags) == 0
     assert "matches eager" in capsys.readouterr().out
     document = only_trace(tmp_path)
     assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3

@@ -52,6 +52,7 @@ done <<'RUNS'
 04_c_sdpa_attention.py --backend flash
 04_c_sdpa_attention.py --backend flash --record-shapes
 04_c_sdpa_attention.py --backend cudnn
+04_c_sdpa_attention.py --backend cudnn --record-shapes
 04_c_sdpa_attention.py --backend flex
 04_d_kernels_attention.py
 RUNS
@@ -60,16 +61,18 @@ if [ -d "$folder/02_linear" ]; then
 fi
 if [ -d "$folder/03_simple_mlp" ]; then
   "$python" recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile >"$folder/03_simple_mlp/recompile-seq.screen.txt"
+  "$python" benchmarks/block_sizes.py >"$folder/03_simple_mlp/block-sizes.screen.txt" ||
+    rm "$folder/03_simple_mlp/block-sizes.screen.txt"  # it needs a GPU
 fi
 if [ -d "$folder/03_kernels_mlp" ]; then
   "$python" recompile.py 03_kernels_mlp.py --seq 128 256 64 200 >"$folder/03_kernels_mlp/recompile-seq.screen.txt"
 fi
 if [ -d "$folder/04_d_kernels_attention" ]; then
   sweep=$folder/sweep-attention
-  "$python" sweep.py 04_a_naive_attention.py 04_b_inplace_ops_attention.py "04_a_naive_attention.py --compile" \
-    "04_c_sdpa_attention.py --backend math" "04_c_sdpa_attention.py --backend efficient" \
-    "04_c_sdpa_attention.py --backend flash" "04_c_sdpa_attention.py --backend cudnn" \
-    "04_c_sdpa_attention.py --backend flex" --seq 128 512 2048 8192 16384 --out "$sweep" |
+  "$python" sweep.py "04_c_sdpa_attention.py --backend cudnn" "04_c_sdpa_attention.py --backend flash" \
+    "04_c_sdpa_attention.py --backend efficient" "04_c_sdpa_attention.py --backend flex" \
+    04_b_inplace_ops_attention.py 04_a_naive_attention.py "04_c_sdpa_attention.py --backend math" \
+    "04_a_naive_attention.py --compile" --seq 128 512 2048 8192 16384 --out "$sweep" |
     sed -n '/not run/p; /^$/,$p' >"$folder/04_a_naive_attention/sweep-seq.screen.txt"
   rm "$sweep"/*/*.txt
   gzip -9 -n -f "$sweep"/*/*.json
