@@ -137,30 +137,30 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     out = console()
     out.print()
     gpu = any(one.busy_us for one in points)
-    where = ("GPU µs", "idle") if gpu else ("computing",)
     unit, scale = ("TFLOP/s", 1) if gpu else ("GFLOP/s", 1e3)
-    held = ("memory",) if gpu else ()
-    heads = (name, "CPU µs", *where, "pointwise", unit, "GB/s", *held, "bound by")  # a table at 80 columns, too
-    rows = [
-        (
-            str(one.value), us(one.cpu_us),
-            *((us(one.busy_us), percent(None if one.busy_share is None else 1 - one.busy_share)) if gpu
-              else (percent(one.compute_share),)),
-            percent(one.pointwise_share), rate(one.tflops and one.tflops * scale), rate(one.gb_s),
-            *((size(one.peak_bytes) if one.peak_bytes else "–",) if gpu else ()),
-            one.bound_by,
-        )
-        for one in points
-    ]  # fmt: skip
-    print_columns(out, heads, rows, left=(len(heads) - 1,))
-    of_step = "GPU µs: busy, of a step"
-    if not gpu:
-        of_step = "computing: the share of a step in ops that compute"
-    legend = f"{of_step}; pointwise: its share of that; {unit}: of matrix products; GB/s: of pointwise work"
+    # What no point has is left out: of what a CUDA graph replays the trace has no shapes, and so no rates.
+    columns = {
+        name: ("", [str(one.value) for one in points]),
+        "CPU µs": ("", [us(one.cpu_us) for one in points]),
+        "GPU µs": ("busy, of a step", [us(one.busy_us) if gpu else "–" for one in points]),
+        "idle": ("", [percent(None if not gpu or one.busy_share is None else 1 - one.busy_share) for one in points]),
+        "computing": ("the share of a step in ops that compute", [percent(one.compute_share) for one in points]),
+        "pointwise": ("its share of that", [percent(one.pointwise_share) for one in points]),
+        unit: ("of matrix products", [rate(one.tflops and one.tflops * scale) for one in points]),
+        "GB/s": ("of pointwise work", [rate(one.gb_s) for one in points]),
+        "memory": ("the peak", [size(one.peak_bytes) if one.peak_bytes else "–" for one in points]),
+        "bound by": ("", [one.bound_by for one in points]),
+    }
+    shown = {head: column for head, column in columns.items() if set(column[1]) != {"–"}}
+    rows = list(zip(*(cells for _, cells in shown.values()), strict=True))
+    print_columns(out, tuple(shown), rows, left=(len(shown) - 1,))
+    legend = [f"{head}: {says}" for head, (says, _) in shown.items() if says]
     bound = {row[-1] for row in rows}
-    legend += f"; overhead: more than {MUCH_IDLE:.0%} of the step is in no op" * (not gpu and "overhead" in bound)
-    legend += "; neither: no roof is near" * ("neither" in bound)
-    paragraph(out, legend + "; memory: the peak" * gpu)
+    if not gpu and "overhead" in bound:
+        legend.append(f"overhead: more than {MUCH_IDLE:.0%} of the step is in no op")
+    if "neither" in bound:
+        legend.append("neither: no roof is near")
+    paragraph(out, "; ".join(legend))
     out.print()
     paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)
     paragraph(out, f"{rate(memory.rate)} GB/s ({memory.reached_by})", " " * 23, " " * 23)
@@ -230,7 +230,8 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
 
     values = [point.value for point in points]
     gpu = any(point.busy_us for point in points)
-    panels = [7, *([5] if gpu else []), *([5] if decodes(points) else []), *([4] if points[0].peak_bytes else [])]
+    rates = gpu and any(point.tflops or point.gb_s for point in points)  # none of what a CUDA graph replays
+    panels = [7, *([5] if rates else []), *([5] if decodes(points) else []), *([4] if points[0].peak_bytes else [])]
     figure, axes = plt.subplots(
         1, len(panels), figsize=(sum(panels), 4.6), width_ratios=panels, squeeze=False, layout="constrained"
     )
@@ -240,9 +241,10 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
     if gpu:
         times.plot(values, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
         _mark_crossing(times, name, values, crossing(points))
+    if rates:
         _draw_rates(axes[0][1], name, points, compute, memory)
     if decodes(points):
-        _draw_decoding(axes[0][1 + gpu], name, points, compute, memory)
+        _draw_decoding(axes[0][1 + rates], name, points, compute, memory)
     if points[0].peak_bytes:
         axes[0][-1].set(xscale="log", yscale="log", xlabel=name, ylabel="MB", title="peak device memory")
         axes[0][-1].plot(values, [(point.peak_bytes or 0) / 1e6 for point in points], "o-", color="tab:purple")
@@ -250,7 +252,7 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
     times.legend(loc="upper left", bbox_to_anchor=(0, 0.92))
     for axis in axes[0]:
         axis.set_xticks(values, [str(value) for value in values], rotation=30)
-        axis.minorticks_off()
+        axis.xaxis.minorticks_off()
         axis.grid(alpha=0.25)
     _save(figure, title, file)
 
@@ -343,7 +345,7 @@ def picture_together(file: Path, title: str, name: str, series: Sequence[Series]
                       label=one.label, alpha=0.8)  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel=name, ylabel=unit, title=what)
         axis.set_xticks(values, [str(value) for value in values], rotation=30)
-        axis.minorticks_off()
+        axis.xaxis.minorticks_off()
         axis.grid(alpha=0.25)
     axes[0][0].legend(fontsize="small")
     _save(figure, title, file)

@@ -40,9 +40,18 @@ CLIMBS = {
         Row("… --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead", FAMILIES),
         Row("--compile max-autotune --attention gqa --tune", "1x512_bf16_warm_compile_gqa_tune_max-autotune",
             r"TorchDynamo Cache Lookup in every step: .*"),
+        Row("--compile max-autotune-no-cudagraphs --attention gqa --tune --graph",
+            "1x512_bf16_warm_compile_gqa_tune_graph_max-autotune-no-cudagraphs", FAMILIES),
+        Row("… --merge", "1x512_bf16_warm_compile_gqa_merge_tune_graph_max-autotune-no-cudagraphs", FAMILIES),
         Row("--triton overlap", "1x512_bf16_warm_eager_triton-overlap_active2", OVERHEAD),
         Row("--triton --graph", "1x512_bf16_warm_eager_triton-kernels_graph", ROOF),
         Row("--triton overlap --graph", "1x512_bf16_warm_eager_triton-overlap_graph", ROOF),
+    ),
+    "climb-tried": (
+        Row("--compile reduce-overhead --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead", FAMILIES),
+        Row("… --merge", "1x512_bf16_warm_compile_gqa_merge_reduce-overhead", FAMILIES),
+        Row("--compile reduce-overhead --attention flex", "1x512_bf16_warm_compile_flex_reduce-overhead",
+            r"TorchDynamo Cache Lookup in every step: .*"),
     ),
     "climb-batch": (
         Row("--batch 32", "32x512_bf16_warm_eager_active1", OVERHEAD),

@@ -140,14 +140,14 @@ def compiled_rows() -> Finding:
     def judge(summary):
         names = [call.name for call in summary.chain]
         missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
-        graphs = len(summary.compiled_graphs)
+        graphs, same = len(summary.compiled_graphs), _same_graphs(summary)
         seen = (
             f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
-            + ("" if not graphs or _same_graphs(summary) else ", not the same in each")
+            + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
             + (f"; missing: {listed(missing)}" if missing else "")
             + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
         )
-        return Verdict(not missing and graphs == 1 and _same_graphs(summary), seen)
+        return Verdict(not missing and graphs == 1 and same, seen)
 
     return Finding("Dynamo looks up its cache in every call, and every step calls the same graph", judge)
 

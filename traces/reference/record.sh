@@ -8,10 +8,14 @@ cd "$(dirname "$0")/../.."
 folder=${1:?usage: record.sh FOLDER [PYTHON]}
 python=${2:-python}
 rung=${3:-}
+caches=$(mktemp -d)
+trap 'rm -rf "$caches"' EXIT
 
+number=0
 while read -r script flags; do
   [[ $script == "$rung"* ]] || continue
   echo "== $script $flags"
+  export TORCHINDUCTOR_CACHE_DIR=$caches/$((number += 1))  # so that a first call compiles, in every run
   # The flags are words of this list, to be split.
   # shellcheck disable=SC2086
   "$python" "$script" $flags --out "$folder" </dev/null || [ $? = 2 ]  # refused: it needs a GPU
@@ -73,7 +77,7 @@ if [ -d "$folder/04_d_kernels_attention" ]; then
     "04_c_sdpa_attention.py --backend efficient" "04_c_sdpa_attention.py --backend flex" \
     04_b_inplace_ops_attention.py 04_a_naive_attention.py "04_c_sdpa_attention.py --backend math" \
     "04_a_naive_attention.py --compile" --seq 128 512 2048 8192 16384 --out "$sweep" |
-    sed -n '/not run/p; /^$/,$p' >"$folder/04_a_naive_attention/sweep-seq.screen.txt"
+    sed -n '/^picture:/d; /not run/p; /^$/,$p' >"$folder/04_a_naive_attention/sweep-seq.screen.txt"
   rm "$sweep"/*/*.txt
   gzip -9 -n -f "$sweep"/*/*.json
 fi

@@ -1,4 +1,4 @@
-# run f7fa51fd1a623285: what Inductor generated
+# run afa677acac8c778e: what Inductor generated
 # AOT ID: ['0_inference']
 from ctypes import c_void_p, c_long, c_int
 import torch
