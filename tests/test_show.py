@@ -85,3 +85,15 @@ def test_readmes_trace_util_call_is_one_that_it_takes():
     args = build_parser().parse_args(words)
     assert str(args.folder_path) == "traces"
     assert args.bucket_name == "someone/traces"
+
+
+def test_runs_that_differ_in_size_alone_are_told_apart_in_a_narrow_table(monkeypatch, capsys):
+    sweep = H200 / "sweep-attention/04_a_naive_attention"
+    files = [sweep / f"8x16x{seq}x64_bf16_warm_eager_shapes.json.gz" for seq in (2048, 8192)]
+    for width, whole in ((80, False), (110, False), (200, True)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.main([*map(str, files), "--only", "steps"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        first, second = (next(line for line in lines if line.startswith(number)) for number in ("1 04_a", "2 04_a"))
+        assert "2048x64" in first and "8192x64" in second
+        assert ("_shapes" in first) == (whole or width == 80), "at 80 columns each has a line of its own"

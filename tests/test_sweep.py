@@ -154,3 +154,16 @@ def test_the_picture_of_a_gpu_is_drawn(tmp_path):
     sweep.picture(file, "title", "size", points, Roof(700, "a product"), Roof(4000, "a copy"))
     assert file.read_bytes().startswith(b"\x89PNG")
     assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.png"]
+
+
+def test_what_no_point_has_is_no_column_and_no_panel(tmp_path, capsys, monkeypatch):
+    """Of a CUDA graph's replay the trace has neither shapes nor a product's rate."""
+    folder = ROOT / "traces/reference/nvidia-h200/05_llm"
+    points = [sweep.Point.of(batch, folder / f"{batch}x512_bf16_warm_eager_graph.json.gz") for batch in (1, 32)]
+    roofs = Roof(799, "a product"), Roof(4385, "a copy")
+    sweep.show("batch", points, *roofs)
+    head = capsys.readouterr().out.splitlines()[1]
+    assert head.split() == ["batch", "CPU", "µs", "GPU", "µs", "idle", "pointwise", "memory", "bound", "by"]
+    monkeypatch.setattr(sweep, "_draw_rates", lambda *_: pytest.fail("a panel of rates that nothing has"))
+    sweep.picture(tmp_path / "sweep.png", "title", "batch", points, *roofs)
+    assert (tmp_path / "sweep.png").is_file()

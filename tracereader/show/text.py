@@ -1,7 +1,9 @@
 """How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
 
+import itertools
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -98,7 +100,8 @@ def print_columns(
             _print_stacked(out, heads, rows)
             return
         widths[widest] -= 1
-    cells = [[cut(cell, widths[i]) if isinstance(cell, Name) else cell for i, cell in enumerate(row)] for row in rows]
+    columns = [_cut_apart(column, widths[i]) for i, column in enumerate(zip(*rows, strict=True))]
+    cells = list(zip(*columns, strict=True))
     widths = _widths(heads, cells)
     line = _line(heads, widths, left)
     out.print((head(line, section) if section else bold(line)) if heads[0] else line)
@@ -109,6 +112,20 @@ def print_columns(
 def lines_of(text: str, width: int) -> int:
     """How many lines of a terminal what was written takes: a long line goes on in the next one."""
     return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
+
+
+def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
+    """The names in a column at most `width` wide: what all of them end with goes first, for it tells none apart."""
+    names = [cell for cell in column if isinstance(cell, Name)]
+    if max(map(cell_len, names), default=0) <= width:
+        return column
+    ending = ""
+    if len(set(names)) > 1:
+        shared = itertools.takewhile(lambda one: len(set(one)) == 1, zip(*map(reversed, names), strict=False))
+        ending = names[0][len(names[0]) - len(list(shared)) :]
+        ending = ending[re.search(r"\W|_|$", ending).start() :]
+    brief = {name: f"{name.removesuffix(ending)}…" if ending else name for name in names}
+    return [cut(brief[cell], width) if isinstance(cell, Name) else cell for cell in column]
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
