@@ -68,7 +68,7 @@ CLIMBS = {
 
 HEADS = (
     "`05_llm.py --warmup …`", "tokens a second, profiled", "the GPU's work alone", "launches", "pieces of GPU work",
-    "share of the roof", "what its report says, and the next row does something about",
+    "share of the roof", "what its report says",
 )  # fmt: skip
 
 
