@@ -165,6 +165,25 @@ def is_communication(event):
     return event["name"].startswith("nccl")
 
 
+def reasons(events):
+    """(piece, where the gap before it begins) -> whether its launch call had returned by then, or its graph begun."""
+    calls = {e["args"]["correlation"]: e for e in runtime(events)}
+    first = {}
+    for e in events:
+        if e.get("cat") in GPU:
+            correlation = e["args"]["correlation"]
+            first[correlation] = min(first.get(correlation, e["ts"]), e["ts"])
+
+    def why(piece, reached):
+        correlation = piece["args"]["correlation"]
+        if correlation not in calls:
+            return "unknown"
+        begun = first[correlation] < piece["ts"]
+        return "launched" if begun or end(calls[correlation]) <= reached + 1e-6 else "not"
+
+    return why
+
+
 def test_gpu_time_adds_up_to_the_window(any_trace):
     ours, events = any_trace
     marks = spoken_of(raw_steps(events))
@@ -181,13 +200,12 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
     assert ours.gpu.compute_us == about(covered(kernels))
     assert ours.gpu.exposed_copy_us == about(covered(spans) - covered(kernels))
     assert ours.gpu.busy_us + ours.gpu.idle_us == about(stop - start)
-    calls = {e["args"]["correlation"]: e["ts"] for e in runtime(events)}
+    why = reasons(events)
     idle = Counter()
     reached = start
     for e in work:
         if e["ts"] > reached:
-            call = calls.get(e["args"]["correlation"])
-            idle["unknown" if call is None else "launched" if call < reached else "not"] += e["ts"] - reached
+            idle[why(e, reached)] += e["ts"] - reached
         reached = max(reached, end(e))
     idle["not"] += max(0.0, stop - reached)
     assert ours.gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -232,17 +250,21 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
     ours, events = any_trace
     marks = raw_steps(events)
     index = [mark["name"] for mark in marks].index(ours.typical_step)
-    works = [raw_work(events, mark) for mark in marks]
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
     slices = [e for e in events if e.get("cat") in cats]
-    after = works[index + 1][:1] if index + 1 < len(works) else []
+    work = sorted((e for e in events if e.get("cat") in GPU), key=lambda e: e["ts"])
+    mine = raw_work(events, marks[index])
+    if not mine:
+        assert not ours.idle_in
+        return
+    first, last = min(e["ts"] for e in mine), max(map(end, mine))
+    why = reasons(events)
     expected = Counter()
-    reached = marks[index]["ts"]
-    last = max([e["ts"] for e in after] + [end(e) for e in works[index]], default=0)
-    for piece in sorted((e for e in events if e.get("cat") in GPU and e["ts"] <= last), key=lambda e: e["ts"]):
-        call = calls.get(piece["args"]["correlation"])  # without one it keeps the GPU busy all the same
-        if call and piece["ts"] > reached and call["ts"] >= reached:
+    reached = max([end(e) for e in work if e["ts"] < first] + [marks[index]["ts"]] * (index == 0))
+    for piece in [e for e in work if first <= e["ts"] <= last]:
+        if piece["ts"] > reached and why(piece, reached) == "not":
+            call = calls[piece["args"]["correlation"]]
             mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < piece["ts"] and end(e) > reached]
             inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < piece["ts"]}
             for left, right in itertools.pairwise(sorted({reached, piece["ts"], *inside})):

@@ -19,9 +19,9 @@ class GpuTime(msgspec.Struct, frozen=True):
     """The busiest device's time over a window; busy and idle add up to it, the parts of each to each.
 
     Exposed: nothing of a kind before it (compute, communication) runs at that moment; memsets count
-    as copies. An idle gap is `launched` where the next piece's launch call began before the gap did,
-    `unknown` where that piece has no launch in the trace, else `not_launched`, as is the time after
-    the last piece.
+    as copies. An idle gap is `launched` where the next piece's launch call had returned when the gap
+    began, or has other pieces that ran before; `unknown` where that piece has no launch in the trace;
+    else `not_launched`, as is the time after the last piece.
     """
 
     busy_us: float
@@ -107,10 +107,12 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
     idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter(sorted(work, key=lambda one: one.start))
     following = next(starts, None)
+    running: set[int] = set()  # the launches of pieces that ran: a CUDA graph's has many
     for left, right in gaps(union([*not_copy, *copy]), start, end):
         while following is not None and following.start < right:
+            running.add(id(following.launch))
             following = next(starts, None)
-        idle[_why_idle(following, left)].append((left, right))
+        idle[_why_idle(following, left, running)].append((left, right))
     return Parts(
         compute=compute,
         communication=communication,
@@ -126,12 +128,14 @@ def is_communication(work: Work) -> bool:
     return work.kind == "kernel" and kernel_names.decode(work.name).family == "communication"
 
 
-def _why_idle(following: Work | None, gap_start: int) -> str:
+def _why_idle(following: Work | None, gap_start: int, running: set[int]) -> str:
     if following is None:
         return "not_launched"
     if following.launch is None:
         return "unknown"
-    return "launched" if following.launch.start < gap_start else "not_launched"
+    # Until the call returns it is the CPU that is not done: of a large CUDA graph it takes a millisecond.
+    done = following.launch.end <= gap_start or id(following.launch) in running
+    return "launched" if done else "not_launched"
 
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
@@ -152,23 +156,27 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
 def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     """What the launching thread was in while the GPU was idle for want of a launch, in a step (µs), the largest first.
 
-    The gaps from the step's start to the next step's first piece of work whose next piece had not been
-    launched when they began, each cut up by the innermost op or call of the driver on the thread that
-    launches that piece; "Python, between ops" where it was in none.
+    The gaps before each piece of the step's work, the first one's from the end of the work before it (in the
+    first step from the step's start), where that piece had not been launched when the gap began; each cut up by
+    the innermost op or call of the driver on the thread that launches the piece; "Python, between ops" where it
+    was in none.
     """
+    if not step.work:
+        return {}
     number = trace.steps.index(step)
-    near = trace.steps[max(0, number - 1) : number + 2]
-    following = near[-1].work[:1] if near[-1] is not step else ()
+    first, end = min(one.start for one in step.work), max(one.end for one in step.work)
     # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
-    end = max([one.start for one in following] + [one.end for one in step.work], default=step.end)
-    work = [one for one in trace.work if one.end > step.start and one.start <= end]
-    roots = roots_by_track(near[near.index(step) :])
+    reached = max([one.end for one in trace.work if one.start < first] + [step.start] * (not number))
+    roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
     idle: Counter = Counter()
-    reached = step.start
-    for one in work:
-        if one.start > reached and one.launch and one.launch.start >= reached:
+    running: set[int] = set()
+    for one in trace.work:
+        if not first <= one.start <= end:
+            continue
+        if one.start > reached and _why_idle(one, reached, running) == "not_launched":
             cut_up(roots[one.launch.track], reached, one.start, idle)
         reached = max(reached, one.end)
+        running.add(id(one.launch))
     return {name: ns / 1e3 for name, ns in idle.most_common()}
 
 

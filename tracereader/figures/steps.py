@@ -107,9 +107,9 @@ def first_start(step: Step) -> int | None:
     return min((one.start for one in step.work), default=None)
 
 
-def span_us(work: Sequence[Work]) -> float:
-    """From the first start to the last end, gaps included."""
-    return (max(one.end for one in work) - min(one.start for one in work)) / 1e3 if work else 0.0
+def spanned(work: Sequence[Work]) -> tuple[int, int]:
+    """The first start and the last end (ns) of some work."""
+    return min(one.start for one in work), max(one.end for one in work)
 
 
 def label_of(step: Step) -> Op | None:
@@ -143,6 +143,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
         ratio = step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
+        start, end = spanned(step.work) if step.work else (0, 0)
         slow_on_gpu = len(trace.steps) > 2 and 0 < GPU_STANDS_OUT * usual_busy <= gpu_us
         facts.append(
             StepFacts(
@@ -151,7 +152,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 label_to_first_op_us=gap,
                 launches=len({id(one.launch) for one in has_launch}),
                 gpu_busy_us=gpu_us,
-                gpu_span_us=span_us(step.work),
+                gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
                 launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
                 occupancy_queries=len(_within(trace.queries, step)),

@@ -24,7 +24,7 @@ from tracereader.figures.inputs import inputs_of
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import LOOKUP, StepFacts, first_start, label_of, self_us, step_facts, typical
+from tracereader.figures.steps import LOOKUP, StepFacts, first_start, label_of, self_us, spanned, step_facts, typical
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -134,6 +134,7 @@ class Summary(msgspec.Struct, frozen=True):
     ops: dict[str, OpTimes]
     inputs: dict[str, dict[str, int]]  # of the ops, each with how often it came; empty without shapes
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
+    step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
@@ -258,6 +259,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         ops=_times(chain, "op"),
         inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
+        step_gpu=gpu_time(step.work, *spanned(step.work)) if step.work else None,
         idle_in=idle_in(trace, step),
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),

@@ -72,6 +72,8 @@ PATTERNS = (
     Pattern(GPU, "gaps between the kernels of one step", "When they began, the next kernel was not launched yet: the "
             "GPU waits for the CPU.",
             steps.gaps_between_kernels()),
+    Pattern(GPU, "gaps between the kernels of a CUDA graph", "A graph spares the launches, but one kernel still ends "
+            "before the next begins: fewer and larger kernels have fewer such gaps.", steps.gaps_in_a_graph()),
     Pattern(GPU, "one kernel with different times on the same data", "Clocks, heat, neighbours. Trust the median, "
             "not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "

@@ -425,12 +425,23 @@ def queued() -> Finding:
 
 def gaps_between_kernels() -> Finding:
     def judge(summary):
-        # Back-to-back kernels of one stream stand 1 to 2 µs apart.
-        span = summary.chosen.gpu_span_us
-        gaps = span - summary.chosen.gpu_busy_us
+        span, found = summary.chosen.gpu_span_us, summary.step_gpu
+        gaps = found.idle_not_launched_us if found else 0.0
         seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
-        if len(summary.gpu_work) < 2 or sum(summary.idle_in.values()) < gaps / 2:
-            return Verdict(False, seen)  # launched, and waiting for something else
+        # Back-to-back kernels of one stream stand 1 to 2 µs apart.
         return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
     return Finding("gaps between the kernels of one step", judge, needs_gpu=True)
+
+
+def gaps_in_a_graph() -> Finding:
+    def judge(summary):
+        span, found = summary.chosen.gpu_span_us, summary.step_gpu
+        pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
+        if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
+            return Verdict(False, "no CUDA graph in the step")
+        gaps = found.idle_launched_us
+        seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} µs for each of {pieces:,}"
+        return Verdict(gaps > 0.05 * span, seen, cost_us=gaps)
+
+    return Finding("gaps between the kernels of a CUDA graph", judge, needs_gpu=True)
