@@ -15,6 +15,7 @@ from tracereader import expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
+from tracereader.findings import cheatsheet
 from tracereader.findings.steps import waits_for
 from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
@@ -213,6 +214,31 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
     assert ours.gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
     assert sum(one.us for one in ours.families) == pytest.approx(sum(b - a for a, b in spans), abs=0.1)
     assert sum(one.pieces for one in ours.families) == len(work)
+
+
+def test_gaps_within_a_steps_own_work(any_trace):
+    """By cause, from the first start to the last end; and they are spoken of only where they are of the CPU's making."""
+    ours, events = any_trace
+    (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
+    work = sorted(raw_work(events, mark), key=lambda e: e["ts"])
+    if not work:
+        assert ours.step_gpu is None
+        return
+    why = reasons(events)
+    idle = Counter()
+    reached = work[0]["ts"]
+    for piece in work:
+        if piece["ts"] > reached:
+            idle[why(piece, reached)] += piece["ts"] - reached
+        reached = max(reached, end(piece))
+    assert ours.step_gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
+    assert ours.step_gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
+    said = {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(ours)}
+    by_cpu = said.get("gaps between the kernels of one step")
+    assert bool(by_cpu) == (idle["not"] >= 3 * len(work) and idle["not"] > 0.02 * (reached - work[0]["ts"]))
+    assert not by_cpu or float(by_cpu.split()[0].replace(",", "")) == pytest.approx(idle["not"], abs=0.1)
+    graphs = [e for e in runtime(events) if "GraphLaunch" in e["name"]]
+    assert graphs or "gaps between the kernels of a CUDA graph" not in said
 
 
 def test_work_by_label_and_module(any_trace):

@@ -1,5 +1,7 @@
 """What is looked at: the lanes, and sharing."""
 
+import gzip
+import json
 import os
 import re
 import shlex
@@ -85,6 +87,18 @@ def test_readmes_trace_util_call_is_one_that_it_takes():
     args = build_parser().parse_args(words)
     assert str(args.folder_path) == "traces"
     assert args.bucket_name == "someone/traces"
+
+
+def test_a_kernels_occupancy_is_that_of_all_its_launches(capsys):
+    """Five shapes of launch have one name; torch's estimates of them are in the trace."""
+    file = H200 / "05_llm/1x512_bf16_warm_eager_triton-overlap_graph.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    kernels = [e["args"] for e in events if e.get("cat") == "kernel" and e["name"] == "matvec_kernel"]
+    reported = {args["est. achieved occupancy %"] for args in kernels}
+    assert cli.main([str(file), "--only", "names,short"]) == 0
+    screen = capsys.readouterr().out
+    assert f"({min(reported)} to {max(reported)}% by the profiler's estimate)" in screen
+    assert "of the kernels' time, summed since they overlap: " in screen
 
 
 def test_runs_that_differ_in_size_alone_are_told_apart_in_a_narrow_table(monkeypatch, capsys):

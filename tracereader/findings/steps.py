@@ -441,7 +441,7 @@ def gaps_in_a_graph() -> Finding:
         if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
             return Verdict(False, "no CUDA graph in the step")
         gaps = found.idle_launched_us
-        seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} µs for each of {pieces:,}"
+        seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
         return Verdict(gaps > 0.05 * span, seen, cost_us=gaps)
 
     return Finding("gaps between the kernels of a CUDA graph", judge, needs_gpu=True)

@@ -19,6 +19,7 @@ from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import counted, duration, size
+from tracereader.findings.gpu_work import overlap
 from tracereader.show import chain, guesses, lanes, repeats, training, work
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -233,9 +234,12 @@ def _left_out_for(summary: Summary) -> str:
 
 def _step_time(summary: Summary) -> str:
     """The typical step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
-    on_gpu = median(one.gpu_busy_us for one in summary.steps)
-    on_cpu = duration(summary.cpu_us)
+    on_gpu, on_cpu = _gpu_us(summary), duration(summary.cpu_us)
     return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
+
+
+def _gpu_us(summary: Summary) -> float:
+    return median(one.gpu_busy_us for one in summary.steps)
 
 
 def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
@@ -254,7 +258,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
         busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
-            f"the work itself takes {duration(step.gpu_busy_us)} a step{busiest}"
+            f"the work itself takes {duration(_gpu_us(summary))} a step{busiest}"
         )
         shares = [
             f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}"
@@ -262,7 +266,8 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
             if one.share >= 0.005
         ]
         if not view.brief:
-            lines.append(f"of the GPU's time: {', '.join(shares)}")
+            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's time"
+            lines.append(f"of {summed}: {', '.join(shares)}")
     else:
         lines += _cpu_in_short(summary)
     lines += [plain(line) for line in decoding.in_words(summary)]
@@ -342,7 +347,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
         for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
-    print_columns(out, ("by family", "µs", "share", "pieces"), families)
+    title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
+    print_columns(out, (title, "µs", "share", "pieces"), families)
     and_more(out, len(summary.families), len(families))
 
 

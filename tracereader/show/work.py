@@ -69,7 +69,7 @@ def names(out: Console, summary: Summary, view: View) -> None:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(short(name, out.width - 4))}")
-        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same[0])])
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same)])
         paragraph(out, plain(told), " " * 6, " " * 6)
     and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 
@@ -115,16 +115,24 @@ def attention_in_words(shape: Attention) -> str:
 MASKS = {True: "causal", False: "not causal", None: "without a mask"}
 
 
-def _occupancy(one: GpuWork) -> list[str]:
-    found = one.occupancy
-    if found is None:
+def _occupancy(same: Sequence[GpuWork]) -> list[str]:
+    """Of one kernel's launches, whose blocks need not be alike."""
+    found = [one.occupancy for one in same if one.occupancy]
+    if not found:
         return []
-    told = "" if found.reported is None else f" ({found.reported:.0%} by the profiler's estimate)"
-    if found.not_estimated:
-        told = " (the profiler's 0% is no estimate)"
     # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
-    limit = f"{found.limit:.1%}".replace(".0%", "%")
-    return [f"occupancy at most {limit}, limited by {found.limited_by}{told}"]
+    limits = _range([one.limit for one in found], 1)
+    by = {one.limited_by for one in found}
+    reported = [one.reported for one in found if one.reported is not None and not one.not_estimated]
+    told = f" ({_range(reported, 0)} by the profiler's estimate)" if reported else ""
+    if all(one.not_estimated for one in found):
+        told = " (the profiler's 0% is no estimate)"
+    return [f"occupancy at most {limits}" + (f", limited by {by.pop()}" if len(by) == 1 else ", by launch") + told]
+
+
+def _range(shares: Sequence[float], digits: int) -> str:
+    least, most = (f"{share:.{digits}%}".replace(".0%", "%") for share in (min(shares), max(shares)))
+    return most if least == most else f"{least.rstrip('%')} to {most}"
 
 
 def _of_roof(one: GpuWork) -> str:
