@@ -217,7 +217,7 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
 
 
 def test_gaps_within_a_steps_own_work(any_trace):
-    """By cause, from the first start to the last end; and they are spoken of only where they are of the CPU's making."""
+    """By cause, from the first start to the last end; and only those of the CPU's making are spoken of."""
     ours, events = any_trace
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     work = sorted(raw_work(events, mark), key=lambda e: e["ts"])
