@@ -45,6 +45,9 @@ def prefilling(args, model, prompt):
         cache = decoder.emptied(kept) if args.cache == "static" else decoder.new_cache(args, model)
         return model(prompt, past_key_values=cache, logits_to_keep=wanted).logits[:, -1]
 
+    if args.compile and args.cache == "static":
+        with torch.no_grad():
+            prefill()  # which makes the cache: compiled, a second call would find another one, and be compiled again
     return prefill
 
 

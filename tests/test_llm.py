@@ -156,6 +156,15 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
     assert _judge(exact[:, -1], chosen, rounded, exact, 2e-2) == 0
 
 
+def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afresh):
+    """The cache is made in the first call: it has to be there before, or the second call finds another one."""
+    sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu")
+    assert run("05_llm", *sizes, "--phase", "prefill", "--compile", "--wait", "0", "--schedule-warmup", "0") == 0
+    called = [name for name in names(only_trace(tmp_path), "cpu_op") if name.startswith("Torch-Compiled Region")]
+    assert called and not any(name.endswith("/1") for name in called)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

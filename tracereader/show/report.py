@@ -415,11 +415,11 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 
 def _of_best(calls: Sequence[CpuWork]) -> str:
     """As a share of what the run measured at best, which stands for a data sheet's peak."""
-    (roof, *others), took = {one.roof for one in calls}, sum(one.us for one in calls)
+    roof, *others = {one.roof for one in calls}
     if roof is None or others:
         return ""
     rates = {"compute": "this machine's best arithmetic rate", "memory": "this machine's best memory rate"}
-    return f", {sum(one.of_roof * one.us for one in calls) / took:.0%} of {rates[roof]}"
+    return f", {steps.reached(calls):.0%} of {rates[roof]}"
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:
