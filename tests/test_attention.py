@@ -415,6 +415,41 @@ def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, 
     )
 
 
+FLEX, SUMS = "triton_tem_fused_flex_attention_0", [8, 16, 1024]
+BLOCKS = [[1, 1, 8], [1, 1, 8, 8], [1, 1, 8], [1, 1, 8, 8]]
+SWAPPED = [8, 1024, 16, 64]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "causal", "heads"),
+    [
+        ([Q, Q, Q, SUMS, SUMS, *BLOCKS, Q], True, 16),
+        ([Q, Q, Q, SUMS, *BLOCKS, Q], False, 16),
+        ([Q, [8, 2, 1024, 64], [8, 2, 1024, 64], SUMS, *BLOCKS, Q], True, 2),
+        ([Q, Q, Q, SUMS, *BLOCKS, Q], None, None),  # a mask of which nothing is known
+        ([SWAPPED, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),  # another order in memory
+        ([Q, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),
+        ([Q, Q, SUMS, *BLOCKS, Q], True, None),  # key and value are one
+        ([Q, [8, 0, 1024, 64], [8, 0, 1024, 64], SUMS, *BLOCKS, Q], True, None),
+        ([[1024], [1024], [1024]], True, None),
+    ],
+)
+def test_what_flex_attention_computed(tmp_path, tensors, causal, heads):
+    def change(document):
+        recorded(FLEX, tensors, ["1"] * 12)(document)
+        known = {"attention": {} if causal is None else {"causal": causal}}
+        document["lesson"] = {"script": "x", "flags": {"dtype": "bf16"}, "facts": known}
+
+    (one,) = [one for one in summarize(read(altered(tmp_path, "flex", change))).gpu_work if one.kind == "kernel"]
+    if heads is None:
+        assert (one.attention, one.flops, one.tflops) == (None, None, None)
+        return
+    assert (one.attention.kv_heads, one.attention.causal) == (heads, causal)
+    assert one.flops == 4 * 8 * 16 * (PAIRS if causal else 1024 * 1024) * 64
+    assert one.tflops == pytest.approx(one.flops / 1e6 / one.us, rel=0.1)
+    assert one.bytes_moved == 2 * 8 * (16 + heads) * 1024 * 64 * 2
+
+
 @pytest.mark.parametrize(("heads", "told"), [(16, "heads 16 · "), (2, "heads 16, 2 of keys and values · ")])
 def test_heads_that_share_keys_and_values(tmp_path, capsys, heads, told):
     shared = [8, heads, 1024, 64]
