@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from statistics import median
+from statistics import median, median_low
 
 import msgspec
 
@@ -146,9 +146,12 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> D
 
 
 def _interval(starts: Sequence[int], spans: Sequence[float]) -> float:
-    """From one step's start to the next one's (µs), the median; of a single step its length."""
+    """From one step's start to the next one's (µs), the median; of a single step its length.
+
+    Of an even number the lower one in the middle: a time that was taken, where the mean of two need not be any step's.
+    """
     apart = [(after - before) / 1e3 for before, after in pairwise(starts)]
-    return median(apart) if apart else spans[0]
+    return median_low(apart) if apart else spans[0]
 
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
