@@ -79,7 +79,7 @@ def table(name: str) -> str:
         file = FOLDER / f"{row.trace}.json.gz"
         summary = summarize(read(file))
         found, step = summary.decoding, summary.chosen
-        share = f"{found.read_us / found.step_us:.0%}" if found.read_us and found.facts.phase == "decode" else "–"
+        share = f"{found.least_us / found.step_us:.0%}" if found.least_us and found.facts.phase == "decode" else "–"
         cells = (
             f"`{row.flags}`" if row.flags else "(eager)",
             f"{found.tokens_s:,.0f}",
