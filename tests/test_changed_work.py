@@ -8,6 +8,7 @@ import pytest
 from raw_events import end, event, raw_steps, raw_work
 from references import H200
 
+from tracereader import cli
 from tracereader.figures import compare, summarize
 from tracereader.trace import read
 
@@ -183,3 +184,18 @@ def test_launches_of_a_reference_traces_ops_are_counted_by_their_calls():
     assert {name: sorted(found.elements()) for name, found in side.asked_by.items()} == {
         name: sorted(found.values()) for name, found in asked.items()
     }
+
+
+def test_tokens_a_second_where_every_run_tells_them(tmp_path, capsys):
+    facts = {"decoding": {"phase": "decode", "batch": 4, "tokens": 4}}
+    lessons = [{"script": "05_llm", "flags": {}, "facts": some} for some in (facts, facts, {})]
+    first, other, silent = (
+        made(tmp_path, str(number), *products((NVJET, 40)), lesson=one) for number, one in enumerate(lessons)
+    )
+    shown = {}
+    for files in ((first, other), (first, silent)):
+        assert cli.main([*map(str, files), "--only", "steps"]) == 0
+        shown[files] = capsys.readouterr().out
+    head, *rows = (re.split(r"  +", line) for line in shown[first, other].splitlines()[1:])
+    assert [row[head.index("tokens/s")] for row in rows] == ["40", "40"]  # 4 every 100 ms
+    assert "tokens" not in shown[first, silent]
