@@ -507,7 +507,7 @@ def test_the_closing_table(monkeypatch, capsys, width):
         assert f"{us_busy:,.1f}" in flat
         for times in (us_busy / busy[0], us_busy / busy[max(0, number - 1)]):
             assert f"x {times:.{2 if times >= 0.1 else 3}f}" in flat
-    for said in ("gone: 1 x copy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
+    for said in ("gone: 1 x memcpy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
                  "2 x GEMM on CUDA cores", "at most 12.5%", "aten::_cudnn_attention_forward: 20.6 of"):  # fmt: skip
         assert said in flat
     assert "what changed" not in screen.replace("for what changed", "")

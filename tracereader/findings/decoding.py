@@ -5,7 +5,7 @@ from collections import Counter
 from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
-from tracereader.findings.finding import Finding, Verdict, counted, duration, size
+from tracereader.findings.finding import Finding, Verdict, counted, duration, size, tokens_s
 from tracereader.findings.steps import waits_for
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
@@ -29,12 +29,12 @@ def in_words(summary: Summary) -> list[str]:
     facts = found.facts
     sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
     lines = [
-        f"{facts.phase} of {sequences}: {_rate(found.tokens_s)} tokens a second while profiled, a step of "
+        f"{facts.phase} of {sequences}: {tokens_s(found.tokens_s)} tokens a second while profiled, a step of "
         f"{counted(facts.tokens, 'token')} every {duration(found.step_us)} on the {found.lane} lane"
     ]
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
-        lines[0] += f"; the GPU's work alone would allow {_rate(facts.tokens / busy * 1e6)}"
+        lines[0] += f"; the GPU's work alone would allow {tokens_s(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
         ridge = ridge_rows(common_peaks(summary.devices))
         if ridge and rows >= ridge:
@@ -113,11 +113,6 @@ def _alone_us(summary: Summary, family: str) -> float | None:
     what they take together."""
     mine = [one for one in summary.gpu_work if one.family == family]
     return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
-
-
-def _rate(a_second: float) -> str:
-    """A large model on a CPU writes less than one."""
-    return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
 
 
 def _rows(summary: Summary) -> int | None:

@@ -9,7 +9,7 @@ from tracereader.figures.cpu_work import CpuWork
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
 from tracereader.trace import STEP
 
 # Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
@@ -160,10 +160,7 @@ def _largest_family(summary: Summary) -> str:
     if not times:
         times.update({one.family: one.us for one in summary.families})
     family, us = times.most_common(1)[0]
-    return f"{us / times.total():.0%} of its work is {FAMILY_WORDS.get(family, family)}"
-
-
-FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "of kernels whose names tell nothing"}
+    return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
 
 
 @recordable
