@@ -287,7 +287,8 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
     why = reasons(events)
     expected = Counter()
-    reached = max([end(e) for e in work if e["ts"] < first] + [marks[index]["ts"]] * (index == 0))
+    start = marks[index]["ts"]
+    reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
         if piece["ts"] > reached and why(piece, reached) == "not":
             call = calls[piece["args"]["correlation"]]

@@ -171,3 +171,16 @@ def test_two_steps_of_one_name_are_two(written, capsys):
     assert cli.main([str(trace), "--only", "short,chain"]) == 0
     said = capsys.readouterr().out
     assert "5 launches a step" in said and said.count("cudaLaunchKernel") == 5
+
+
+def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
+    """The step before it launched nothing, and no work lies before: its wait begins where it begins."""
+    events = [event(f"ProfilerStep#{n}", "user_annotation", 100 * n, 90) for n in (1, 2, 3)]
+    for n in (2, 3):
+        events.append(event("cudaLaunchKernel", "cuda_runtime", 100 * n + 10, 5, correlation=n))
+        events.append(event("k", "kernel", 100 * n + 20, 50, tid=7, correlation=n, device=0, stream=7))
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    summary = summarize(read(file))
+    assert summary.typical_step == "ProfilerStep#2"
+    assert summary.idle_in == {"Python, between ops": 15.0, "cudaLaunchKernel": 5.0}

@@ -157,16 +157,17 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     """What the launching thread was in while the GPU was idle for want of a launch, in a step (µs), the largest first.
 
     The gaps before each piece of the step's work, the first one's from the end of the work before it (in the
-    first step from the step's start), where that piece had not been launched when the gap began; each cut up by
-    the innermost op or call of the driver on the thread that launches the piece; "Python, between ops" where it
-    was in none.
+    first step, or where there is none, from the step's start), where that piece had not been launched when the
+    gap began; each cut up by the innermost op or call of the driver on the thread that launches the piece;
+    "Python, between ops" where it was in none.
     """
     if not step.work:
         return {}
     number = trace.steps.index(step)
     first, end = min(one.start for one in step.work), max(one.end for one in step.work)
     # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
-    reached = max([one.end for one in trace.work if one.start < first] + [step.start] * (not number))
+    before = [one.end for one in trace.work if one.start < first]
+    reached = max(before + [step.start] * (not number), default=step.start)
     roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
     idle: Counter = Counter()
     running: set[int] = set()
