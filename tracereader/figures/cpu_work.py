@@ -84,7 +84,11 @@ def op_threads(step: Step) -> int:
 
 def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
     """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
-    outermost = _outermost(step.roots, lambda op: op.name.endswith(COMPILING) or _computes(op))
+    made = _made_of_others(step)
+    outermost = _outermost(
+        step.roots,
+        lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
+    )
     # What a compilation traces computes nothing.
     found = [_measured(op, layers) for op in outermost if not op.name.endswith(COMPILING)]
     return tuple(_against(found, roofs) if roofs else found)
@@ -101,14 +105,17 @@ def _outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[
             pending.extend(reversed(one.children))
 
 
-def _computes(op: Op) -> bool:
-    return op.kind == "op" and bool(_family(op)) and not _is_made_of_others(op)
-
-
-def _is_made_of_others(op: Op) -> bool:
-    """Whether other ops do its work, or nobody (on the meta device), or on fewer elements than its shapes say."""
-    below = [one.name for one in op.walk() if one is not op]
-    return any(name in MATMULS or "sparse" in name or name == "aten::new_empty" for name in below)
+def _made_of_others(step: Step) -> set[int]:
+    """The ids of ops whose work others do, or nobody (on the meta device), or on fewer elements than the shapes say."""
+    found = set()
+    for op in step.walk():
+        if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty":
+            # Up to where another has been: each op is marked once, however deep the chain is.
+            for above in op.above():
+                if id(above) in found:
+                    break
+                found.add(id(above))
+    return found
 
 
 def _family(op: Op) -> str | None:
