@@ -245,6 +245,20 @@ def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
     assert len(found.matched) == 25 and {one.waits_us for one in found.matched} == {(0, 0, 0), (0, 0)}
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--step", "99"), "--step 99: the ranks hold ProfilerStep#"),
+        (("--only", "names"), "--only names: of several ranks there are short, gpu, steps, work, lanes"),
+    ],
+)
+def test_what_the_ranks_do_not_have_is_refused(capsys, flags, asked, said):
+    assert cli.main([*map(str, RUNS["fsdp"]), *asked, *flags]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out
+
+
 def renumbered(rank, of):
     def change(found):
         found["distributedInfo"] |= {"rank": rank, "world_size": of}
