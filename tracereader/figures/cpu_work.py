@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention
+from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.places import COLLECTIVE, LOADER
 from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op, tensors_of
@@ -157,18 +158,12 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
         known = TYPES.get(one.type) == roofs.type and not (one.attention and one.attention.causal is None)
-        if one.flops is None:
-            meets = "memory" if (one.least_bytes or 0) > CACHED else None
-        elif one.flops < roofs.tflops * 1e3 / roofs.gb_s * one.least_bytes:
-            meets = "memory" if known and large else None
+        least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
+        roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
+        if roof == "compute":
+            told = known and holds
+        elif roof == "memory":  # faster than that: out of a cache
+            told = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
-            meets = "compute" if known and holds else None
-        if meets is None or not one.us:
-            yield one
-            continue
-        compute = meets == "compute"
-        share = one.tflops / roofs.tflops if compute else one.least_bytes / one.us / 1e3 / roofs.gb_s
-        if share > 1 and not compute:
-            yield one  # out of a cache
-            continue
-        yield msgspec.structs.replace(one, roof=meets, of_roof=min(share, 1.0))
+            told = False
+        yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one
