@@ -49,6 +49,8 @@ def recompile(argv: Sequence[str] | None = None) -> None:
     args = next(iter(settled.values()))
     with within_memory(args.device), torch.no_grad():
         model, *first = script.build(args)
+        if not first:
+            raise BadInput(f"{parsed.script}: its model is not called with an input that could differ")
         fn = torch.compile(model, mode=args.compile) if args.compile else model
         if parsed.strides:
             inputs = {"as it is": first, "transposed": [x.mT.contiguous().mT for x in first]}
@@ -89,11 +91,14 @@ def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[st
 
 def _reference(model, inputs, name: str):
     try:
-        return model(*inputs)
+        out = model(*inputs)
     except RuntimeError as problem:
         if "memory" in str(problem):
             raise
         raise BadInput(f"{name} makes another model, not only another input for the first one") from None
+    if not hasattr(out, "mT"):
+        raise BadInput(f"the model computes no tensor, but {type(out).__name__}: nothing to compare by")
+    return out
 
 
 @contextlib.contextmanager
@@ -104,15 +109,16 @@ def _recorded(file: Path | None, args, calls: int) -> Iterator[Callable[[], None
         return
     from torch.profiler import profile, schedule
 
-    from common.harness import activities
-    from common.publish import published, require_writable
+    from common.harness import activities, export
+    from common.publish import finish_trace, published, require_writable
 
     require_writable(file.parent)
     with profile(activities=activities(args), schedule=schedule(wait=0, warmup=1, active=calls, repeat=1)) as prof:
         prof.step()
         yield prof.step
     with published(file.parent, file.name) as (unfinished,):
-        prof.export_chrome_trace(str(unfinished))
+        export(prof, unfinished)
+        finish_trace(unfinished)
 
 
 def _called(fn, inputs, reference, name: str, device, done: Callable[[], None]) -> tuple[float, float, int, float]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
-from tracereader.findings.steps import MUCH_IDLE, ON_CPU, WORDS
+from tracereader.findings.steps import MUCH_IDLE
 
 if TYPE_CHECKING:  # which imports torch: not before the flags are read
     from common.speed import Roof
@@ -43,50 +43,39 @@ class Point:
     value: int
     cpu_us: float  # of the typical step
     busy_us: float
-    regime: str
-    busy_share: float | None
+    bound_by: str
+    idle_share: float | None  # of the GPU, from step to step
     pointwise_share: float | None  # of the GPU's time in a step; on a CPU of those ops'
     tflops: float | None  # of the matrix products together
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
     compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
-    outside_ops: float | None = None  # on a CPU: of the step, in no recorded op
     decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
-        from tracereader.findings.steps import waiting
+        from tracereader.findings.steps import bound_by
         from tracereader.trace import read
 
         summary = summarize(read(trace))
         work = summary.gpu_work or summary.cpu_work
         total = sum(one.us for one in work)
-        on_gpu = bool(summary.gpu_work)
+        on_gpu, steady = bool(summary.gpu_work), summary.steady
         products = [one for one in work if one.family in ("GEMM", "matrix product")]
         return cls(
             value=value,
             cpu_us=summary.chosen.cpu_us,
             busy_us=summary.chosen.gpu_busy_us,
-            regime=waiting(summary)[0],
-            busy_share=summary.busy_share,
+            bound_by=bound_by(summary),
+            idle_share=steady.idle_us / summary.steady_us if steady and summary.steady_us else None,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             compute_share=None if on_gpu or not total else total / summary.chosen.cpu_us,
-            outside_ops=None if on_gpu else summary.outside_ops,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
             decoding=summary.decoding,
         )
-
-    @property
-    def bound_by(self) -> str:
-        """The regime in a word; on a CPU overhead is what lies in no op."""
-        if self.outside_ops is not None and self.outside_ops > MUCH_IDLE:
-            return "overhead"
-        if self.regime == WORDS["cpu-only"]:
-            return "neither"
-        return self.regime.removesuffix(ON_CPU).removesuffix("-bound")
 
     @property
     def step_us(self) -> float:
@@ -122,7 +111,7 @@ def roofs(args, points: Sequence[Point], name: str) -> "tuple[Roof, Roof]":
 def crossing(points: Sequence[Point]) -> float | None:
     """The value at which a step's GPU work begins to take longer than its CPU time, between two points."""
     for before, after in itertools.pairwise(points):
-        if 0 < before.busy_us < before.cpu_us and after.busy_us >= after.cpu_us:
+        if before.value and 0 < before.busy_us < before.cpu_us and after.busy_us >= after.cpu_us:
             # Both grow by powers of the size, so the line between them is straight in logarithms.
             one, two = (math.log(point.busy_us / point.cpu_us) for point in (before, after))
             return math.exp(math.log(before.value) + math.log(after.value / before.value) * -one / (two - one))
@@ -143,7 +132,7 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
         name: ("", [str(one.value) for one in points]),
         "CPU µs": ("", [us(one.cpu_us) for one in points]),
         "GPU µs": ("busy, of a step", [us(one.busy_us) if gpu else "–" for one in points]),
-        "idle": ("", [percent(None if not gpu or one.busy_share is None else 1 - one.busy_share) for one in points]),
+        "idle": ("", [percent(one.idle_share) for one in points]),
         "computing": ("the share of a step in ops that compute", [percent(one.compute_share) for one in points]),
         "pointwise": ("its share of that", [percent(one.pointwise_share) for one in points]),
         unit: ("of matrix products", [rate(one.tflops and one.tflops * scale) for one in points]),
@@ -192,6 +181,8 @@ def show_decoding(name: str, points: Sequence[Point], compute: "Roof", memory: "
         rows.append((str(point.value), *(f"{one:,.1f}" for one in (point.decoding.tokens_s, read, multiply))))
     out.print()
     print_columns(out, (name, "tokens a second", "reading allows", "arithmetic allows"), rows)
+    if name != "batch":  # of another flag's values no two need have the same cache
+        return
     facts = points[0].decoding.facts
     _, multiply = (one / facts.batch for one in least_us(facts, compute, memory))
     cache = (facts.cache_bytes or 0) / facts.batch
@@ -213,7 +204,7 @@ def _draw_decoding(axis, name: str, points: Sequence[Point], compute: "Roof", me
     values = [point.value for point in points]
     facts = [point.decoding.facts for point in points]
     roofs = zip(*(least_us(one, compute, memory) for one in facts), strict=True)
-    axis.set(xscale="log", yscale="log", xlabel=name, ylabel="tokens a second", title="decoding")
+    axis.set(xscale=_scale(values), yscale="log", xlabel=name, ylabel="tokens a second", title="decoding")
     axis.plot(values, [point.decoding.tokens_s for point in points], "o-", color="tab:blue", label="while profiled")
     for label, us, style in zip(("reading allows", "arithmetic allows"), roofs, ("--", ":"), strict=True):
         rates = [one.tokens / least * 1e6 for one, least in zip(facts, us, strict=True)]
@@ -236,7 +227,7 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         1, len(panels), figsize=(sum(panels), 4.6), width_ratios=panels, squeeze=False, layout="constrained"
     )
     times = axes[0][0]
-    times.set(xscale="log", yscale="log", xlabel=name, ylabel="µs", title="time of one step")
+    times.set(xscale=_scale(values), yscale="log", xlabel=name, ylabel="µs", title="time of one step")
     times.plot(values, [point.cpu_us for point in points], "o-", color="tab:blue", label="CPU, one step")
     if gpu:
         times.plot(values, [point.busy_us for point in points], "s-", color="tab:red", label="GPU busy, one step")
@@ -246,7 +237,7 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
     if decodes(points):
         _draw_decoding(axes[0][1 + rates], name, points, compute, memory)
     if points[0].peak_bytes:
-        axes[0][-1].set(xscale="log", yscale="log", xlabel=name, ylabel="MB", title="peak device memory")
+        axes[0][-1].set(xscale=_scale(values), yscale="log", xlabel=name, ylabel="MB", title="peak device memory")
         axes[0][-1].plot(values, [(point.peak_bytes or 0) / 1e6 for point in points], "o-", color="tab:purple")
     times.margins(y=0.15)  # room for the words above the curves
     times.legend(loc="upper left", bbox_to_anchor=(0, 0.92))
@@ -255,6 +246,10 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
         axis.xaxis.minorticks_off()
         axis.grid(alpha=0.25)
     _save(figure, title, file)
+
+
+def _scale(values: Sequence[int]) -> str:
+    return "log" if all(values) else "symlog"
 
 
 def _save(figure, title: str, file: Path) -> None:
@@ -291,7 +286,8 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: "Roof", memor
     axis.axhline(1, color="black", linewidth=1)
     roof_text = "roof: the best rate that this machine reached in the same run"
     axis.text(points[0].value, 1.02, roof_text, va="bottom", fontsize="small")
-    axis.set(xscale="log", xlabel=name, ylabel="share of the roof", title="rate of the kernels", ylim=(0, 1.12))
+    scale = _scale([point.value for point in points])
+    axis.set(xscale=scale, xlabel=name, ylabel="share of the roof", title="rate of the kernels", ylim=(0, 1.12))
     axis.legend(loc="lower right")
 
 
@@ -320,9 +316,9 @@ def show_together(name: str, series: Sequence[Series]) -> None:
 
 def _growth(name: str, known: dict[int, float]) -> str:
     """The power of the size by which this grew between the two largest ones."""
-    if len(known) < 2:
+    (one, before), (two, after) = ([(0, 0.0)] * 2 + sorted(known.items()))[-2:]
+    if not one:
         return "–"
-    (one, before), (two, after) = sorted(known.items())[-2:]
     return f"{name}^{math.log(after / before) / math.log(two / one):.1f}"
 
 
@@ -343,7 +339,7 @@ def picture_together(file: Path, title: str, name: str, series: Sequence[Series]
         for one, marker in zip((one for one in series if one.points), itertools.cycle("os^vDPX*")):
             axis.plot([point.value for point in one.points], [of(point) for point in one.points], marker=marker,
                       label=one.label, alpha=0.8)  # fmt: skip
-        axis.set(xscale="log", yscale="log", xlabel=name, ylabel=unit, title=what)
+        axis.set(xscale=_scale(values), yscale="log", xlabel=name, ylabel=unit, title=what)
         axis.set_xticks(values, [str(value) for value in values], rotation=30)
         axis.xaxis.minorticks_off()
         axis.grid(alpha=0.25)
@@ -400,7 +396,7 @@ def sweep(argv: Sequence[str] | None = None) -> None:
         show_together(name, series)
         values = sorted(words)
         what = "_".join(_short(one.label) for one in series)
-        file = args.out / f"sweep_{name}_{values[0]}_to_{values[-1]}_{what}.png"
+        file = args.out / f"sweep_{name}_{values[0]}_to_{run.trace.stem}_{what}.png"
         draw = [picture_together, file, run.machine, name, series]
     try:
         draw[0](*draw[1:])

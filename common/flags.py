@@ -275,4 +275,6 @@ def load_script(file: Path, argv: Sequence[str]) -> ModuleType:
         spec.loader.exec_module(script)
     finally:
         sys.argv = typed
+    if not hasattr(script, "flags"):
+        raise BadInput(f"{file} is no numbered script")
     return script

@@ -258,7 +258,7 @@ def save(
             table_file.write_text(f"run {run_id}\n{table}")
             for file in code_file:
                 file.write_text(f"# run {run_id}: what Inductor generated\n{code}")
-            _export(prof, trace_file)
+            export(prof, trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
             if args.ranks:
@@ -300,7 +300,8 @@ def _roofs(args) -> dict[str, float] | None:
     return {"tflops": compute.rate, "gb_s": memory.rate}
 
 
-def _export(prof: torch.profiler.profile, file: Path) -> None:
+def export(prof: torch.profiler.profile, file: Path) -> None:
+    """Write the profiler's Chrome trace to a file of any name. Raises OSError."""
     # Kineto writes beside it first. What it cannot open it reports on stderr and nowhere else: found out here.
     beside = file.with_name(f"{file.name}.tmp")
     beside.touch()
@@ -312,7 +313,9 @@ def _export(prof: torch.profiler.profile, file: Path) -> None:
     with tempfile.TemporaryDirectory() as plain:
         folder = Path(plain) / "folder"
         folder.symlink_to(file.parent.resolve())
-        prof.export_chrome_trace(str(folder / file.name))
+        simply = file.with_name(re.sub(r"[^\w.-]", "-", file.name, flags=re.ASCII))
+        prof.export_chrome_trace(str(folder / simply.name))
+        simply.replace(file)
 
 
 def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:

@@ -8,6 +8,7 @@ import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -79,11 +80,11 @@ def table(name: str) -> str:
         file = FOLDER / f"{row.trace}.json.gz"
         summary = summarize(read(file))
         found, step = summary.decoding, summary.chosen
-        share = f"{found.read_us / found.step_us:.0%}" if found.read_us and found.facts.phase == "decode" else "–"
+        share = f"{found.least_us / found.step_us:.0%}" if found.least_us and found.facts.phase == "decode" else "–"
         cells = (
             f"`{row.flags}`" if row.flags else "(eager)",
             f"{found.tokens_s:,.0f}",
-            f"{found.facts.tokens / step.gpu_busy_us * 1e6:,.0f}",
+            f"{found.facts.tokens / median(one.gpu_busy_us for one in summary.steps) * 1e6:,.0f}",
             f"{step.launches:,}",
             f"{len(summary.gpu_work):,}",
             share,

@@ -1,5 +1,8 @@
 """A trace's raw events, as tests count them, without the reader."""
 
+import itertools
+from statistics import median_high
+
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -25,3 +28,8 @@ def raw_work(events, mark):
     }  # fmt: skip
     work = (e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls)
     return sorted(work, key=lambda e: e["ts"])
+
+
+def pace(starts, last):
+    """What a step takes, from start to start, by the upper middle one; the last one's own length counts too."""
+    return median_high([*(after - before for before, after in itertools.pairwise(starts)), last])

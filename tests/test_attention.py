@@ -134,6 +134,57 @@ def test_how_often_the_scores_are_written_and_read(tmp_path):
     assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.68 GB moved" in seen
 
 
+# What torch records of the math backend's ops on the scores: fp32, with one mask for all heads; where() with its out=.
+FP32, ROW, MASK = "float", [8, 16, 1024, 1], [1024, 1024]
+MATH = {
+    "aten::scaled_dot_product_attention": ([Q, Q, Q, [], [], []], [BF16] * 3 + ["", "Scalar", "Scalar"]),
+    "aten::add_": ([SCORES, MASK, []], [FP32, FP32, "Scalar"]),
+    "aten::_softmax": ([SCORES, [], []], [FP32, "Scalar", "Scalar"]),
+    "aten::isneginf": ([SCORES], [FP32]),
+    "aten::all": ([SCORES, [], []], [BOOL, "Scalar", "Scalar"]),
+    "aten::where": ([ROW, [], SCORES, SCORES], [BOOL, FP32, FP32, FP32]),
+    "aten::copy_": ([SCORES, SCORES, []], [BF16, FP32, "Scalar"]),
+}
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_the_math_backends_scores_by_their_types(tmp_path, out):
+    """fp32 but for isneginf's answers, of one byte, and the copy in bf16; what where() gets to write is not read."""
+
+    def change(document):
+        products = 0
+        for event in sorted(document["traceEvents"], key=lambda event: event.get("ts", 0)):
+            if event.get("cat") == "cpu_op" and event["name"] in MATH:
+                dims, types = MATH[event["name"]]
+                last = 3 if event["name"] == "aten::where" and not out else len(dims)
+                event["args"] |= {"Input Dims": dims[:last], "Input type": types[:last]}
+            elif event.get("cat") == "cpu_op" and event["name"] == "aten::bmm":
+                event["args"] |= {"Input Dims": PRODUCTS[products % 2], "Input type": [FP32, FP32]}
+                products += 1
+
+    (found,) = summarize(read(altered(tmp_path, "math", change))).unfused
+    elements = 8 * 16 * 1024 * 1024
+    written = {"bmm": 4, "add_": 4, "_softmax": 4, "isneginf": 1, "where": 4, "copy_": 2}
+    read_by = {"add_": 4, "_softmax": 4, "isneginf": 4, "all": 1, "where": 4, "copy_": 4, "bmm": 4}
+    assert (found.scores.written, found.scores.read) == (len(written), len(read_by))
+    assert found.scores.moved == elements * (sum(written.values()) + sum(read_by.values()))
+    assert found.scores.at_least == 4 * math.prod(Q) * 2  # as it is called: in bf16
+
+
+def test_shared_keys_are_few_bytes_to_a_fused_kernel(tmp_path):
+    """Of two heads of keys for sixteen of queries, that the math backend writes out for each."""
+
+    def change(document):
+        with_shapes(document)
+        for event in document["traceEvents"]:
+            if event.get("name") == "aten::scaled_dot_product_attention":
+                keys = [8, 2, 1024, 64]
+                event["args"] |= {"Input Dims": [Q, keys, keys], "Input type": [BF16] * 3}
+
+    (found,) = summarize(read(altered(tmp_path, "math", change))).unfused
+    assert found.scores.at_least == 2 * 8 * (16 + 2) * 1024 * 64 * 2
+
+
 # 32 x 1000: logits of something else. A column more: a learned sink, which takes part in the softmax alone.
 @pytest.mark.parametrize(
     ("of", "holds"),
@@ -364,6 +415,41 @@ def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, 
     )
 
 
+FLEX, SUMS = "triton_tem_fused_flex_attention_0", [8, 16, 1024]
+BLOCKS = [[1, 1, 8], [1, 1, 8, 8], [1, 1, 8], [1, 1, 8, 8]]
+SWAPPED = [8, 1024, 16, 64]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "causal", "heads"),
+    [
+        ([Q, Q, Q, SUMS, SUMS, *BLOCKS, Q], True, 16),
+        ([Q, Q, Q, SUMS, *BLOCKS, Q], False, 16),
+        ([Q, [8, 2, 1024, 64], [8, 2, 1024, 64], SUMS, *BLOCKS, Q], True, 2),
+        ([Q, Q, Q, SUMS, *BLOCKS, Q], None, None),  # a mask of which nothing is known
+        ([SWAPPED, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),  # another order in memory
+        ([Q, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),
+        ([Q, Q, SUMS, *BLOCKS, Q], True, None),  # key and value are one
+        ([Q, [8, 0, 1024, 64], [8, 0, 1024, 64], SUMS, *BLOCKS, Q], True, None),
+        ([[1024], [1024], [1024]], True, None),
+    ],
+)
+def test_what_flex_attention_computed(tmp_path, tensors, causal, heads):
+    def change(document):
+        recorded(FLEX, tensors, ["1"] * 12)(document)
+        known = {"attention": {} if causal is None else {"causal": causal}}
+        document["lesson"] = {"script": "x", "flags": {"dtype": "bf16"}, "facts": known}
+
+    (one,) = [one for one in summarize(read(altered(tmp_path, "flex", change))).gpu_work if one.kind == "kernel"]
+    if heads is None:
+        assert (one.attention, one.flops, one.tflops) == (None, None, None)
+        return
+    assert (one.attention.kv_heads, one.attention.causal) == (heads, causal)
+    assert one.flops == 4 * 8 * 16 * (PAIRS if causal else 1024 * 1024) * 64
+    assert one.tflops == pytest.approx(one.flops / 1e6 / one.us, rel=0.1)
+    assert one.bytes_moved == 2 * 8 * (16 + heads) * 1024 * 64 * 2
+
+
 @pytest.mark.parametrize(("heads", "told"), [(16, "heads 16 · "), (2, "heads 16, 2 of keys and values · ")])
 def test_heads_that_share_keys_and_values(tmp_path, capsys, heads, told):
     shared = [8, heads, 1024, 64]
@@ -421,7 +507,7 @@ def test_the_closing_table(monkeypatch, capsys, width):
         assert f"{us_busy:,.1f}" in flat
         for times in (us_busy / busy[0], us_busy / busy[max(0, number - 1)]):
             assert f"x {times:.{2 if times >= 0.1 else 3}f}" in flat
-    for said in ("gone: 1 x copy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
+    for said in ("gone: 1 x memcpy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
                  "2 x GEMM on CUDA cores", "at most 12.5%", "aten::_cudnn_attention_forward: 20.6 of"):  # fmt: skip
         assert said in flat
     assert "what changed" not in screen.replace("for what changed", "")

@@ -213,7 +213,8 @@ def test_several_ways_in_one_sweep(compile_afresh, tmp_path, capsys):
     rows = [line for line in screen.out.splitlines() if re.search(r"seq\^-?\d", line)]
     assert [row.split("  ")[0] for row in rows] == [NAIVE, f"{SDPA} --backend flash", f"{SDPA} --backend math"]
     assert len(list(tmp_path.rglob("*.json"))) == 6
-    (picture,) = tmp_path.glob("sweep_seq_16_to_64_04_a_04_c-backend-flash_04_c-backend-math.png")
+    (picture,) = tmp_path.glob("sweep_seq_16_to_1x2x64x16_*_04_a_04_c-backend-flash_04_c-backend-math.png")
+    assert "_math_shapes" in picture.name, "the last run's tag: flags of all are in it"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert screen.out.splitlines()[-1].endswith(picture.name)
 
@@ -239,6 +240,7 @@ def test_a_wrong_way_in_a_sweep_is_refused(typed, capsys):
 def test_growth_is_the_power_between_the_two_largest():
     assert sweep._growth("seq", {10: 100.0, 100: 1e6, 1000: 1e8}) == "seq^2.0"
     assert sweep._growth("seq", {10: 1.0}) == "–"
+    assert sweep._growth("warmup", {0: 1.0, 3: 2.0}) == "–", "no power leads from nothing to three"
 
 
 VARIANTS = [

@@ -5,7 +5,6 @@ of keys and values), a small Qwen3-MoE (8 layers), BERT-base (12) and a GPT-2 of
 """
 
 import gzip
-import itertools
 import json
 import random
 import re
@@ -14,6 +13,7 @@ from statistics import median
 
 import pytest
 import references
+from raw_events import end, event, pace
 from references import LARGE, OTHERS, REFERENCES
 
 from tracereader import cli
@@ -21,6 +21,7 @@ from tracereader.figures import summarize
 from tracereader.figures.decoding import facts_of
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
+from tracereader.findings.finding import Finding, Verdict
 from tracereader.trace import read
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
@@ -47,10 +48,6 @@ def measured(name):
 
 def raw(name):
     return [e for e in json.loads(gzip.decompress(MODELS[name].read_bytes()))["traceEvents"] if e.get("ph") == "X"]
-
-
-def end(event):
-    return event["ts"] + event["dur"]
 
 
 def steps_of(events):
@@ -222,26 +219,29 @@ FACTS = {"phase": "decode", "batch": 1, "tokens": 1, "weight_bytes": 1192099840,
          "cache_bytes_allocated": 524 * KEY_BYTES, "layers": 28, "parameters": 596049920, "gb_s": 4200.0}  # fmt: skip
 
 
-def with_facts(name, tmp_path, **facts):
+def with_facts(name, tmp_path, dtype="bf16", **facts):
     document = json.loads(gzip.decompress(MODELS[name].read_bytes()))
-    document["lesson"] = {"script": "05_llm", "flags": {}, "guesses": [], "facts": {"decoding": FACTS | facts}}
+    document["lesson"] = {"script": "05_llm", "flags": {"dtype": dtype}, "guesses": [],
+                          "facts": {"decoding": FACTS | facts}}  # fmt: skip
     file = tmp_path / "facts.json"
     file.write_text(json.dumps(document))
     return file
 
 
 def test_tokens_a_second_and_the_roof(tmp_path):
-    """From step to step on the lane that takes longer; weights and cache read once."""
+    """From step to step on the lane that takes longer, an interval that was there; weights and cache read once."""
     for name, lane in (("qwen3_decode_eager", "CPU"), ("qwen3_decode_graph", "GPU")):
         ours = summarize(read(with_facts(name, tmp_path))).decoding
-        found = [(mark["ts"], min(e["ts"] for e in work)) for mark, _, work in steps_of(raw(name)).values()]
-        cpu, gpu = (median(b[i] - a[i] for a, b in itertools.pairwise(found)) for i in (0, 1))
+        steps = list(steps_of(raw(name)).values())
+        cpu = pace([mark["ts"] for mark, _, _ in steps], steps[-1][0]["dur"])
+        firsts = [min(e["ts"] for e in work) for _, _, work in steps]
+        gpu = pace(firsts, max(map(end, steps[-1][2])) - firsts[-1])
         assert ours.lane == lane
         assert ours.step_us == pytest.approx(max(cpu, gpu), abs=0.01)
         assert ours.tokens_s == pytest.approx(1e6 / max(cpu, gpu))
         assert ours.read_us == pytest.approx((1192099840 + 521 * KEY_BYTES) / 4200e3)
     told = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path))))
-    assert told[0].startswith("decode of one sequence: 413 tokens a second")
+    assert told[0].startswith("decode of one sequence: 412 tokens a second")
     assert told[1].startswith(f"its roof is {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)")
     assert "as measured by the run" in told[1]
     events = raw("qwen3_decode_graph")
@@ -253,6 +253,100 @@ def test_tokens_a_second_and_the_roof(tmp_path):
     assert "at 4.8 TB/s by the data sheet" in unmeasured[1]
     # A roof that the step is faster than is none.
     assert len(decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, weight_bytes=2**40))))) == 1
+
+
+def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
+    """Each weight multiplies and adds once a token: 1,024 of them take longer than reading does."""
+    many = {"batch": 1024, "tokens": 1024}
+    summary = summarize(read(with_facts("qwen3_decode_graph", tmp_path, **many)))
+    reading, multiplying = (1192099840 + 521 * KEY_BYTES) / 4200e3, 2 * 596049920 * 1024 / 989e6
+    assert multiplying > reading and summary.decoding.least_us == pytest.approx(multiplying)
+    told = decoding.in_words(summary)
+    assert told[1].startswith(
+        f"its roof is {1024 / multiplying * 1e6:,.0f}, by arithmetic: 2 x 596.0 M weights x 1,024 tokens, "
+        f"{2 * 596049920 * 1024 / 1e9:,.1f} GFLOP, take {multiplying / 1e3:.1f} ms at the data sheet's 989 TFLOP/s; "
+        f"{multiplying / summary.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
+    )
+    assert told[1].endswith(f"take {reading:.1f} µs")
+    # Of one sequence reading is the roof; without a known type it is what reading allows.
+    assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).decoding.least_us == pytest.approx(reading)
+    for dtype in ("fp32", None):
+        unknown = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, dtype=dtype, **many))))
+        assert unknown[1].startswith(f"reading alone allows {1024 / reading * 1e6:,.0f}: weights")
+    faster = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, batch=4096, tokens=4096))))
+    assert len(faster) == 1
+
+
+COPIES = "triton_poi_fused_clone_expand_scaled_dot_product_attention_5"
+
+
+def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
+    """A made trace: three steps of one graph launch each, a product of 400 µs and attention of 1,000."""
+    events = []
+    for number in range(3):
+        at, called = 2500.0 * number, {"correlation": number + 1}
+        events += [
+            event(f"ProfilerStep#{number}", "user_annotation", at, 2000.0),
+            event("cudaGraphLaunch", "cuda_runtime", at + 10, 20.0, **called),
+        ]
+        on_gpu = [("nvjet_tst_64x8_64x16_1x2_h_bz_NNT", 400.0)] + [(COPIES, 10.0)] * 2 * copies
+        on_gpu += [("cudnn_generated_fort_native_sdpa_sm80_flash_fprop_wmma_f16", 1000.0)]
+        start = at + 50
+        for name, dur in on_gpu:
+            events.append(event(name, "kernel", start, dur, tid=7, device=0, stream=7, grid=[1, 1, 1], **called))
+            start += dur + gap
+    document = {
+        "traceEvents": events,
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],
+        "lesson": {"script": "05_llm", "flags": {"dtype": "bf16"}, "facts": {"decoding": FACTS | facts}},
+    }
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+# Bytes over 1,000 µs: GB are TB/s. The run measured 4.2 TB/s, of 4.8 by the data sheet.
+@pytest.mark.parametrize(
+    ("filled", "allocated", "said"),
+    [
+        (2.2, 4.4, "2.20 TB/s, 52% of that bandwidth; all that is allocated (4.40 GB, 2.0 times as much) would be "
+                   "4.40 TB/s, 105%: perhaps its empty rest is read, too"),
+        (3.8, 4.4, "3.80 TB/s, 90% of that bandwidth"),  # little of it is empty
+        (1.0, 2.0, "1.00 TB/s, 24% of that bandwidth"),  # something else is slow
+        (2.2, 5.0, "2.20 TB/s, 52% of that bandwidth"),  # faster than the memory is
+        (2.2, None, "2.20 TB/s, 52% of that bandwidth"),
+    ],
+)  # fmt: skip
+def test_how_fast_attention_reads_the_cache(tmp_path, filled, allocated, said):
+    facts = {"cache_bytes": int(filled * 1e9), "cache_bytes_allocated": allocated and int(allocated * 1e9)}
+    told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts))))
+    assert told[-1] == (
+        f"attention takes 1.0 ms of a step: the filled cache ({filled:.2f} GB) read once in that time is {said}"
+    )
+
+
+def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
+    facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
+    summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
+    assert "perhaps" in decoding.in_words(summary)[-1]
+    told = Finding("attention over the empty rest", lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
+    monkeypatch.setattr(decoding, "empty_cache", lambda: told)
+    assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
+
+
+def test_no_rate_of_attention_where_it_would_be_none(tmp_path):
+    """Beside other kernels; over copies of the keys; where it cannot have read the cache."""
+    facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
+    for changed in ({"gap": -5.0}, {"copies": True}, {"cache_bytes": int(4.9e9)}, {"cache_bytes": 0},
+                    {"phase": "prefill"}):  # fmt: skip
+        told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts | changed))))
+        assert told and not any("attention" in line for line in told), changed
+
+
+def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
+    shown = cheatsheet.found(summarize(read(decode_in_a_graph(tmp_path))))
+    (graph,) = [pattern for pattern, _ in shown if pattern.see == "cudaGraphLaunch"]
+    assert graph.where == "CPU lane" and "torch.cuda.graph" in graph.means
 
 
 @pytest.mark.parametrize(

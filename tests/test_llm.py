@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, names, only_trace
+from raw_events import pace
 
 import sweep
 from common.flags import tag_of
@@ -156,6 +155,15 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
     assert _judge(exact[:, -1], chosen, rounded, exact, 2e-2) == 0
 
 
+def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afresh):
+    """The cache is made in the first call: it has to be there before, or the second call finds another one."""
+    sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu")
+    assert run("05_llm", *sizes, "--phase", "prefill", "--compile", "--wait", "0", "--schedule-warmup", "0") == 0
+    called = [name for name in names(only_trace(tmp_path), "cpu_op") if name.startswith("Torch-Compiled Region")]
+    assert called and not any(name.endswith("/1") for name in called)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -271,8 +279,8 @@ def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
     rates = {line.split()[0]: [float(word.replace(",", "")) for word in line.split()[1:]] for line in table[1:3]}
     for file in tmp_path.rglob("*.json"):
         steps = [e for e in json.loads(file.read_text())["traceEvents"] if e["name"].startswith("ProfilerStep#")]
-        starts = sorted({e["ts"] for e in steps})
-        apart = median(after - before for before, after in pairwise(starts))
+        steps = sorted({e["ts"]: e["dur"] for e in steps}.items())
+        apart = pace([start for start, _ in steps], steps[-1][1])
         batch = file.name.split("x")[0]
         assert rates[batch][0] == pytest.approx(int(batch) / apart * 1e6, abs=0.1)
         facts = json.loads(file.read_text())["lesson"]["facts"]["decoding"]

@@ -304,12 +304,13 @@ def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys, tmp_pat
     from tracereader.figures import summarize
     from tracereader.trace import read
 
-    trace = tmp_path / "guard-failure.json"
+    trace = tmp_path / 'a "guard" failure.json'
     same, transposed, wrote = recompiled(capsys, "02_linear.py", "--strides", "--compile", "--trace", str(trace))
     summary = summarize(read(trace))
     assert len(summary.steps) == 4, "two calls with each input"
     assert summary.recompiled == ["Torch-Compiled Region: 0/1"]
-    assert list(tmp_path.iterdir()) == [trace] and wrote[0] == str(trace)
+    assert list(tmp_path.iterdir()) == [trace] and " ".join(wrote).startswith(str(trace))
+    assert json.loads(trace.read_text())["traceName"] == trace.name
     assert same[:3] == ["as", "it", "is"] and same[-2] == "1"
     assert transposed[0] == "transposed" and transposed[-2] == "2", "one graph more: compiled again"
     assert float(transposed[-1]) < 2e-2
@@ -319,6 +320,19 @@ def test_recompile_says_how_inputs_can_differ(capsys):
     assert recompile.main([str(ROOT / "02_linear.py"), "--compile"]) == 2
     said = capsys.readouterr().err
     assert "--strides" in said and "as in --batch 1024 2048" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "says"),
+    [
+        ("06_training.py", ("--batch", "1", "2", "--layers", "1"), "not called with an input that could differ"),
+        ("docs/make.py", ("--size", "1", "2"), "is no numbered script"),
+    ],
+)
+def test_what_recompile_cannot_call_is_refused(capsys, script, flags, says):
+    assert recompile.main([str(ROOT / script), *flags]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_other_sequence_lengths_count_graphs(compile_afresh, capsys):

@@ -108,6 +108,7 @@ def test_crossing_lies_between_the_points_that_differ():
     assert sweep.crossing([point(100, 50, 5), point(1000, 50, 500)]) == pytest.approx(100 * 10**0.5)
     assert sweep.crossing([point(100, 50, 5), point(1000, 50, 20)]) is None
     assert sweep.crossing([point(100, 50, 0), point(1000, 50, 0)]) is None
+    assert sweep.crossing([point(0, 50, 5), point(3, 50, 500)]) is None, "from nothing no logarithm leads on"
 
 
 def test_no_point_stands_above_its_roof(scripts):
@@ -131,7 +132,7 @@ def test_a_point_of_a_cpu_is_bound_by_what_its_trace_says():
 def test_a_point_is_read_off_its_trace():
     trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager_shapes.json.gz"
     one = sweep.Point.of(4096, trace)
-    assert one.regime == "compute-bound"
+    assert one.bound_by == "compute"
     assert 500 < one.tflops < 990, "of an H200's 989"
     assert 1000 < one.gb_s < 4800, "of an H200's 4800"
     assert 0 < one.pointwise_share < 0.5

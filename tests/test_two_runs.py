@@ -83,9 +83,21 @@ def test_inputs_are_compared_call_by_call(tmp_path):
     assert said == "inputs: aten::mm fp32 [8, 4] [4, 2], then fp32 [8, 4] [4, 16]"
     (said,) = changed(first, made(tmp_path, "third", [large, large, wide]))
     assert said == "inputs: aten::mm fp32 [8, 4] [4, 2], then fp32 [8, 4] [4, 16] and 1 more"
-    (said,) = changed(first, made(tmp_path, "mixed", [small, small, ("aten::mm", {
-        "Input Dims": [[8, 4], [4, 16], [2, 3]], "Input type": [FP32, FP32, "long int"]})]))  # fmt: skip
-    assert said == "inputs: aten::mm fp32 [8, 4] [4, 16], then fp32 [8, 4] [4, 16], int64 [2, 3]"
+    gathers = [("aten::index", {"Input Dims": [[8, 4], [3]], "Input type": [FP32, one]}) for one in ("long int", "int")]
+    (said,) = changed(*(made(tmp_path, str(number), [one]) for number, one in enumerate(gathers)))
+    assert said == "inputs: aten::index fp32 [8, 4], int64 [3], then fp32 [8, 4], int32 [3]"
+
+
+def test_what_an_op_writes_is_no_input_of_it(tmp_path, capsys):
+    """Compiled code calls a product with out=, and torch records that tensor behind those it reads."""
+    factors, written = [[128, 64, 32], [128, 32, 64]], [128, 64, 64]
+    calls = [("aten::bmm", {"Input Dims": dims, "Input type": [BF16] * len(dims)})
+             for dims in (factors, [*factors, written], [factors[0], factors[0], written])]  # fmt: skip
+    eager, compiled, others = (made(tmp_path, str(number), [one]) for number, one in enumerate(calls))
+    assert changed(eager, compiled) == ()
+    assert printed(capsys, eager, compiled, "--only", "short").endswith("the same ops")
+    (said,) = changed(compiled, others)
+    assert said == "inputs: aten::bmm bf16 [128, 64, 32] [128, 32, 64], then bf16 [128, 64, 32] [128, 64, 32]"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What a fused attention kernel computed: its sizes, its mask as far as the trace tells, FLOPs and least bytes."""
 
+import re
+
 import msgspec
 
 from tracereader.trace import kernel_names
@@ -13,6 +15,8 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
+# flex_attention's kernel, in compiled code an op of its own, forward: its mask is code, and so none of the arguments.
+FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
 # As "Concrete Inputs" has them: a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
 CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
 
@@ -47,14 +51,27 @@ def attention(
     op: str, args: dict, dims: list[list[int]], says: kernel_names.KernelName, facts: dict
 ) -> Attention | None:
     """Of the op with these recorded args and shapes. facts: what a script stored of its run."""
-    if op not in ATTENTION or len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]):
+    if len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]) or (order := _order(op, dims)) is None:
         return None
-    (batch, heads, sequence), place = ATTENTION[op]
+    (batch, heads, sequence), place = order
     query, key = dims[:2]
     causal = _causal(args.get("Concrete Inputs"), place, says, facts)
     if says.parts.get("window") or (causal and query[sequence] != key[sequence]):
         causal = None  # which pairs are left is not recorded
+    if causal is None and order is FLEX_ORDER:
+        return None  # nor here, where a mask is the rule: what it leaves may be a small part
     return Attention(query[batch], query[heads], key[heads], query[sequence], key[sequence], query[3], causal)
+
+
+def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | None] | None:
+    """Where the op has its sizes and its mask."""
+    if not FLEX.match(op):
+        return ATTENTION.get(op)
+    # The kernel is given buffers as they lie in memory, whatever views of them are its query, key and value. That they
+    # lie so is told by what follows: a number for each row of the query, the softmax's sum.
+    query, key, value, *others = dims
+    fits = others[:1] == [query[:3]] and key[:3] == value[:3] and (key[0], key[3]) == (query[0], query[3])
+    return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
 
 
 def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
@@ -64,14 +81,14 @@ def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
     if not all(type(one) is int and 0 < one < 2**40 for one in sizes):
         return None
     batch, heads, seq, head_size = sizes
-    return Attention(batch, heads, heads, seq, seq, head_size, _causal(None, 0, says, facts))
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal(None, None, says, facts))
 
 
-def _causal(inputs: object, place: int, says: kernel_names.KernelName, facts: dict) -> bool | None:
+def _causal(inputs: object, place: int | None, says: kernel_names.KernelName, facts: dict) -> bool | None:
     """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
     if named := says.parts.get("causal"):
         return named == "yes"
-    if isinstance(inputs, list) and len(inputs) > place and inputs[place] in CAUSAL:
+    if isinstance(inputs, list) and place is not None and len(inputs) > place and inputs[place] in CAUSAL:
         return CAUSAL[inputs[place]]
     told = facts.get("attention")
     causal = told.get("causal") if isinstance(told, dict) else None

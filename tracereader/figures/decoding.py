@@ -4,13 +4,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from statistics import median
+from statistics import median, median_high
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, asking_ops
-from tracereader.figures.hardware import Peaks, common_peaks
+from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
 
@@ -53,8 +53,9 @@ class Decoding(msgspec.Struct, frozen=True):
     """A language model's step against the least that it has to take.
 
     step_us: from one step to the next, on the CPU's lane where the GPU is mostly idle, else on the one that takes
-    longer. gb_s: by which read_us, what reading
-    weights and cache once takes, is reckoned; measured: by the run itself, else the data sheet's.
+    longer. gb_s: by which read_us, what reading weights and cache once takes, is reckoned; measured: by the run
+    itself, else the data sheet's. flops: of the products with the weights; tflops: the data sheet's for the run's
+    type, by which multiply_us is reckoned. None where the run does not tell its type, or the data sheet is not known.
     """
 
     facts: Facts
@@ -64,6 +65,14 @@ class Decoding(msgspec.Struct, frozen=True):
     gb_s: float | None
     measured: bool
     read_us: float | None
+    flops: int | None = None
+    tflops: float | None = None
+    multiply_us: float | None = None
+
+    @property
+    def least_us(self) -> float | None:
+        """What a step takes at least, as far as is known: reading and arithmetic may go on beside each other."""
+        return max(self.read_us, self.multiply_us or 0.0) if self.read_us else None
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -134,6 +143,10 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> D
     peaks = common_peaks(trace.devices)
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
+    # Each weight that is read multiplies and adds once for each token. Whether fp32 is multiplied as TF32 is not told.
+    of_two_bytes = facts.weight_bytes and _type(lesson) in ("bf16", "fp16")
+    flops = 2 * (facts.weight_bytes // 2) * facts.tokens if of_two_bytes else None
+    tflops = peak_tflops(peaks, _type(lesson)) if peaks and flops else None
     return Decoding(
         facts=facts,
         step_us=lanes[lane],
@@ -142,13 +155,22 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> D
         gb_s=gb_s,
         measured=facts.gb_s is not None,
         read_us=read / gb_s / 1e3 if gb_s and facts.weight_bytes else None,
+        flops=flops,
+        tflops=tflops,
+        multiply_us=flops / tflops / 1e6 if tflops else None,
     )
 
 
+def _type(lesson: dict) -> str:
+    return str(lesson["flags"].get("dtype"))
+
+
 def _interval(starts: Sequence[int], spans: Sequence[float]) -> float:
-    """From one step's start to the next one's (µs), the median; of a single step its length."""
-    apart = [(after - before) / 1e3 for before, after in pairwise(starts)]
-    return median(apart) if apart else spans[0]
+    """From one step's start to the next one's (µs), the median; of the last step its length.
+
+    Of an even number the upper one in the middle: a time that was taken, where the mean of two need not be any step's.
+    """
+    return median_high([*((after - before) / 1e3 for before, after in pairwise(starts)), spans[-1]])
 
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:

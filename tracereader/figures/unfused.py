@@ -16,6 +16,9 @@ BETWEEN = ("pointwise", "copy", "reduction", "memset")
 # Ops whose result is of one byte an element, and those whose result is a row's.
 SAYS_YES_OR_NO = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
 OF_A_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
+# The arguments of ops that are called with out=, too: one more, the last one, which they write.
+ARGUMENTS = {"where": 3, "add": 3, "sub": 3, "mul": 2, "div": 2, "_softmax": 3}
+SDPA = "aten::scaled_dot_product_attention"
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -151,9 +154,25 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     for one, op in asked.values():
         reads, writes = _passes(op, one.name, elements)
         written, read, moved = written + len(writes), read + len(reads), moved + elements * sum(reads + writes)
-    inputs = scores.batch * (scores.m * scores.k + scores.k * scores.n + result.k * result.n + result.m * result.n)
-    least = inputs * min(item, other)
+    least = _given(first)
+    if least is None:
+        inputs = scores.batch * (scores.m * scores.k + scores.k * scores.n + result.k * result.n + result.m * result.n)
+        least = inputs * min(item, other)
     return Scores(scores.batch, scores.m, scores.n, elements * item, written, read, moved, least)
+
+
+def _given(product: Op) -> int | None:
+    """The bytes of query, key, value and the result as scaled_dot_product_attention has them, around this product.
+
+    Its math backend casts two bytes to four before it multiplies, and writes shared keys out for each head.
+    """
+    asked = next((op for op in product.above() if op.name == SDPA), None)
+    given = tensors_of(asked.args)[:3] if asked is not None else []
+    if len(given) < 3 or any(one.item is None for one in given):
+        return None
+    query, _, value = given
+    result = math.prod(query.shape[:-1]) * value.shape[-1] * query.item
+    return result + sum(math.prod(one.shape) * one.item for one in given)
 
 
 def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
@@ -164,6 +183,8 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
         return [], []
     if name == "copy_":
         return items[1:], items[:1]  # the source comes second
+    if len(op.args["Input Dims"]) > ARGUMENTS.get(name, math.inf):
+        return items[:-1], items[-1:]
     if op.name == kernel:  # Inductor's own row names its output among its inputs, unless it works in place
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)
     if name in OF_A_ROW:

@@ -48,6 +48,8 @@ PATTERNS = (
     Pattern(CPU, "an occupancy query before a launch", "A library asks how many blocks of a kernel fit on the chip: "
             "cuBLAS of a GEMM (on Hopper once in a process, then it remembers), cub of a sort or a scan.",
             gpu_work.occupancy_query()),
+    Pattern(CPU, "cudaGraphLaunch", "A CUDA graph: one launch replays recorded work (torch.cuda.graph; torch.compile's "
+            "reduce-overhead and max-autotune).", gpu_work.graph_replay()),
     Pattern(CPU, "one op's own time above all others'", "Its cost lies in a library that records no ops (cuDNN and "
             "cuBLAS choose and prepare kernels there): nothing below it shows.",
             attention.time_in_a_library(), telling=True),
@@ -74,8 +76,8 @@ PATTERNS = (
             steps.gaps_between_kernels()),
     Pattern(GPU, "gaps between the kernels of a CUDA graph", "A graph spares the launches, but one kernel still ends "
             "before the next begins: fewer and larger kernels have fewer such gaps.", steps.gaps_in_a_graph()),
-    Pattern(GPU, "one kernel with different times on the same data", "Clocks, heat, neighbours. Trust the median, "
-            "not the mean.", gpu_work.duration_varies()),
+    Pattern(GPU, "one kernel with different times over the steps", "Where its data are the same: clocks, heat, "
+            "neighbours. Trust the median, not the mean.", gpu_work.duration_varies()),
     Pattern(GPU, "a device-to-device copy before a GEMM", "addmm puts the bias into the output first, and the GEMM "
             "adds to it (beta = 1): no kernel was saved.", gpu_work.copy_before_gemm()),
     Pattern(CHAIN, "a softmax between two batched products", "As in attention that is not fused: the scores of "
@@ -125,7 +127,6 @@ PATTERNS = (
             "the first call's time, too.", ops.recompiled()),
     Pattern(COMPILE, "a triton_poi_fused_… kernel", "Several pointwise ops in one pass: what lay between them never "
             "went through memory.", gpu_work.fused()),
-    Pattern(COMPILE, "cudaGraphLaunch", "reduce-overhead: one launch replays recorded work.", gpu_work.graph_replay()),
     Pattern(COMPILE, "copies before a cudaGraphLaunch", "A graph reads fixed addresses, so inputs are copied in. "
             "Large inputs can cost more than the launches saved.", gpu_work.graph_copies()),
 )  # fmt: skip

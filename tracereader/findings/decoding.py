@@ -3,9 +3,9 @@
 from collections import Counter
 
 from tracereader.figures import Summary
-from tracereader.figures.decoding import MANY_LAUNCHES, Asked, ridge_rows
+from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
-from tracereader.findings.finding import Finding, Verdict, counted, duration, size
+from tracereader.findings.finding import Finding, Verdict, counted, duration, size, tokens_s
 from tracereader.findings.steps import waits_for
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
@@ -14,8 +14,11 @@ WORTH_A_WORD = 0.025
 # Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
 # 42%, and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
 MUCH_OF_THE_WAIT = 0.5
-# Reading weights is what a step does, where it takes this much of it.
+# Reading weights, or the cache, is what a step does, where it takes this much of it.
 MUCH_READING = 0.2
+# Of the measured bandwidth. On the H200 SDPA that gets a whole static cache and a mask, half of it filled, is by that
+# half at 44 to 53% from 32 sequences on, and by the whole at 88 to 106%; with 16 sequences at 38 and 75%.
+FAR_BELOW, NEAR = 2 / 3, 0.85
 
 
 def in_words(summary: Summary) -> list[str]:
@@ -26,42 +29,90 @@ def in_words(summary: Summary) -> list[str]:
     facts = found.facts
     sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
     lines = [
-        f"{facts.phase} of {sequences}: {_rate(found.tokens_s)} tokens a second while profiled, a step of "
+        f"{facts.phase} of {sequences}: {tokens_s(found.tokens_s)} tokens a second while profiled, a step of "
         f"{counted(facts.tokens, 'token')} every {duration(found.step_us)} on the {found.lane} lane"
     ]
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
-        lines[0] += f"; the GPU's work alone would allow {_rate(facts.tokens / busy * 1e6)}"
+        lines[0] += f"; the GPU's work alone would allow {tokens_s(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
         ridge = ridge_rows(common_peaks(summary.devices))
         if ridge and rows >= ridge:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
-    if facts.phase == "decode" and found.read_us and found.read_us <= found.step_us:
-        read = f"weights ({size(facts.weight_bytes)})"
-        if facts.cache_bytes:
-            read += f" and cache ({size(facts.cache_bytes)})"
-        source = "as measured by the run" if found.measured else "by the data sheet"
-        lines.append(
-            f"its roof is {facts.tokens / found.read_us * 1e6:,.0f}: {read} read once at {found.gb_s / 1e3:.1f} TB/s "
-            f"{source} take {duration(found.read_us)}; {found.read_us / found.step_us:.1%} of it is reached"
-        )
-        products = sum(one.us for one in summary.gpu_work if one.family == "GEMM")
-        # Kernels that overlap take longer, each, than what they take together.
-        if any(one.family == "GEMM" and not one.ran_alone for one in summary.gpu_work):
-            return lines
-        if MUCH_READING * found.step_us < products and facts.weight_bytes <= products * found.gb_s * 1e3:
-            rate = facts.weight_bytes / products / 1e3
-            lines.append(
-                f"matrix products take {duration(products)} of a step: they read the weights at {rate / 1e3:.2f} TB/s, "
-                f"{rate / found.gb_s:.0%} of that bandwidth"
-            )
+    if facts.phase == "decode" and found.least_us and found.least_us <= found.step_us:
+        lines += [_roof(found), *_products(summary), *_attention(summary)]
     return lines
 
 
-def _rate(a_second: float) -> str:
-    """A large model on a CPU writes less than one."""
-    return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
+def _roof(found: Decoding) -> str:
+    """Of reading and arithmetic what takes longer. Where arithmetic is not known, reading allows so much, and no more
+    is said."""
+    facts, least = found.facts, found.least_us
+    read = f"weights ({size(facts.weight_bytes)})"
+    if facts.cache_bytes:
+        read += f" and cache ({size(facts.cache_bytes)})"
+    source = "as measured by the run" if found.measured else "by the data sheet"
+    read += f" read once at {found.gb_s / 1e3:.1f} TB/s {source} take {duration(found.read_us)}"
+    allows = f"{facts.tokens / least * 1e6:,.0f}"
+    reached = f"{least / found.step_us:.1%} of it is reached"
+    if found.multiply_us is None:
+        return f"reading alone allows {allows}: {read}; {reached}"
+    if found.multiply_us <= found.read_us:
+        return f"its roof is {allows}: {read}; {reached}"
+    return (
+        f"its roof is {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
+        f"{counted(facts.tokens, 'token')}, {found.flops / 1e9:,.1f} GFLOP, take {duration(found.multiply_us)} at the "
+        f"data sheet's {found.tflops:,.0f} TFLOP/s; {reached}; {read}"
+    )
+
+
+def _products(summary: Summary) -> list[str]:
+    """How fast matrix products read the weights, where that is what limits the step."""
+    found, us = summary.decoding, _alone_us(summary, "GEMM")
+    if us is None or found.least_us > found.read_us:
+        return []
+    read = found.facts.weight_bytes
+    if us <= MUCH_READING * found.step_us or read > us * found.gb_s * 1e3:
+        return []
+    return [
+        f"matrix products take {duration(us)} of a step: they read the weights at {read / us / 1e6:.2f} TB/s, "
+        f"{read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
+    ]
+
+
+def _attention(summary: Summary) -> list[str]:
+    """How fast attention reads the cache if it reads what is filled, and if it reads all that is allocated.
+
+    Which of the two a kernel does, no trace tells without shapes; and copies of the keys are larger than the cache.
+    """
+    found, us = summary.decoding, _alone_us(summary, "attention")
+    filled, whole = found.facts.cache_bytes, found.facts.cache_bytes_allocated
+    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.unneeded.expanded:
+        return []
+    peaks = common_peaks(summary.devices)
+    possible = max(found.gb_s, peaks.gb_s if peaks else 0.0)
+    rate, whole_rate = filled / us / 1e3, (whole or 0) / us / 1e3
+    if rate > possible:
+        return []  # out of a cache, or not all of it
+    said = (
+        f"attention takes {duration(us)} of a step: the filled cache ({size(filled)}) read once in that time is "
+        f"{rate / 1e3:.2f} TB/s, {rate / found.gb_s:.0%} of that bandwidth"
+    )
+    far_below = rate < FAR_BELOW * found.gb_s and NEAR * found.gb_s <= whole_rate <= possible
+    if far_below and not empty_cache().ask(summary).holds:
+        said += (
+            f"; all that is allocated ({size(whole)}, {whole / filled:.1f} times as much) would be "
+            f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps its empty rest is read, too"
+        )
+    return [said]
+
+
+def _alone_us(summary: Summary, family: str) -> float | None:
+    """What all work of this family takes; None where some ran beside other work: each piece takes longer then than
+    what they take together."""
+    mine = [one for one in summary.gpu_work if one.family == family]
+    return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
 
 
 def _rows(summary: Summary) -> int | None:

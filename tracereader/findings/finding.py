@@ -88,6 +88,16 @@ def duration(us: float) -> str:
     return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
 
 
+def tokens_s(a_second: float) -> str:
+    """Tokens a second: a large model on a CPU writes less than one."""
+    return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
+
+
+def family_in_words(family: str) -> str:
+    """A family of kernels, as a sentence or a table names it."""
+    return {"GEMM": "matrix products", "unknown": "kernels of unknown names"}.get(family, family)
+
+
 def size(count: int) -> str:
     """Bytes in decimal units, as memory bandwidth is quoted."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -1,16 +1,19 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from statistics import median
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu_work import CpuWork
 from tracereader.figures.gpu_time import GpuTime
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
+from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
 from tracereader.trace import STEP
 
-# Shares of the window. Idle: on the H200 97% at 64 x 64, 17 to 30% at 4096 x 4096, where the first
-# step's start is all that the GPU waits for; 88% in eager decoding, 2% in training on one GPU.
+# Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
+# decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
 MUCH_IDLE = 0.35
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
@@ -27,7 +30,10 @@ WORDS = {
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
     None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
-ON_CPU = ", on the CPU"
+BOUND_BY = {
+    "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
+    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", None: "unknown",
+}  # fmt: skip
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
@@ -77,7 +83,10 @@ def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
     gpu, found, word = summary.steady, waits_for(summary), regime(summary)
     if gpu is None:
-        return (word, "the trace holds GPU work, and none of it in the steps") if summary.devices else _on_cpu(summary)
+        if summary.devices:
+            return word, "the trace holds GPU work, and none of it in the steps"
+        bound, seen = _on_cpu(summary)
+        return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
@@ -90,8 +99,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         total = summary.summed_us
         weight = sum(one.us for one in near)
-        reached = sum(one.of_roof * one.us for one in near) / weight
-        seen = f"{busy}, {weight / total:.0%} of that in work at {reached:.0%} of {roof} by the data sheet"
+        seen = f"{busy}, {weight / total:.0%} of that in work at {reached(near):.0%} of {roof} by the data sheet"
     else:
         seen = f"{busy}, {_largest_family(summary)}"
     if idle > SOME_IDLE:
@@ -109,8 +117,16 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
     return f"in {_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%} of that {why[cause]}"
 
 
+def reached(work: Sequence[GpuWork | CpuWork]) -> float:
+    """The mean share of a roof, by time, of work that meets one."""
+    return sum(one.of_roof * one.us for one in work) / sum(one.us for one in work)
+
+
 def _on_cpu(summary: Summary) -> tuple[str, str]:
-    """What bounds a step that only the CPU works on, as far as the run measured what its machine reaches."""
+    """What bounds a step that only the CPU works on, as far as the run measured what its machine reaches.
+
+    compute or memory, outside where that much of it lies in no op, else cpu-only; and the figures.
+    """
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
     for one in summary.cpu_work:
         if one.of_roof is not None:
@@ -118,24 +134,33 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     for (near, roof), ops in groups.items():
         us = sum(one.us for one in ops)
         if us > MUCH_KNOWN * step_us:
-            reached = sum(one.of_roof * one.us for one in ops) / us
             best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
-            took = f"{us / step_us:.0%} of the step is in ops at {reached:.0%} of the best rate of {best}"
-            return WORDS[roof] + ON_CPU if near else WORDS["cpu-only"], f"{took} that this run measured"
+            took = f"{us / step_us:.0%} of the step is in ops at {reached(ops):.0%} of the best rate of {best}"
+            return roof if near else "cpu-only", f"{took} that this run measured"
     if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
-        return WORDS["cpu-only"], f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
+        return "outside", f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.lesson and not summary.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
-    return WORDS["cpu-only"], f"no GPU work to set against the CPU's time{asked}"
+    return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
+
+
+def bound_by(summary: Summary) -> str:
+    """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
+    found = waits_for(summary)
+    if found == "cpu-only":
+        found = None if summary.devices else _on_cpu(summary)[0]
+    return BOUND_BY[found]
 
 
 def _largest_family(summary: Summary) -> str:
-    largest = summary.families[0]
-    return f"{largest.share:.0%} of its work is {FAMILY_WORDS.get(largest.family, largest.family)}"
-
-
-FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "of kernels whose names tell nothing"}
+    times = Counter()  # of the typical step: the first one may have done other things
+    for one in summary.gpu_work:
+        times[one.family] += one.us
+    if not times:
+        times.update({one.family: one.us for one in summary.families})
+    family, us = times.most_common(1)[0]
+    return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
 
 
 @recordable

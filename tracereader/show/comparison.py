@@ -9,9 +9,9 @@ from rich.table import Table
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
 from tracereader.findings import cheatsheet, gpu_work, steps
-from tracereader.findings.finding import size
+from tracereader.findings.finding import family_in_words, size, tokens_s
 from tracereader.show.text import LEAST_NAME, Name, console, plain, print_columns, printable, ratio, us
-from tracereader.show.view import FAMILY_WORDS, View
+from tracereader.show.view import View
 
 SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
@@ -70,10 +70,12 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
 def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], title: str) -> None:
     """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
     gpu = any(side.summary.has_gpu_work for side in sides)
+    decoding = [side.summary.decoding for side in sides]
     memory = any(side.peak_bytes for side in sides)
     multiples = ["of run 1", "of prev."] if len(sides) > 2 else ["of run 1"]
     heads = [title, "CPU µs", *multiples, "1st step"]
     heads += ["GPU busy", *multiples, "launches", "kernels", "copies", "memsets"] if gpu else []
+    heads += ["tokens/s"] if all(decoding) else []
     rows = []
     for number, side in enumerate(sides):
         one = side.summary
@@ -85,6 +87,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], 
             row.append(us(one.chosen.gpu_busy_us))
             row += [ratio(one.chosen.gpu_busy_us, base.chosen.gpu_busy_us) for base in others]
             row += [str(one.chosen.launches), *(str(one.count(kind)) for kind in ("kernel", "memcpy", "memset"))]
+        row += [tokens_s(one.decoding.tokens_s)] if all(decoding) else []
         rows.append(row + [size(side.peak_bytes) if side.peak_bytes else "–"] * memory)
     print_columns(out, heads + ["memory"] * memory, rows)
 
@@ -112,7 +115,7 @@ def _in_short(out: Console, names: Sequence[str], told: Sequence[Sequence[str]])
 def _by_family(summary: Summary) -> dict[str, float]:
     times: dict[str, float] = {}
     for one in summary.gpu_work:
-        family = FAMILY_WORDS.get(one.family, one.family)
+        family = family_in_words(one.family)
         times[family] = times.get(family, 0.0) + one.us
     return times
 

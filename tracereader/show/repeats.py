@@ -11,11 +11,10 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
-from tracereader.findings.finding import counted, duration
+from tracereader.findings.finding import counted, duration, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.show.lanes import Mark
 from tracereader.show.text import paragraph, percent, plain, print_columns, us
-from tracereader.show.view import FAMILY_WORDS
 from tracereader.trace import Step
 
 # What repeats and takes less of a step's GPU time is not told.
@@ -128,6 +127,6 @@ def _families(summary: Summary, one: Repeat) -> str:
         time[work.family] += work.us
         pieces[work.family] += 1
     return ", ".join(
-        f"{share / one.total_us:.0%} {FAMILY_WORDS.get(family, family)} ({pieces[family] / one.times:,.0f})"
+        f"{share / one.total_us:.0%} {family_in_words(family)} ({pieces[family] / one.times:,.0f})"
         for family, share in time.most_common(4)
     )

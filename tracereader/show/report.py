@@ -18,7 +18,7 @@ from tracereader.figures.starts import starts
 from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
-from tracereader.findings.finding import counted, duration, size
+from tracereader.findings.finding import counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.show import chain, guesses, lanes, repeats, training, work
 from tracereader.show import series as series_of
@@ -38,7 +38,7 @@ from tracereader.show.text import (
     shown_path,
     us,
 )
-from tracereader.show.view import FAMILY_WORDS, View, and_more
+from tracereader.show.view import View, and_more
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import labels, short
@@ -261,9 +261,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
             f"the work itself takes {duration(_gpu_us(summary))} a step{busiest}"
         )
         shares = [
-            f"{one.share:.0%} {FAMILY_WORDS.get(one.family, one.family)}"
-            for one in summary.families[:4]
-            if one.share >= 0.005
+            f"{one.share:.0%} {family_in_words(one.family)}" for one in summary.families[:4] if one.share >= 0.005
         ]
         if not view.brief:
             summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's time"
@@ -344,7 +342,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         return  # the answer has the families already
     out.print()
     families = [
-        (FAMILY_WORDS.get(one.family, one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
+        (family_in_words(one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
         for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
     title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
@@ -415,11 +413,11 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 
 def _of_best(calls: Sequence[CpuWork]) -> str:
     """As a share of what the run measured at best, which stands for a data sheet's peak."""
-    (roof, *others), took = {one.roof for one in calls}, sum(one.us for one in calls)
+    roof, *others = {one.roof for one in calls}
     if roof is None or others:
         return ""
     rates = {"compute": "this machine's best arithmetic rate", "memory": "this machine's best memory rate"}
-    return f", {sum(one.of_roof * one.us for one in calls) / took:.0%} of {rates[roof]}"
+    return f", {steps.reached(calls):.0%} of {rates[roof]}"
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:

@@ -38,9 +38,6 @@ class View:
         return None if self.all else max(1, round(rows * self.share))
 
 
-FAMILY_WORDS = {"GEMM": "matrix products", "unknown": "unknown names"}
-
-
 def and_more(out: Console, count: int, shown: int) -> None:
     """How many rows a table leaves out, where it does."""
     if count > shown:

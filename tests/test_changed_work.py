@@ -1,0 +1,201 @@
+"""What is said of two runs' GPU work: nothing the same that is not, nothing gone that is still there."""
+
+import gzip
+import json
+import re
+
+import pytest
+from raw_events import end, event, raw_steps, raw_work
+from references import H200
+
+from tracereader import cli
+from tracereader.figures import compare, summarize
+from tracereader.trace import read
+
+NVJET, OTHER_NVJET = "nvjet_sm90_tst_64x8_64x16_4x2_h_bz_TNT", "nvjet_sm90_tst_64x32_64x16_4x2_h_bz_TNT"
+TRITON = "triton_tem_fused_mm_0"
+SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, {}, false, false>(int)"
+SELECT = "void at::native::(anonymous namespace)::indexSelectSmallIndex<long, long, unsigned int, {0}, {0}, -2>(int)"
+FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)"
+BLIT = "Memcpy DtoD (Device -> Device)"
+
+
+def made(tmp_path, name, *calls, lesson=None):
+    """Three steps with these calls in each: an op, and the kernels and copies that it launches, with their µs."""
+    events, number, free = [], 0, 0
+    for step in range(3):
+        start = 100_000 * step
+        events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 90_000))
+        for at, (op, work) in enumerate(calls):
+            begin = start + 10 + 1000 * at
+            events.append(event(op, "cpu_op", begin, 900))
+            for place, (kernel, us) in enumerate(work):
+                number += 1
+                launch, free = begin + 5 + 10 * place, max(free, begin + 20 + 10 * place)
+                what = "gpu_memcpy" if kernel.startswith("Memcpy") else "kernel"
+                events += [
+                    event("cudaLaunchKernel", "cuda_runtime", launch, 5, correlation=number),
+                    event(kernel, what, free, us, tid=7, correlation=number, device=0, stream=7),
+                ]
+                free += us
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps({"traceEvents": events, **({"lesson": lesson} if lesson else {})}))
+    return file
+
+
+def pair(*files):
+    return [compare.Side(summarize(read(file))) for file in files]
+
+
+def changed(*files):
+    return compare.difference(*pair(*files)).work_changed
+
+
+def told(*files):
+    return compare.change(*pair(*files))
+
+
+def products(*some):
+    return [("aten::mm", [(kernel, us)]) for kernel, us in some]
+
+
+def test_products_by_other_kernels_are_not_the_same_things(tmp_path):
+    first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)))
+    assert told(first, first) == "the same things on the GPU"
+    other = made(tmp_path, "other", *products((OTHER_NVJET, 50), (OTHER_NVJET, 51)))
+    assert told(first, other) == "other kernels for 2 x GEMM (82.0 → 101.0 µs)"
+    one = made(tmp_path, "one", *products((OTHER_NVJET, 50), (NVJET, 42)))
+    assert told(first, one) == "other kernels for 1 x GEMM (of 2 in 82.0 → 50.0 µs)"
+    fewer = made(tmp_path, "fewer", *products((OTHER_NVJET, 90)))
+    assert told(first, fewer) == "other kernels for 1 x GEMM (of 2 in 82.0 → 90.0 µs); gone: 1 x GEMM (of 2 in 82.0 µs)"
+    triton = made(tmp_path, "triton", *products((TRITON, 50), (TRITON, 51)))
+    assert told(first, triton) == "other kernels for 2 x GEMM (cuBLAS nvjet 82.0 → Inductor 101.0 µs)"
+
+
+def test_what_takes_longest_comes_first(tmp_path):
+    fills = [("aten::fill_", [(FILL, us)]) for us in (3, 3)]
+    copy = ("aten::copy_", [(BLIT, 8)])
+    first = made(tmp_path, "first", *products((NVJET, 40)), copy, *fills)
+    other = made(tmp_path, "other", *products((OTHER_NVJET, 50)), *fills[1:])
+    kernels, gone = (
+        "other kernels for 1 x GEMM (40.0 → 50.0 µs)",
+        "gone: 1 x memcpy (8.0 µs), 1 x fill (of 2 in 6.0 µs)",
+    )
+    assert told(first, other) == f"{kernels}; {gone}"
+    large = made(tmp_path, "large", *products((OTHER_NVJET, 50)), ("aten::copy_", [(BLIT, 300)]), *fills)
+    assert (
+        told(first, large) == "other times for 1 x memcpy (8.0 → 300.0 µs); other kernels for 1 x GEMM (40.0 → 50.0 µs)"
+    )
+    little = made(tmp_path, "little", *products((OTHER_NVJET, 50)), ("aten::copy_", [(BLIT, 9)]), *fills)
+    assert told(first, little) == kernels
+
+
+def test_a_copy_is_no_kernel(tmp_path):
+    files = [made(tmp_path, str(number), ("aten::copy_", [(name, 9 + number)]))
+             for number, name in enumerate((BLIT, "Memcpy HtoD (Pinned -> Device)"))]  # fmt: skip
+    assert told(*files) == "another kind of 1 x memcpy (9.0 → 10.0 µs)"
+
+
+def typical(path):
+    """Of a reference trace the raw slices, and the mark of its typical step."""
+    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    name = summarize(read(path)).typical_step
+    return events, next(mark for mark in raw_steps(events) if mark["name"] == name)
+
+
+def test_max_autotune_says_that_triton_multiplies_now():
+    files = [H200 / f"01_matmul_add/4096_bf16_warm_compile{how}.json.gz" for how in ("", "_max-autotune")]
+    before, after = ([e["name"] for e in raw_work(*typical(file))] for file in files)
+    assert [sum(name.startswith(start) for name in before) for start in ("nvjet", "Memcpy", "Memset")] == [1, 1, 1]
+    assert sorted(name.startswith("triton_tem") for name in after) == [False] * (len(after) - 1) + [True]
+    copies = sum("multi_tensor_apply" in name for name in after)
+    text = told(*files)
+    assert re.match(r"other kernels for 1 x GEMM \(cuBLAS nvjet [\d.]+ → Inductor [\d.]+ µs\); ", text)
+    assert f"; new: {copies} x copy (" in text and re.search(r"; gone: 1 x memcpy \([\d.]+ µs\), 1 x memset \(", text)
+
+
+def test_another_instance_of_a_template_is_not_gone_and_new(tmp_path):
+    first = made(tmp_path, "first", ("aten::_softmax", [(SOFTMAX.format(9), 70)]), ("a::b", [(SELECT.format(1), 2)]))
+    other = made(tmp_path, "other", ("aten::_softmax", [(SOFTMAX.format(11), 900)]), ("a::b", [(SELECT.format(2), 3)]))
+    assert changed(first, other) == (
+        "1 x softmax_warp_forward<bf16, fp32>: another instance of its template, rows of 257 to 512 → 1025 to 2048 "
+        "(70.0 → 900.0 µs)",
+        "1 x indexSelectSmallIndex<int64>: another instance of its template (2.0 → 3.0 µs)",
+    )
+    assert told(first, other) == "the same things on the GPU"
+    twice = made(tmp_path, "twice", ("aten::_softmax", [(SOFTMAX.format(11), 900)]), ("a::b", [(SELECT.format(2), 3)]),
+                 ("a::b", [(SELECT.format(3), 3)]))  # fmt: skip
+    assert changed(first, twice)[-1] == "GPU work new: 1 x indexSelectSmallIndex<int64> (3.0 µs)"
+    assert not any("gone" in text for text in changed(first, twice))
+
+
+def test_no_name_is_printed_twice(tmp_path):
+    """Nor where names are cut, and differ in the middle only."""
+    names = [f"{'kernel_of_mine_' * 8}{letter}{'_and_more_of_it' * 8}" for letter in "ab"]
+    assert len(names[0]) > 200
+    files = [made(tmp_path, str(number), ("my::op", [(name, 5)])) for number, name in enumerate(names)]
+    gone, new = changed(*files)
+    assert gone.startswith("GPU work gone: 1 x ") and new.startswith("GPU work new: 1 x ")
+    assert gone.split(" x ")[1] != new.split(" x ")[1]
+
+
+def filled(pieces, us=5):
+    return [(FILL, us)] * pieces
+
+
+def test_one_call_in_several_launches(tmp_path):
+    once = made(tmp_path, "once", ("aten::fill_", filled(1)))
+    cut = made(tmp_path, "cut", ("aten::fill_", filled(32, 6)))
+    (said,) = changed(once, cut)
+    assert said.startswith(
+        "1 x aten::fill_ in 32 launches instead of 1 (5.0 → 192.0 µs): vectorized_elementwise_kernel"
+    )
+    assert told(once, cut) == "1 x aten::fill_ in 32 launches instead of 1 (5.0 → 192.0 µs)"
+    assert told(cut, once) == "1 x aten::fill_ in 1 launch instead of 32 (192.0 → 5.0 µs)"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("aten::fill_", filled(1)), ("aten::fill_", filled(1))],  # it was called again
+        [("aten::zero_", filled(2))],  # another op
+        [("my_function", filled(2))],  # a label: nobody knows how often anything was asked for in it
+    ],
+)
+def test_more_calls_are_new_work(tmp_path, calls):
+    once = made(tmp_path, "once", (calls[0][0] if calls[0][0] == "my_function" else "aten::fill_", filled(1)))
+    assert told(once, made(tmp_path, "twice", *calls)) == "new: 1 x fill (of 2 in 10.0 µs)"
+
+
+def test_launches_of_a_reference_traces_ops_are_counted_by_their_calls():
+    path = H200 / "04_a_naive_attention/8x16x1024x64_bf16_warm_eager.json.gz"
+    events, mark = typical(path)
+    (side,) = pair(path)
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    calls = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    asked = {}
+    for one in raw_work(events, mark):
+        launch = calls[one["args"]["correlation"]]
+        around = [
+            op for op in ops if op["tid"] == launch["tid"] and op["ts"] <= launch["ts"] and end(launch) <= end(op)
+        ]
+        inner = min(around, key=lambda op: op["dur"])
+        asked.setdefault(one["name"], {})[inner["ts"]] = inner["name"]
+    assert {name: sorted(found.elements()) for name, found in side.asked_by.items()} == {
+        name: sorted(found.values()) for name, found in asked.items()
+    }
+
+
+def test_tokens_a_second_where_every_run_tells_them(tmp_path, capsys):
+    facts = {"decoding": {"phase": "decode", "batch": 4, "tokens": 4}}
+    lessons = [{"script": "05_llm", "flags": {}, "facts": some} for some in (facts, facts, {})]
+    first, other, silent = (
+        made(tmp_path, str(number), *products((NVJET, 40)), lesson=one) for number, one in enumerate(lessons)
+    )
+    shown = {}
+    for files in ((first, other), (first, silent)):
+        assert cli.main([*map(str, files), "--only", "steps"]) == 0
+        shown[files] = capsys.readouterr().out
+    head, *rows = (re.split(r"  +", line) for line in shown[first, other].splitlines()[1:])
+    assert [row[head.index("tokens/s")] for row in rows] == ["40", "40"]  # 4 every 100 ms
+    assert "tokens" not in shown[first, silent]

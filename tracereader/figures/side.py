@@ -1,0 +1,98 @@
+"""One run's step, as it is set against another's."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.steps import INDUCTORS_CALL
+from tracereader.figures.summary import Call, Summary, graphs_in
+from tracereader.trace.kernel_names import decode, short
+
+COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run's step, as compared."""
+
+    summary: Summary
+
+    @cached_property
+    def name(self) -> str:
+        """Script and tag of a numbered script's trace; else the file's name."""
+        stem = Path(self.summary.trace).name.removesuffix(".gz").removesuffix(".json")
+        return f"{self.summary.lesson['script']} {stem}" if self.summary.lesson else stem
+
+    @cached_property
+    def work(self) -> Counter:
+        return Counter(one.name for one in self.summary.gpu_work)
+
+    @cached_property
+    def times(self) -> Counter:
+        """GPU time by name of kernel, copy or memset."""
+        times = Counter()
+        for one in self.summary.gpu_work:
+            times[one.name] += one.us
+        return times
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
+        told = (self.summary.lesson or {}).get("facts", {}).get("peak_bytes")
+        return told if type(told) is int and 0 < told < 2**53 else self.summary.peak_bytes
+
+    @cached_property
+    def ops(self) -> Counter:
+        """Ops by name; of torch.compile's rows, no hash and no number."""
+        counts = Counter()
+        for name, op in self.summary.ops.items():
+            counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
+        return counts
+
+    @cached_property
+    def graphs(self) -> list[str]:
+        """The hashes of the compiled graphs that the step calls."""
+        return graphs_in(call.name for call in self.summary.chain)
+
+    @cached_property
+    def parts(self) -> dict[str, str]:
+        """What each name of GPU work does, in a word or two."""
+        return {one.name: _part(one) for one in self.summary.gpu_work}
+
+    @cached_property
+    def asked_by(self) -> dict[str, Counter]:
+        """By name of GPU work, the ops that launch it and in how many calls; of what is all launched so, each alone.
+
+        A CUDA graph's launch, and one with no op around it, tell nothing of how often something was asked for.
+        """
+        around: list[tuple[int, Call]] = []
+        callers = defaultdict(list)
+        for number, call in enumerate(self.summary.chain):
+            del around[call.depth :]
+            around.append((number, call))
+            if len(call.launched) == 1:
+                callers[call.launched[0]].append(next((op for op in reversed(around) if op[1].kind != "runtime"), None))
+        return {
+            name: Counter(op.name for op in dict(calls).values())
+            for name, calls in callers.items()
+            if len(calls) == self.work[name] and all(one and "::" in one[1].name for one in calls)
+        }
+
+
+def what(name: str) -> str:
+    """What a kernel does, in a word where its name tells."""
+    says = decode(name)
+    does = says.parts.get("does") or short(name)
+    return f"{says.family} {does}" if does in ("forward", "backward") else does
+
+
+def _part(one: GpuWork) -> str:
+    if one.kind != "kernel":
+        return one.kind
+    if one.family == "GEMM":
+        return f"GEMM on {one.name_says['on']}" if "on" in one.name_says else "GEMM"
+    if one.family == "attention":
+        return f"attention {one.name_says.get('does', '')}".strip() + f" ({one.maker})"
+    return what(one.name).replace(", ", " ")
