@@ -55,11 +55,15 @@ def many_launches(n: int) -> list[dict]:
     return events
 
 
-def deep(name: str) -> Callable[[int], list[dict]]:
+def deep(name: str, on_gpu: bool = True) -> Callable[[int], list[dict]]:
     def chain(n: int) -> list[dict]:
-        return [op(name, 1 + k, 4 * n - 2 * k) for k in range(n)] + list(launched(1, "k", 1.5 * n))
+        return [op(name, 1 + k, 4 * n - 2 * k) for k in range(n)] + list(launched(1, "k", 1.5 * n) if on_gpu else ())
 
     return chain
+
+
+def over_one_product(n: int) -> list[dict]:
+    return [op("aten::add", 1 + k, 4 * n - 2 * k) for k in range(n)] + [op("aten::mm", 2 * n, 1)]
 
 
 def frames(n: int) -> list[dict]:
@@ -96,6 +100,24 @@ def overheads_in_a_step(n: int) -> list[dict]:
     return events + [op("Lazy Function Loading", 40 * k, 1, "overhead", 9) for k in range(n // 40)]
 
 
+def overheads_in_every_wait(n: int) -> list[dict]:
+    events = [step(0, 0, 100 * n)]
+    for k in range(n // 2):
+        events += [op("cudaLaunchKernel", 1 + k, 0.5, "cuda_runtime", correlation=k)]
+        events += [op("k", 20 * n + k, 0.5, "kernel", 7, correlation=k, device=0)]
+    return events + [op(f"overhead {k % 9}", 2 * n + 10 * k, 1, "overhead", 9) for k in range(n // 2)]
+
+
+def optimizers(n: int) -> list[dict]:
+    """In a trace without steps; of ten slices one is an optimizer's, the others are backward's."""
+    events = []
+    for k in range(n // 10):
+        node = "autograd::engine::evaluate_function: MmBackward0"
+        events += [op(node, 100 * k + 2 * i, 1, **{"Sequence number": 9 * k + i}) for i in range(9)]
+        events += [op("Optimizer.step#SGD.step", 100 * k + 50, 10, "user_annotation")]
+    return events
+
+
 def masks(n: int) -> list[dict]:
     made = ("aten::ones", "aten::tril", "aten::mul", "aten::mul", "aten::mul")
     return [op(made[k % 5], 10 * k, 5) for k in range(n)] + list(launched(1, "k", 10 * n))
@@ -109,11 +131,15 @@ KINDS = {
     "aten::view in aten::view": deep("aten::view"),
     "aten::matmul in aten::matmul": deep("aten::matmul"),
     "aten::linear in aten::linear": deep("aten::linear"),
+    "aten::mm in aten::mm": deep("aten::mm", on_gpu=False),
+    "aten::add over one aten::mm": over_one_product,
     "Python frames over launches": frames,
     "late kernels in every step": late_kernels,
     "wide steps times names": wide_steps,
     "overheads times steps": overheads,
     "launches times overheads (--json)": overheads_in_a_step,
+    "overheads in each wait (--json)": overheads_in_every_wait,
+    "backward and optimizers": optimizers,
     "masks made in a trace without steps": masks,
 }
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Measured on an H200 (docs/05_llm.md): programs that share one head's cache, and how many tokens each takes at a
+# Measured on an H200 (the decoder's page): programs that share one head's cache, and how many tokens each takes at a
 # time; of each matrix, the rows that a program takes, and its warps.
 SPLITS, TOKENS = 64, 16
 TILES = {"qkv": (8, 8), "o": (8, 4), "gate_up": (4, 4), "down": (4, 8), "head": (8, 4)}

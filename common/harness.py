@@ -45,7 +45,7 @@ ZERO_STAMP = re.compile(rb'"ts":\s*0(?:\.0*)?\s*[,}]')
 
 @dataclass(frozen=True)
 class Run:
-    """One profiled run: its two files, and the facts that no trace holds."""
+    """One profiled run: where its two files are (three with --code), and what is told of it as it ends."""
 
     title: str
     machine: str
@@ -213,7 +213,7 @@ def activities(args) -> list[ProfilerActivity]:
 
 
 def profiler(args) -> torch.profiler.profile:
-    """The profiler as 01_matmul_add.py writes it out."""
+    """The profiler as the first rung writes it out."""
     return torch.profiler.profile(
         activities=activities(args),
         schedule=torch.profiler.schedule(wait=args.wait, warmup=args.schedule_warmup, active=args.active, repeat=1),

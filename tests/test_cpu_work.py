@@ -292,3 +292,26 @@ def test_a_roof_that_the_run_itself_breaks_is_none(tmp_path):
     assert max(one.of_roof for one in found if one.product) == 1.0, "a little above: it is the best itself"
     found = flags_and_roofs(tmp_path, {"tflops": best / 1.2, "gb_s": 50.0}).cpu_work
     assert {one.roof for one in found if one.product} == {None}
+
+
+def test_an_op_meets_the_roof_on_its_side_of_the_ridge(tmp_path):
+    """Products of one inner size: below so many FLOPs a byte it is the memory. What took no time has no share."""
+    tflops, gb_s = 1.0, 100.0
+    shapes = [([8192, size], [size, 8192]) for size in (4, 8, 16, 24, 64, 512)]
+    calls = [event("ProfilerStep#1", "user_annotation", 0, 10**8)]
+    for at, (left, right) in enumerate([*shapes, ([2**24], [2**24])]):
+        name, dur = ("aten::mm", 10**7) if len(left) == 2 else ("aten::mul", 0)
+        args = {"Input Dims": [left, right], "Input type": [FP32, FP32]}
+        calls.append(event(name, "cpu_op", 10 + at * (10**7 + 10), dur, **args))
+    facts = {"roofs": {"tflops": tflops, "gb_s": gb_s}}
+    lesson = {"script": "x", "flags": {"dtype": "fp32"}, "guesses": [], "facts": facts}
+    (tmp_path / "made.json").write_text(json.dumps({"traceEvents": calls, "lesson": lesson}))
+    found = summarize(read(tmp_path / "made.json")).cpu_work
+    for one, ((m, k), (_, n)) in zip(found, shapes, strict=False):
+        flops, moved = 2 * m * k * n, 4 * (m * k + k * n + m * n)
+        below = flops / moved < tflops * 1e3 / gb_s
+        assert one.roof == ("memory" if below else "compute")
+        rate = moved / 10**7 / 1e3 / gb_s if below else flops / 10**7 / 1e6 / tflops
+        assert one.of_roof == pytest.approx(rate)
+    assert {one.roof for one in found} == {"memory", "compute", None}
+    assert (found[-1].name, found[-1].roof, found[-1].of_roof) == ("aten::mul", None, None)

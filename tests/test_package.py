@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -79,9 +80,6 @@ def test_common_knows_no_rung():
     """A new rung is one new file: no flag, table or list elsewhere knows one by name."""
     for folder in ("common", "tracereader"):
         for file in (ROOT / folder).rglob("*.py"):
-            for rung in ("01_", "02_", "03_", "04_", "then_seq", "then_strides", "in_dim"):
-                code = [line for line in file.read_text().splitlines() if rung in line and "examples" not in line]
-                allowed = [
-                    line for line in code if "read-trace traces/" in line or line.lstrip().startswith(("#", '"""'))
-                ]
-                assert code == allowed, f"{file.name}: {code}"
+            named = [line for line in file.read_text().splitlines() if re.search(r"\b0\d_", line)]
+            # The example of a command may name a file that a reader has.
+            assert all("read-trace traces/" in line for line in named), f"{file.name}: {named}"

@@ -10,6 +10,8 @@ from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import reading
+from tracereader.figures.rank import Part, RankTrace, Times
+from tracereader.figures.ranks import joined
 from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -217,6 +219,44 @@ def test_clocks_of_two_hosts_are_set_by_their_collectives(tmp_path, capsys, host
     assert waits[1] == pytest.approx(waits[0], rel=0.01)
     assert cli.main([str(here), str(there)]) == 0
     assert f"clocks of 2 {'hosts' if host else 'ranks'} aligned" in capsys.readouterr().out
+
+
+def of_rank(rank, world_size, host, parts):
+    """One rank's trace as it is kept, with these collectives alone."""
+    return RankTrace(
+        path=f"{rank}", rank=rank, world_size=world_size, host=host, device="", on_gpu=True, start=0, end=10**9,
+        total=Times("", 1e6, 1, 1, 1, 0, 0, 0), steps=(), left_out=(), exposed=(), late=(), parts=tuple(parts),
+        unnamed=0, lane=None,
+    )  # fmt: skip
+
+
+def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
+    """Two share all with the first; the fourth shares some with one of these alone, and is set by it."""
+    ahead = {0: 0, 1: 7_000_000, 2: -3_000_000, 3: 11_000_000}
+    parts = {rank: [] for rank in ahead}
+    for seq in range(20):
+        for group in ((0, 1, 2), *[(2, 3)] * (seq < 5)):
+            for rank in group:
+                start = 10_000_000 * (2 * seq + len(group)) + ahead[rank]
+                parts[rank].append(Part(f"{group}", group, "all-reduce", "", seq, 8, len(group), start, start + 10**6))
+    found = joined([of_rank(rank, 4, f"host {rank}", parts[rank]) for rank in ahead])
+    assert found.clocks.ahead_us == {rank: ns / 1e3 for rank, ns in ahead.items()}
+    assert found.clocks.apart_us == 0 and not found.clocks.not_aligned
+    assert len(found.matched) == 25 and {one.waits_us for one in found.matched} == {(0, 0, 0), (0, 0)}
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--step", "99"), "--step 99: the ranks hold ProfilerStep#"),
+        (("--only", "names"), "--only names: of several ranks there are short, gpu, steps, work, lanes"),
+    ],
+)
+def test_what_the_ranks_do_not_have_is_refused(capsys, flags, asked, said):
+    assert cli.main([*map(str, RUNS["fsdp"]), *asked, *flags]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out
 
 
 def renumbered(rank, of):

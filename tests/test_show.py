@@ -101,6 +101,14 @@ def test_a_kernels_occupancy_is_that_of_all_its_launches(capsys):
     assert "of the kernels' time, summed since they overlap: " in screen
 
 
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_a_terminal_of_next_to_no_width(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    compiled = MLP.with_name(MLP.name.replace("eager", "compile"))
+    assert cli.main([str(MLP), str(compiled)]) == 0
+    assert "ops gone:" in " ".join(capsys.readouterr().out.split())
+
+
 def test_runs_that_differ_in_size_alone_are_told_apart_in_a_narrow_table(monkeypatch, capsys):
     sweep = H200 / "sweep-attention/04_a_naive_attention"
     files = [sweep / f"8x16x{seq}x64_bf16_warm_eager_shapes.json.gz" for seq in (2048, 8192)]

@@ -3,9 +3,12 @@
 import gzip
 import itertools
 import json
+import random
+from collections import Counter
 from statistics import fmean, median
 
 import pytest
+from raw_events import end, event
 from references import H200, OTHERS, REFERENCES
 
 from tracereader import cli
@@ -66,6 +69,33 @@ def test_a_wait_and_its_parts(path):
         ]  # fmt: skip
         if not own and stream:
             assert one.queue_us == about(max(0, min(max(right for _, right in stream), event["ts"]) - start))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_wait_is_cut_up_moment_by_moment(tmp_path, seed):
+    """Slices of the profiler's own that overlap: a moment is the earlier one's, and is counted once."""
+    lot = random.Random(seed)
+    own = [event(lot.choice("abc"), "overhead", lot.randrange(100), lot.randrange(40), 9) for _ in range(8)]
+    calls = [event("cudaLaunchKernel", "cuda_runtime", 10 * k, 9, correlation=k) for k in range(6)]
+    work = [
+        event("k", "kernel", 10 * k + lot.randrange(5, 60), lot.randrange(1, 30), 7, correlation=k, device=0, stream=7)
+        for k in range(6)
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": [*own, *calls, *work]}))
+    trace = read(tmp_path / "a.json")
+    own.sort(key=lambda e: (e["ts"], -e["dur"]))
+    (step,) = trace.steps
+    free = 0
+    for found, one in zip(starts(trace, step), step.work, strict=True):
+        correlation = one.args["correlation"]
+        call, piece = calls[correlation], work[correlation]
+        spent = Counter()
+        for moment in range(call["ts"], piece["ts"]):
+            whose = next((e["name"] for e in own if e["ts"] <= moment < end(e)), None)
+            spent[whose or ("queue" if moment < free else "call" if moment < end(call) else "way")] += 1
+        assert found.own_us == {name: spent[name] for name in "abc" if spent[name]}
+        assert (found.queue_us, found.call_us, found.way_us) == (spent["queue"], spent["call"], spent["way"])
+        free = max(free, end(piece))
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")

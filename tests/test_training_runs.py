@@ -129,9 +129,25 @@ def test_refused(run, tmp_path, capsys, monkeypatch, flags, ranks, said):
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
+    """One that the system gives to nobody for a minute, and a rank may listen at: a connection to it has just ended."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("localhost", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        # The end that closes first is the one that the system keeps for late packets.
+        with socket.create_connection(("localhost", port)), server.accept()[0]:
+            return port
+
+
+def test_a_free_port_stays_free_until_a_rank_listens():
+    port = free_port()
+    with socket.socket() as another, pytest.raises(OSError, match="in use"):
+        another.bind(("localhost", port))
+    with socket.socket() as rank:
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("localhost", port))
+        rank.listen()
 
 
 def by_torchrun(folder, *flags):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention
+from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.places import COLLECTIVE, LOADER
 from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op, tensors_of
@@ -84,7 +85,11 @@ def op_threads(step: Step) -> int:
 
 def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
     """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
-    outermost = _outermost(step.roots, lambda op: op.name.endswith(COMPILING) or _computes(op))
+    made = _made_of_others(step)
+    outermost = _outermost(
+        step.roots,
+        lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
+    )
     # What a compilation traces computes nothing.
     found = [_measured(op, layers) for op in outermost if not op.name.endswith(COMPILING)]
     return tuple(_against(found, roofs) if roofs else found)
@@ -101,14 +106,17 @@ def _outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[
             pending.extend(reversed(one.children))
 
 
-def _computes(op: Op) -> bool:
-    return op.kind == "op" and bool(_family(op)) and not _is_made_of_others(op)
-
-
-def _is_made_of_others(op: Op) -> bool:
-    """Whether other ops do its work, or nobody (on the meta device), or on fewer elements than its shapes say."""
-    below = [one.name for one in op.walk() if one is not op]
-    return any(name in MATMULS or "sparse" in name or name == "aten::new_empty" for name in below)
+def _made_of_others(step: Step) -> set[int]:
+    """The ids of ops whose work others do, or nobody (on the meta device), or on fewer elements than the shapes say."""
+    found = set()
+    for op in step.walk():
+        if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty":
+            # Up to where another has been: each op is marked once, however deep the chain is.
+            for above in op.above():
+                if id(above) in found:
+                    break
+                found.add(id(above))
+    return found
 
 
 def _family(op: Op) -> str | None:
@@ -150,18 +158,12 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
         known = TYPES.get(one.type) == roofs.type and not (one.attention and one.attention.causal is None)
-        if one.flops is None:
-            meets = "memory" if (one.least_bytes or 0) > CACHED else None
-        elif one.flops < roofs.tflops * 1e3 / roofs.gb_s * one.least_bytes:
-            meets = "memory" if known and large else None
+        least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
+        roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
+        if roof == "compute":
+            told = known and holds
+        elif roof == "memory":  # faster than that: out of a cache
+            told = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
-            meets = "compute" if known and holds else None
-        if meets is None or not one.us:
-            yield one
-            continue
-        compute = meets == "compute"
-        share = one.tflops / roofs.tflops if compute else one.least_bytes / one.us / 1e3 / roofs.gb_s
-        if share > 1 and not compute:
-            yield one  # out of a cache
-            continue
-        yield msgspec.structs.replace(one, roof=meets, of_roof=min(share, 1.0))
+            told = False
+        yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one

@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.figures.attention import Attention
 from tracereader.figures.convolution import Convolution
-from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
+from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
 from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
@@ -116,11 +116,13 @@ def _measured(
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
     not_told = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
-    reached = _reached(tflops, gb_s, says.parts.get("types") or types, None if not_told or over_the_bus else peaks)
-    if max(reached.values(), default=0.0) > 1:
+    met = None
+    if peaks and not not_told and not over_the_bus:
+        met = roof_met(tflops, gb_s, peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s)
+    if met and met[1] > 1:
         # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
-        tflops, gb_s, reached = None, None, {}
-    roof = max(reached, key=reached.get, default=None)
+        tflops, gb_s, met = None, None, None
+    roof, of_roof = met or (None, None)
     registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
     block = _sizes(args.get("block"))
     return GpuWork(
@@ -147,7 +149,7 @@ def _measured(
         bytes_moved=moved,
         gb_s=gb_s,
         roof=roof,
-        of_roof=reached.get(roof),
+        of_roof=of_roof,
         registers=registers,
         shared_memory=shared,
         grid=_sizes(args.get("grid")),
@@ -167,16 +169,6 @@ def _beside_others(work: Sequence[Work]) -> set[int]:
         if before is None or one.end > before.end:
             longest[one.device] = one
     return found
-
-
-def _reached(tflops: float | None, gb_s: float | None, types: str, peaks: Peaks | None) -> dict[str, float]:
-    """The share of each of the device's peaks."""
-    reached = {}
-    if peaks and gb_s:
-        reached["memory"] = gb_s / peaks.gb_s
-    if peaks and tflops and (peak := peak_tflops(peaks, types)):
-        reached["compute"] = tflops / peak
-    return reached
 
 
 def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:

@@ -6,6 +6,7 @@ Ada and Blackwell), AMD's of the Instinct MI300X and MI325X, as of 2026. An unkn
 
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -54,6 +55,16 @@ def peaks_of(device: str) -> Peaks | None:
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
     """The arithmetic peak for the element type that a kernel's name tells; None where it tells none."""
     return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())
+
+
+def roof_met(
+    tflops: float | None, gb_s: float | None, peak_tflops: float | None, peak_gb_s: float
+) -> tuple[str, float] | None:
+    """Which of two peaks work meets first, memory or compute, and the share of it that it reaches."""
+    shares = {"memory": gb_s / peak_gb_s} if gb_s else {}
+    if tflops and peak_tflops:
+        shares["compute"] = tflops / peak_tflops
+    return max(shares.items(), key=itemgetter(1), default=None)
 
 
 def common_peaks(devices: Sequence[str]) -> Peaks | None:

@@ -263,9 +263,9 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # it does not tell, and cannot be one clock
     hosts = list(dict.fromkeys(host.values()))
     ahead = {hosts[0]: 0}
-    waiting = hosts[1:]
-    while waiting:
-        # The host with the most collectives in common with those that are set already.
+    while len(ahead) < len(hosts):
+        # The hosts with the most collectives in common with those that are set already, which mostly is all at
+        # once: each round goes through every collective of every rank.
         apart: dict[str, list[int]] = defaultdict(list)
         for parts in together:
             ends = [part.end - ahead[host[rank]] for rank, part in parts.items() if host[rank] in ahead]
@@ -274,9 +274,8 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
                     apart[host[rank]].append(part.end - round(median(ends)))
         if not apart:
             break
-        name = max(apart, key=lambda name: len(apart[name]))
-        ahead[name] = round(median(apart[name]))
-        waiting.remove(name)
+        most = max(map(len, apart.values()))
+        ahead |= {name: round(median(some)) for name, some in apart.items() if len(some) == most}
     shift = {rank: ahead.get(name, 0) for rank, name in host.items()}
     spread = sorted(
         max(ends) - min(ends)

@@ -1,14 +1,12 @@
 """What lies between a launch and its start, and between one piece of GPU work and the next."""
 
-import bisect
-from collections import Counter
-from itertools import accumulate
+from collections import Counter, defaultdict
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.gpu_time import cut_up, roots_by_track
-from tracereader.figures.intervals import clipped, length, minus
+from tracereader.figures.intervals import Lengths
 from tracereader.trace import Op, Step, Trace, Work
 
 
@@ -56,16 +54,19 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
 
 
 class _Overheads:
-    """The profiler's and the driver's own slices, to be asked which reach into a stretch of time."""
+    """The profiler's and the driver's own slices: how much of a stretch of time they take, each moment counted once."""
 
     def __init__(self, slices: list[Op]):
-        self.slices = sorted(slices, key=attrgetter("start"))
-        self.starts = [one.start for one in self.slices]
-        self.ended_by = list(accumulate((one.end for one in self.slices), max))  # all up to this one
-
-    def within(self, start: int, end: int) -> list[Op]:
-        first = bisect.bisect_right(self.ended_by, start)
-        return self.slices[first : bisect.bisect_left(self.starts, end)]
+        # Where two overlap, a moment is the earlier one's. Cut apart once: each wait may hold all of them.
+        by_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        covered: list[tuple[int, int]] = []
+        for one in sorted(slices, key=attrgetter("start")):
+            start = max(one.start, covered[-1][1]) if covered else one.start
+            if start < one.end:
+                covered.append((start, one.end))
+                by_name[one.name].append((start, one.end))
+        self.all = Lengths(covered)
+        self.by_name = {name: Lengths(some) for name, some in by_name.items()}
 
 
 def _start(overheads: _Overheads, one: Work, gap: int | None, idle: Counter, stream_free: int | None) -> Start:
@@ -73,24 +74,20 @@ def _start(overheads: _Overheads, one: Work, gap: int | None, idle: Counter, str
     launch = one.launch
     if launch is None or launch.start > one.start:
         return Start(one.name, gap_us, gap_in, None, {}, None, None, None)
-    left = [(launch.start, one.start)]
-    own = Counter()
-    for other in overheads.within(launch.start, one.start):
-        inside = list(clipped([(other.start, other.end)], launch.start, one.start))
-        own[other.name] += length(inside) - length(minus(inside, left))
-        left = minus(left, inside)
-    parts = []
-    for end in (stream_free or launch.start, launch.end):
-        part = list(clipped(left, launch.start, max(launch.start, end)))
-        parts.append(length(part) / 1e3)
-        left = minus(left, part)
+    own = Counter({name: some.between(launch.start, one.start) for name, some in overheads.by_name.items()})
+    parts, at = [], launch.start
+    for end in (stream_free or launch.start, launch.end, one.start):
+        end = min(max(at, end), one.start)
+        parts.append((end - at - overheads.all.between(at, end)) / 1e3)
+        at = end
+    queue_us, call_us, way_us = parts
     return Start(
         name=one.name,
         gap_us=gap_us,
         gap_in=gap_in,
         wait_us=(one.start - launch.start) / 1e3,
         own_us={name: ns / 1e3 for name, ns in own.most_common() if ns > 0},
-        queue_us=parts[0],
-        call_us=parts[1],
-        way_us=length(left) / 1e3,
+        queue_us=queue_us,
+        call_us=call_us,
+        way_us=way_us,
     )

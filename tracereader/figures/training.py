@@ -253,11 +253,8 @@ def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op
     backward itself calls, for each gradient that is ready, runs none.
     """
     calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
-    backward = [
-        op
-        for op in (ops if calling else ())
-        if op.name.startswith(AUTOGRAD) and any(one.start <= op.start < one.end for one in calling)
-    ]
+    steps = Lengths(union((one.start, one.end) for one in calling))
+    backward = [op for op in ops if op.name.startswith(AUTOGRAD) and steps.between(op.start, op.start + 1)]
     numbers = {_numbers_of(op).number for op in backward} - {-1}
     forward, pending = [], list(calling) if numbers else []
     while pending:

@@ -10,7 +10,7 @@ from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
 from tracereader.findings import cheatsheet, gpu_work, steps
 from tracereader.findings.finding import family_in_words, size, tokens_s
-from tracereader.show.text import Name, console, plain, print_columns, printable, ratio, us
+from tracereader.show.text import LEAST_NAME, Name, console, plain, print_columns, printable, ratio, us
 from tracereader.show.view import View
 
 SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
@@ -193,6 +193,7 @@ def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, row
 
 def _wrapped(out: Console, text: str, first: str) -> None:
     """Broken between words: a name stays whole, so that it can be searched for."""
-    lines = textwrap.wrap(printable(text), out.width - len(first), break_long_words=False, break_on_hyphens=False)
+    room = max(LEAST_NAME, out.width - len(first))
+    lines = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         out.print((" " * len(first) if number else first) + plain(line))

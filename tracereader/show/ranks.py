@@ -53,28 +53,38 @@ SECTION_KEYS = {
 }  # fmt: skip
 
 
-def as_json(summary: RanksSummary, view: View) -> str:
-    """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks."""
-    document = msgspec.to_builtins(summary)
-    slow = findings.straggler(summary)
-    document["collectives"] = len(summary.matched)
-    document["straggler"] = slow.rank if slow else None
-    document["in_short"] = findings.sentences(summary)
-    if view.only:
-        wanted = {key for section in view.only for key in SECTION_KEYS.get(section, ())}
-        left_out = {key for keys in SECTION_KEYS.values() for key in keys} - wanted
-        document = {key: value for key, value in document.items() if key not in left_out}
-    return json.dumps(document, indent=1)
-
-
-def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
-    """All that several ranks show: the answer first, the evidence below it. Raises BadInput."""
+def _wanted(summary: RanksSummary, view: View) -> list[str]:
+    """The sections that are asked for. Raises BadInput where there is none of them, or not the step."""
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
         raise BadInput(f"--only {','.join(view.only)}: of several ranks there are {', '.join(SECTIONS)}")
     if view.step is not None and f"{STEP}{view.step}" not in summary.steps:
         held = f"{summary.steps[0]} to {summary.steps[-1]}" if summary.steps else "no step in common"
         raise BadInput(f"--step {view.step}: the ranks hold {held}")
+    return wanted
+
+
+def as_json(summary: RanksSummary, view: View) -> str:
+    """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
+
+    Raises BadInput.
+    """
+    wanted = _wanted(summary, view)
+    document = msgspec.to_builtins(summary)
+    slow = findings.straggler(summary)
+    document["collectives"] = len(summary.matched)
+    document["straggler"] = slow.rank if slow else None
+    document["in_short"] = findings.sentences(summary)
+    if view.only:
+        kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
+        left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
+        document = {key: value for key, value in document.items() if key not in left_out}
+    return json.dumps(document, indent=1)
+
+
+def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
+    """All that several ranks show: the answer first, the evidence below it. Raises BadInput."""
+    wanted = _wanted(summary, view)
     if not lanes_wanted(view):
         wanted.remove("lanes")
     sections = {

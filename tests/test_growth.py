@@ -1,0 +1,56 @@
+"""What read-trace does with inputs made to be slow to read grows as they do: its calls counted, no time taken.
+
+The inputs are those of benchmarks/growth.py, which measures the time.
+"""
+
+import json
+import runpy
+import sys
+
+import pytest
+from references import ROOT
+from test_ranks import of_rank
+
+from tracereader import cli
+from tracereader.figures import ranks
+from tracereader.figures.rank import Part
+
+KINDS = runpy.run_path(str(ROOT / "benchmarks/growth.py"))["KINDS"]
+
+
+def calls(function, *args):
+    """How many calls it makes, Python's and C's, a generator's every next one included."""
+    count = 0
+
+    def one_more(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(one_more)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twice_as_much_takes_twice_the_calls(tmp_path, capsys, kind):
+    counts = []
+    for n in (10, 400, 800):  # the first imports what it needs
+        (tmp_path / "a.json").write_text(json.dumps({"traceEvents": KINDS[kind](n)}))
+        words = [str(tmp_path / "a.json"), "--json"] if "--json" in kind else [str(tmp_path / "a.json")]
+        counts.append(calls(cli.main, words))
+    capsys.readouterr()
+    assert counts[2] < 2.3 * counts[1]
+
+
+def of_hosts(count):
+    """Ranks of as many hosts, one each, and ten collectives of all of them."""
+    parts = [Part("g", (), "all-reduce", "", seq, 8, count, 1000 * seq, 1000 * seq + 500) for seq in range(10)]
+    return [of_rank(rank, count, f"host {rank}", parts) for rank in range(count)]
+
+
+def test_clocks_of_many_hosts():
+    counts = [calls(ranks.joined, of_hosts(count)) for count in (20, 40)]
+    assert counts[1] < 2.3 * counts[0]
