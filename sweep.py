@@ -55,6 +55,7 @@ class Point:
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
+        from tracereader.figures.cpu_work import covered_us
         from tracereader.findings.steps import bound_by
         from tracereader.trace import read
 
@@ -70,7 +71,7 @@ class Point:
             bound_by=bound_by(summary),
             idle_share=steady.idle_us / summary.steady_us if steady and summary.steady_us else None,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
-            compute_share=None if on_gpu or not total else total / summary.chosen.cpu_us,
+            compute_share=None if on_gpu or not total else covered_us(summary.cpu_work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,

@@ -11,6 +11,7 @@ from references import H200, ROOT
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.cpu_work import covered_us
 from tracereader.trace import read
 
 CPU = ROOT / "traces/reference/cpu"
@@ -315,3 +316,24 @@ def test_an_op_meets_the_roof_on_its_side_of_the_ridge(tmp_path):
         assert one.of_roof == pytest.approx(rate)
     assert {one.roof for one in found} == {"memory", "compute", None}
     assert (found[-1].name, found[-1].roof, found[-1].of_roof) == ("aten::mul", None, None)
+
+
+def test_what_threads_do_beside_each_other_is_one_part_of_the_step(tmp_path, capsys):
+    """Three threads multiply through 80% of the step, all at once: 80% of it, not 240; and through 20%, no bound."""
+    shapes = {"Input Dims": [[1024, 1024], [1024, 1024]], "Input type": ["float", "float"]}
+    for name, us, word in (("most", 80_000, "compute-bound"), ("little", 20_000, "CPU only")):
+        slices = []
+        for step in range(3):
+            start = 100_000 * step
+            slices.append(event(f"ProfilerStep#{step}", "user_annotation", start, 100_000))
+            slices += [event("aten::mm", "cpu_op", start + 100, us, tid=tid, **shapes) for tid in (1, 2, 3)]
+        rate = 2 * 1024**3 / us / 1e6  # TFLOP/s of each
+        facts = {"roofs": {"tflops": rate, "gb_s": 1000}}
+        lesson = {"script": "any", "flags": {"dtype": "fp32"}, "guesses": [], "facts": facts}
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"traceEvents": slices, "lesson": lesson}))
+        assert cli.main([str(file), "--only", "short"]) == 0
+        screen = capsys.readouterr().out
+        assert word in screen
+        assert ("80% of the step is in ops at 100%" in screen) == (word == "compute-bound")
+        assert covered_us(summarize(read(file)).cpu_work) == us

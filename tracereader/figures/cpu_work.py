@@ -47,6 +47,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     family: str  # matrix product, attention or pointwise
     layer: str | None
     type: str  # of its elements, as torch writes it
+    start_us: float  # from the step's start
     us: float
     product: Product | None
     attention: Attention | None
@@ -91,8 +92,13 @@ def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[C
         lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
     )
     # What a compilation traces computes nothing.
-    found = [_measured(op, layers) for op in outermost if not op.name.endswith(COMPILING)]
+    found = [_measured(op, step.start, layers) for op in outermost if not op.name.endswith(COMPILING)]
     return tuple(_against(found, roofs) if roofs else found)
+
+
+def covered_us(work: Sequence[CpuWork]) -> float:
+    """How long any of these ops ran: what several threads do beside each other counts once."""
+    return length(union((one.start_us, one.start_us + one.us) for one in work))
 
 
 def _outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
@@ -126,7 +132,7 @@ def _family(op: Op) -> str | None:
     return "pointwise" if WRITTEN_BY_INDUCTOR in op.name else None
 
 
-def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
+def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
     first = next(iter(tensors_of(op.args)), None)
     given = first.type if first and first.item else ""  # one of known size
     shape, moved = sizes_of_op(op) if given else (None, None)  # of complex numbers a product is more FLOPs
@@ -136,6 +142,7 @@ def _measured(op: Op, layers: dict[int, str]) -> CpuWork:
         family=_family(op),
         layer=next((layers[id(one)] for one in (op, *op.above()) if id(one) in layers), None),
         type=given,
+        start_us=(op.start - step_start) / 1e3,
         us=op.us,
         product=shape if isinstance(shape, Product) else None,
         attention=shape if isinstance(shape, Attention) else None,

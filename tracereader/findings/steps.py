@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from tracereader.figures import Summary
-from tracereader.figures.cpu_work import CpuWork
+from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
@@ -132,7 +132,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
     for (near, roof), ops in groups.items():
-        us = sum(one.us for one in ops)
+        us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
             took = f"{us / step_us:.0%} of the step is in ops at {reached(ops):.0%} of the best rate of {best}"
