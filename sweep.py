@@ -313,6 +313,7 @@ def show_together(name: str, series: Sequence[Series]) -> None:
         if rows:
             out.print()
             print_columns(out, (f"{what}, by {name}", *map(str, values), "grows as"), rows)
+    out.print(f"grows as: the power of {name}, between the two largest")
 
 
 def _growth(name: str, known: dict[int, float]) -> str:

@@ -116,7 +116,10 @@ def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, o
 
 
 def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step as one CUDA graph: the first call runs it and records it, and each replays it with one launch."""
+    """The step as one CUDA graph: the first call runs it and records it, and each replays it with one launch.
+
+    It keeps the step, and so the tensors that the graph reads and writes, such as the cache.
+    """
 
     @functools.cache
     def record() -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:

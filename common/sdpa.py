@@ -47,12 +47,13 @@ def refuse_scores(args, itemsize: int | None = None) -> None:
     Compiled, it works in place. itemsize: bytes of an element, where it is not the run's own type.
     """
     free = free_bytes(args.device)
-    needed = scores_bytes(args) // args.dtype.itemsize * (itemsize or args.dtype.itemsize)
+    itemsize = itemsize or args.dtype.itemsize
+    needed = scores_bytes(args) // args.dtype.itemsize * itemsize
     if free is not None and needed * (1 if args.compile else 2) > free:
         raise BadInput(
-            f"the [{args.batch}, {args.heads}, {args.seq}, {args.seq}] scores are {size(needed)}"
-            f"{'' if args.compile else ', twice over'}, and {size(free)} are free here: make them smaller, or take a "
-            "fused backend, which does not need them"
+            f"the [{args.batch}, {args.heads}, {args.seq}, {args.seq}] scores of {itemsize} bytes each are "
+            f"{size(needed)}{'' if args.compile else ', twice over'}, and {size(free)} are free here: make them "
+            "smaller, or take a fused backend, which does not need them"
         )
 
 

@@ -8,7 +8,6 @@ import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -84,7 +83,7 @@ def table(name: str) -> str:
         cells = (
             f"`{row.flags}`" if row.flags else "(eager)",
             f"{found.tokens_s:,.0f}",
-            f"{found.facts.tokens / median(one.gpu_busy_us for one in summary.steps) * 1e6:,.0f}",
+            f"{found.facts.tokens / summary.gpu_us * 1e6:,.0f}",
             f"{step.launches:,}",
             f"{len(summary.gpu_work):,}",
             share,

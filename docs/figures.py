@@ -40,7 +40,7 @@ PART_1 = (
            "large because of what it calls: its self time is not.", r"self times of all.*|matmul_add .*"),
     Figure("2", "the profiler table, 4096 x 4096", "01_matmul_add.py --size 4096",
            "01_matmul_add/4096_bf16_cold_eager", "--only table",
-           "Both sums are of one size now, and one kernel has nearly all of the GPU's.",
+           "The GPU's sum is near the CPU's or above it now, and one kernel has nearly all of it.",
            r"self times of all.*|aten::mm .*|nvjet.*"),
     Figure("3", "the trace, 64 x 64", RUN_64, TRACE_64, "--only short,lanes",
            "Width is time, nesting is who called whom, the GPU's lane lies below and is nearly empty.",

@@ -128,10 +128,10 @@ def test_torchs_own_reasons_against_a_backend():
 @pytest.mark.parametrize(
     ("script", "flags", "says"),
     [
-        (NAIVE, "--seq 1000000 --device cpu", "scores are 256.0 TB, twice over"),
-        (NAIVE, "--seq 1000000 --device cpu --compile", "scores are 256.0 TB, and"),
+        (NAIVE, "--seq 1000000 --device cpu", "scores of 2 bytes each are 256.0 TB, twice over"),
+        (NAIVE, "--seq 1000000 --device cpu --compile", "scores of 2 bytes each are 256.0 TB, and"),
         (INPLACE, "--seq 1000000 --device cpu", "a fused backend, which does not need them"),
-        (SDPA, "--backend math --seq 1000000 --device cpu", "scores are 512.0 TB"),
+        (SDPA, "--backend math --seq 1000000 --device cpu", "scores of 4 bytes each are 512.0 TB"),
         (SDPA, "--backend efficient --device cpu", "is for GPUs, and this run is on the CPU"),
         (SDPA, "--backend cudnn --device cpu", "is for GPUs, and this run is on the CPU"),
         (SDPA, "--backend best", "invalid choice"),
@@ -226,7 +226,7 @@ def test_where_one_way_ends_the_others_go_on(compile_afresh, tmp_path, capsys, m
     flags = ["--seq", "16", "64", "--batch", "1", "--heads", "2", "--head_dim", "8", "--device", "cpu"]
     assert sweep.main([*ways, *flags, "--out", str(tmp_path)]) == 0
     screen = capsys.readouterr().out
-    assert f"{NAIVE} seq 64   not run: the [1, 2, 64, 64] scores are 16.4 kB" in screen
+    assert f"{NAIVE} seq 64   not run: the [1, 2, 64, 64] scores of 2 bytes each are 16.4 kB" in screen
     assert [file.parent.name for file in tmp_path.rglob("*.json")].count(SDPA) == 2
     assert "–" in next(line for line in screen.splitlines() if line.startswith(NAIVE) and "seq" not in line[:24])
 

@@ -713,7 +713,8 @@ def test_first_use_is_said_where_the_trace_holds_it(tmp_path, capsys):
     slow = [("aten::mm", 5000), *USUAL[1:]]
     screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL])), "--only", "steps")
     took = f"{(5000 + 36) / 136:.1f}"
-    assert f"ProfilerStep#0 is left out of what is said of all: it took {took} times the typical step\n" in screen
+    left_out = "ProfilerStep#0 is left out of every figure over all steps"
+    assert f"{left_out}: it took {took} times the typical step\n" in screen
     assert "aten::mm took 4,900 µs more" in screen and "cold" not in screen
     screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL], [LOADING])), "--only", "steps")
     assert f"it took {took} times the typical step, and paid for first use\n" in screen

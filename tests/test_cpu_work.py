@@ -337,3 +337,20 @@ def test_what_threads_do_beside_each_other_is_one_part_of_the_step(tmp_path, cap
         assert word in screen
         assert ("80% of the step is in ops at 100%" in screen) == (word == "compute-bound")
         assert covered_us(summarize(read(file)).cpu_work) == us
+
+
+def test_far_below_every_roof_it_is_small_work_or_a_shared_machine(tmp_path, capsys):
+    shapes = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
+    marks = [event(f"ProfilerStep#{step}", "user_annotation", 1000 * step, 1000) for step in range(3)]
+    ops = [event("aten::mm", "cpu_op", 1000 * step + 10, 900, **shapes) for step in range(3)]
+    lesson = {
+        "script": "any",
+        "flags": {"dtype": "fp32"},
+        "guesses": [],
+        "facts": {"roofs": {"tflops": 1, "gb_s": 1000}},
+    }
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"traceEvents": marks + ops, "lesson": lesson}))
+    assert cli.main([str(file), "--only", "short"]) == 0
+    screen = capsys.readouterr().out
+    assert "90% of the step is in ops at 0% of the best rate of arithmetic that this run measured: small ops" in screen

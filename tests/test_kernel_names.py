@@ -538,7 +538,7 @@ def test_the_family_of_a_name_from_the_wild(family, name):
          {"does": "AllReduce"}),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
          "TensorListMetadata<2>, at::native::(anonymous namespace)::UnaryOpFunctor<float, 2, 1, 1>, at::native::Copy<"
-         "float, float> >", "pointwise", "ATen", {"does": "copy"}),
+         "float, float> >", "copy", "ATen", {"does": "copy"}),
         ("Memcpy DtoD (Device -> Device)", "copy", "driver", {"does": "within the GPU's memory"}),
         ("Memset (Device)", "memset", "driver", {}),
         # TF32: 16x8x8 on inputs of 4 bytes; and what is not TF32

@@ -164,7 +164,7 @@ def test_what_no_point_has_is_no_column_and_no_panel(tmp_path, capsys, monkeypat
     roofs = Roof(799, "a product"), Roof(4385, "a copy")
     sweep.show("batch", points, *roofs)
     head = capsys.readouterr().out.splitlines()[1]
-    assert head.split() == ["batch", "CPU", "µs", "GPU", "µs", "idle", "pointwise", "memory", "bound", "by"]
+    assert head.split() == ["batch", "CPU", "µs", "GPU", "µs", "idle", "pointwise", "bound", "by"]
     monkeypatch.setattr(sweep, "_draw_rates", lambda *_: pytest.fail("a panel of rates that nothing has"))
     sweep.picture(tmp_path / "sweep.png", "title", "batch", points, *roofs)
     assert (tmp_path / "sweep.png").is_file()

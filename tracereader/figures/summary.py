@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -168,6 +169,11 @@ class Summary(msgspec.Struct, frozen=True):
     def busy_share(self) -> float | None:
         """Of the window, GPU busy."""
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
+
+    @property
+    def gpu_us(self) -> float:
+        """How long the GPU is busy in a step: the median of all."""
+        return median(one.gpu_busy_us for one in self.steps)
 
     def count(self, kind: str) -> int:
         """Kernels, memcpys or memsets of the step spoken of."""

@@ -32,8 +32,8 @@ PATTERNS = (
     Pattern(TABLE, "the CPU's self total far above the GPU's", "Overhead-bound: the GPU waits for the CPU to launch. "
             "Give each launch more to do (larger or batched work), or fuse launches.",
             steps.cpu_total_far_above()),
-    Pattern(TABLE, "the two self totals of one size", "GPU-bound: the GPU is what you wait for. Only less or faster "
-            "GPU work helps now.", steps.totals_of_one_size()),
+    Pattern(TABLE, "the GPU's self total near the CPU's, or above it", "GPU-bound: the GPU is what you wait for. Only "
+            "less or faster GPU work helps now.", steps.gpu_total_near_or_above()),
     Pattern(TABLE, "one row holds most of the GPU's time", "The hotspot: start there.", gpu_work.hotspot()),
     Pattern(TABLE, "a row with very many calls", "Cheap calls add up: can they be batched or fused?", ops.many_calls()),
     Pattern(TABLE, "a row's total far above its self time", "The cost is in what it calls: look inside it, not at it.",

@@ -19,7 +19,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
     """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
     folded = not view.all and len(summary.chain) > LINES_SHOWN
     step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(head(f"dispatch chain of {step}{', into what takes longest' * folded}", "chain"))
+    out.print(head(f"dispatch chain of {step}{', shortest first, into what takes longest' * folded}", "chain"))
     if folded:
         _folded_chain(out, summary.chain, 0, len(summary.chain))
         return

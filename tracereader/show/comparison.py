@@ -84,9 +84,9 @@ def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], 
         row += [ratio(one.chosen.cpu_us, base.chosen.cpu_us) for base in others]
         row.append(us(one.steps[0].cpu_us))
         if gpu:
-            row.append(us(one.chosen.gpu_busy_us))
-            row += [ratio(one.chosen.gpu_busy_us, base.chosen.gpu_busy_us) for base in others]
-            row += [str(one.chosen.launches), *(str(one.count(kind)) for kind in ("kernel", "memcpy", "memset"))]
+            cells = [us(one.gpu_us), *(ratio(one.gpu_us, base.gpu_us) for base in others), str(one.chosen.launches)]
+            cells += [str(one.count(kind)) for kind in ("kernel", "memcpy", "memset")]
+            row += cells if one.has_gpu_work else ["–"] * len(cells)
         row += [tokens_s(one.decoding.tokens_s)] if all(decoding) else []
         rows.append(row + [size(side.peak_bytes) if side.peak_bytes else "–"] * memory)
     print_columns(out, heads + ["memory"] * memory, rows)

@@ -50,8 +50,8 @@ def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
     """How many guesses the trace bears out."""
     holds = [verdict.holds for _, verdict in answers]
     unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
-    broken = "; not these:" if False in holds else ""
-    return f": {holds.count(True)} of {len(holds)} hold{unknown}{broken}"
+    broken = {0: "", 1: "; not this one:"}.get(holds.count(False), "; not these:")
+    return f": {holds.count(True)} of {len(holds)} hold{'s' * (len(holds) == 1)}{unknown}{broken}"
 
 
 def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool, more: bool) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Work, kernel_names
 
 # Depth past which nesting is no longer drawn: the rungs need 9.
@@ -75,7 +76,7 @@ def draw(
             title = ("CPU" if number == 0 else f"CPU {number + 1}") if depth == 0 else ""
             lines.append(f"{title:{margin}}" + _row(row, column, columns, glyphs, layers))
         if len(rows) > drawn:
-            lines.append(" " * margin + f"({len(rows) - drawn} deeper rows not drawn)")
+            lines.append(" " * margin + f"({counted(len(rows) - drawn, 'deeper row')} not drawn)")
     streams: dict[tuple, list[Work]] = {}
     for one in step.work:
         streams.setdefault(one.track, []).append(one)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from rich.console import Console
 
@@ -220,7 +220,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
         first = plain(summary.left_out[0])
-        paragraph(out, f"{first} is left out of what is said of all: {_left_out_for(summary)}", rest="  ")
+        paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
     for text in summary.warnings:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
@@ -234,12 +234,8 @@ def _left_out_for(summary: Summary) -> str:
 
 def _step_time(summary: Summary) -> str:
     """The typical step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
-    on_gpu, on_cpu = _gpu_us(summary), duration(summary.cpu_us)
+    on_gpu, on_cpu = summary.gpu_us, duration(summary.cpu_us)
     return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
-
-
-def _gpu_us(summary: Summary) -> float:
-    return median(one.gpu_busy_us for one in summary.steps)
 
 
 def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
@@ -258,7 +254,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
         busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
-            f"the work itself takes {duration(_gpu_us(summary))} a step{busiest}"
+            f"the work itself takes {duration(summary.gpu_us)} a step{busiest}"
         )
         shares = [
             f"{one.share:.0%} {family_in_words(one.family)}" for one in summary.families[:4] if one.share >= 0.005

@@ -517,7 +517,8 @@ def _foreach(match, text):
     if "non_finite" in rest:
         return "optimizer", maker, {"does": "gradient scaling", **parts}
     does = _operation(text, match.end())
-    return "reduction" if re.match("norm|l2_?norm", does) else "pointwise", maker, {"does": does, **parts}
+    family = "reduction" if re.match("norm|l2_?norm", does) else "copy" if does == "copy" else "pointwise"
+    return family, maker, {"does": does, **parts}
 
 
 FOREACH_MAKERS = (("transformer_engine", "Transformer Engine"), ("at::native", "ATen"), ("colossalai", "ColossalAI"))
