@@ -4,6 +4,7 @@ import json
 
 import pytest
 from raw_events import event
+from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
@@ -110,3 +111,16 @@ def test_inputs_that_were_not_recorded_do_not_differ(tmp_path, args):
     first = made(tmp_path, "first", [product(BF16, 64, 32, 16)])
     other = made(tmp_path, "other", [("aten::mm", args)])
     assert changed(first, other) == changed(other, first) == ()
+
+
+def test_a_gpus_run_against_a_cpus_has_nothing_gone_or_new_on_the_gpu(capsys):
+    """The CPU's trace has no lane of a GPU: that says nothing of what a GPU would do."""
+    name = "01_matmul_add/64_bf16_cold_eager.json.gz"
+    files = [str(ROOT / "traces/reference" / machine / name) for machine in ("nvidia-h200", "cpu")]
+    for order in (files, files[::-1]):
+        assert cli.main([*order, "--only", "steps,short,work"]) == 0
+        screen = capsys.readouterr().out
+        assert screen.count("GPU work in one of the two alone") == 2
+        assert "1 x GEMM (" not in screen and "GPU work gone" not in screen and "GPU work new" not in screen
+        (cpu,) = [line for line in screen.splitlines() if line.endswith("–") and "64_bf16_cold_eager, CPU" in line]
+        assert cpu.split().count("–") >= 6, "no GPU time, no launches"

@@ -11,6 +11,7 @@ from tracereader.figures.side import COMPILE_ROWS, Side
 
 OPS_SHOWN, FEW = 40, 6
 HASH_SHOWN = 12  # letters of 52
+ONE_ALONE = "GPU work in one of the two alone"
 INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 
 
@@ -45,7 +46,8 @@ class Difference:
 
 
 def difference(first: Side, other: Side) -> Difference:
-    work_changed, work_same = changed_work.in_lists(first, other)
+    alone = _one_alone_on_a_gpu(first, other)
+    work_changed, work_same = ([ONE_ALONE], []) if alone else changed_work.in_lists(first, other)
     ops_changed, ops_same = _ops(first, other)
     flags_changed = _flags(first, other)
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
@@ -130,13 +132,20 @@ def setup(side: Side) -> str:
 
 def change(before: Side, after: Side) -> str:
     """What one run does on the GPU that another did not, in words; by its ops where neither has GPU work."""
-    on_gpu = before.summary.has_gpu_work or after.summary.has_gpu_work
+    on_gpu = before.summary.has_gpu_work and after.summary.has_gpu_work
     told, other_work = (changed_work.in_short if on_gpu else _ops_in_short)(before, after)
+    if _one_alone_on_a_gpu(before, after):
+        told = [ONE_ALONE, *told]
     if not told:
         same = "the same things on the GPU" if on_gpu else "the same ops"
         told = [same + (", with other inputs" if _inputs(before, after) else "")]
     graphs = [] if other_work else _graphs(before, after)
     return "; ".join([*told, *_flags(before, after), *graphs])
+
+
+def _one_alone_on_a_gpu(first: Side, other: Side) -> bool:
+    """Where nothing of the GPU's work is gone or new: the other run had no GPU, or its trace has no lane of one."""
+    return first.summary.has_gpu_work != other.summary.has_gpu_work
 
 
 def _ops_in_short(before: Side, after: Side) -> tuple[list[str], bool]:
