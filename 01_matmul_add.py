@@ -8,7 +8,7 @@ what it leaves as it was.
   uv run 01_matmul_add.py --size 4096 --warmup --compile
 """
 
-from common.flags import BadInput, answer_before_torch, flag, parse, positive
+from common.flags import GRAPH_MODES, BadInput, answer_before_torch, flag, parse, positive
 from tracereader import expect
 
 FLAGS = (
@@ -75,7 +75,7 @@ def what_we_guess(args):
         yield expect.one_buffer_request()
     if args.compile:
         yield expect.compiled_rows()
-    if args.compile in ("reduce-overhead", "max-autotune"):  # a CUDA graph's replay shows no ops
+    if args.compile in GRAPH_MODES:  # a CUDA graph's replay shows no ops
         yield expect.graph_replay_without_copies()
     elif args.compile or args.op == "addmm":
         yield from (expect.ops_are(1, "aten::addmm", gone=("aten::matmul", "aten::add")), expect.bias_copy_then_gemm())

@@ -11,7 +11,7 @@ Each step's report names the next step's lever.
 """
 
 from common import llm_flags
-from common.flags import answer_before_torch, parse
+from common.flags import GRAPH_MODES, answer_before_torch, parse
 from tracereader import expect
 
 
@@ -104,7 +104,7 @@ def profiled(args, model, prompt):
 def what_we_guess(args):
     if args.compile and not args.graph:  # of which only the kernels are replayed
         yield expect.compiled_rows()
-    if args.graph or args.compile in ("reduce-overhead", "max-autotune"):
+    if args.graph or args.compile in GRAPH_MODES:
         yield expect.graph_replay_without_copies()
     elif args.phase == "decode":
         yield expect.regime_is("overhead-bound")

@@ -10,7 +10,7 @@ with several GPUs, who waits for whom.
 """
 
 from common.distributed import place, processes
-from common.flags import BadInput, answer_before_torch, flag, not_negative, parse, positive
+from common.flags import GRAPH_MODES, BadInput, answer_before_torch, flag, not_negative, parse, positive
 from tracereader import expect
 
 FLAGS = (
@@ -217,7 +217,7 @@ def profiled(args, model):
     optimizer = optimizer_of(args, model)
     feed = batches(args, rank) if args.loader is None else loaded(args, rank)
     # A CUDA graph writes each loss over the one before it.
-    keep = torch.clone if args.compile in ("reduce-overhead", "max-autotune") else lambda loss: loss
+    keep = torch.clone if args.compile in GRAPH_MODES else lambda loss: loss
     losses = []
     if args.slow == rank:
         matrix = torch.randn(4 * args.dim, 4 * args.dim, device=args.device, dtype=args.dtype)

@@ -90,13 +90,15 @@ def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[st
 
 
 def _reference(model, inputs, name: str):
+    import torch
+
     try:
         out = model(*inputs)
     except RuntimeError as problem:
         if "memory" in str(problem):
             raise
         raise BadInput(f"{name} makes another model, not only another input for the first one") from None
-    if not hasattr(out, "mT"):
+    if not isinstance(out, torch.Tensor):
         raise BadInput(f"the model computes no tensor, but {type(out).__name__}: nothing to compare by")
     return out
 

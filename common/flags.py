@@ -17,6 +17,7 @@ from tracereader.machine import free_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # which replay a CUDA graph
 
 # What one recorded step of few ops takes at its peak, as the trace is written: 35 (rung 1 on a CPU) to 53 kB measured.
 BYTES_A_STEP = 53_000

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from dataclasses import replace
 
-from common.flags import HOW, flag, positive
+from common.flags import GRAPH_MODES, HOW, flag, positive
 from tracereader.command import BadInput
 
 
@@ -79,7 +79,7 @@ def settled(args):
         (args.tune and not args.compile, "--tune is Inductor's: add --compile"),
         (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
         (
-            args.graph and args.compile in ("reduce-overhead", "max-autotune"),
+            args.graph and args.compile in GRAPH_MODES,
             f"--compile {args.compile} records a graph of its own: leave out --graph, or --compile in another mode",
         ),
         (args.graph and args.phase == "decode" and args.cache != "static", "--graph decodes with a static cache"),

@@ -1,7 +1,7 @@
 """What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.places import COLLECTIVE, LOADER
 from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op, tensors_of
 from tracereader.figures.steps import COMPILING, INDUCTORS_CALL
-from tracereader.trace import Lesson, Op, Step, Trace
+from tracereader.trace import Lesson, Op, Step, Trace, outermost
 from tracereader.trace.kernel_names import TYPES
 
 # Times the measured roof: so far above it a rate says that the roof is none.
@@ -67,7 +67,7 @@ def outside_ops(trace: Trace, step: Step) -> float | None:
     """
     near = [root for some in trace.steps if some.start < step.end for root in some.roots if root.end > step.start]
     roots = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
-    covered = list(_outermost(roots, lambda one: is_op(one) or (one.kind == "label" and RECORDED.match(one.name))))
+    covered = list(outermost(roots, lambda one: is_op(one) or (one.kind == "label" and RECORDED.match(one.name))))
     if not any(one.kind == "op" for one in covered) or step.end <= step.start:
         return None
     inside = union(clipped(((one.start, one.end) for one in covered), step.start, step.end))
@@ -81,35 +81,24 @@ def is_op(call: Op) -> bool:
 
 def op_threads(step: Step) -> int:
     """How many threads ran ops in a step."""
-    return len({one.track for one in _outermost(step.roots, is_op)})
+    return len({one.track for one in outermost(step.roots, is_op)})
 
 
 def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
     """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
     made = _made_of_others(step)
-    outermost = _outermost(
+    computing = outermost(
         step.roots,
         lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
     )
     # What a compilation traces computes nothing.
-    found = [_measured(op, step.start, layers) for op in outermost if not op.name.endswith(COMPILING)]
+    found = [_measured(op, step.start, layers) for op in computing if not op.name.endswith(COMPILING)]
     return tuple(_against(found, roofs) if roofs else found)
 
 
 def covered_us(work: Sequence[CpuWork]) -> float:
     """How long any of these ops ran: what several threads do beside each other counts once."""
     return length(union((one.start_us, one.start_us + one.us) for one in work))
-
-
-def _outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
-    """In order, the wanted slices that lie in no other wanted one."""
-    pending = list(reversed(roots))
-    while pending:
-        one = pending.pop()
-        if wanted(one):
-            yield one
-        else:
-            pending.extend(reversed(one.children))
 
 
 def _made_of_others(step: Step) -> set[int]:

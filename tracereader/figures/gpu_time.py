@@ -9,6 +9,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, gaps, length, minus, union
+from tracereader.figures.steps import spanned
 from tracereader.trace import Op, Step, Trace, Work, kernel_names
 
 BETWEEN_OPS = "Python, between ops"
@@ -164,7 +165,7 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     if not step.work:
         return {}
     number = trace.steps.index(step)
-    first, end = min(one.start for one in step.work), max(one.end for one in step.work)
+    first, end = spanned(step.work)
     # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
     before = [one.end for one in trace.work if one.start < first]
     reached = max(before + [step.start] * (not number), default=step.start)

@@ -171,6 +171,14 @@ class Summary(msgspec.Struct, frozen=True):
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
 
     @property
+    def by_family(self) -> Counter:
+        """The times of that GPU work by family."""
+        times = Counter()
+        for one in self.gpu_work:
+            times[one.family] += one.us
+        return times
+
+    @property
     def gpu_us(self) -> float:
         """How long the GPU is busy in a step: the median of all."""
         return median(one.gpu_busy_us for one in self.steps)

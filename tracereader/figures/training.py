@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
-from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work
+from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
 
 AUTOGRAD = "autograd::engine::evaluate_function: "
 OPTIMIZER = "Optimizer.step#"
@@ -165,27 +165,18 @@ def _again(step: Step) -> list[Op]:
     Of a backward that is to be differentiated (create_graph) it records every op, and nothing tells which of
     them ran before: of those none is counted.
     """
-    found, pending = [], list(step.roots)
-    while pending:
-        op = pending.pop()
-        if not op.name.startswith(AUTOGRAD):
-            pending.extend(op.children)
-        elif (recorded := _recorded(op)) and _runs_unrecorded(op, recorded):
+    found = []
+    for op in outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)):
+        recorded = list(outermost(op.children, _is_recorded))
+        if recorded and _runs_unrecorded(op, recorded):
             found.extend(recorded)
     return found
 
 
-def _recorded(root: Op) -> list[Op]:
-    """The outermost ops in one of backward's that run with gradients on: only they have a number and no forward."""
-    found, pending = [], list(root.children)
-    while pending:
-        op = pending.pop()
-        numbers = _numbers_of(op) if op.kind == "op" else None
-        if numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD):
-            found.append(op)
-        else:
-            pending.extend(op.children)
-    return found
+def _is_recorded(op: Op) -> bool:
+    """Whether it is an op of backward's that runs with gradients on: only those have a number and no forward."""
+    numbers = _numbers_of(op) if op.kind == "op" else None
+    return bool(numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD))
 
 
 def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:

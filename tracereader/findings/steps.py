@@ -137,8 +137,9 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
-            took = f"{us / step_us:.0%} of the step is in ops at {reached(ops):.0%} of the best rate of {best}"
-            small = ": small ops, or cores that others use, too" if reached(ops) < FAR_FROM_A_ROOF else ""
+            share = reached(ops)
+            took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the best rate of {best}"
+            small = ": small ops, or cores that others use, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
     if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
@@ -157,11 +158,8 @@ def bound_by(summary: Summary) -> str:
 
 
 def _largest_family(summary: Summary) -> str:
-    times = Counter()  # of the typical step: the first one may have done other things
-    for one in summary.gpu_work:
-        times[one.family] += one.us
-    if not times:
-        times.update({one.family: one.us for one in summary.families})
+    # Of the typical step, where it has work: the first one may have done other things.
+    times = summary.by_family or Counter({one.family: one.us for one in summary.families})
     family, us = times.most_common(1)[0]
     return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
 

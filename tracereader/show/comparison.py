@@ -113,11 +113,7 @@ def _in_short(out: Console, names: Sequence[str], told: Sequence[Sequence[str]])
 
 
 def _by_family(summary: Summary) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for one in summary.gpu_work:
-        family = family_in_words(one.family)
-        times[family] = times.get(family, 0.0) + one.us
-    return times
+    return {family_in_words(family): us for family, us in summary.by_family.items()}
 
 
 def _by_op(summary: Summary) -> dict[str, float]:

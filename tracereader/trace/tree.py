@@ -9,7 +9,7 @@ import decimal
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -85,6 +85,17 @@ class Op(_Slice, eq=False):
         while op is not None:
             yield op
             op = op.parent
+
+
+def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
+    """In order, the wanted slices that lie in no other wanted one."""
+    pending = list(reversed(roots))
+    while pending:
+        one = pending.pop()
+        if wanted(one):
+            yield one
+        else:
+            pending.extend(reversed(one.children))
 
 
 class Work(_Slice, eq=False):
