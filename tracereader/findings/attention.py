@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable, size
-from tracereader.findings.steps import waits_for
+from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
 # What scaled_dot_product_attention can call, and torch's name for that choice.
@@ -33,11 +33,6 @@ MOST_OF_IT = 0.4
 LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
 
 
-def _cost(summary: Summary, gpu_us: float, cpu_us: float | None = None) -> float | None:
-    """Of the lane that a step waits for: where that is the CPU's, GPU time saved saves nothing."""
-    return cpu_us if waits_for(summary) in ("overhead", "cpu-only") else gpu_us
-
-
 def _worth_a_line(summary: Summary, us: float) -> bool:
     return us > WORTH_A_LINE * (summary.summed_us or summary.chosen.cpu_us)
 
@@ -56,7 +51,7 @@ def unfused() -> Finding:
         seen = f"{times}{duration(us)} between the two" + (f", in {counted(pieces, 'piece')} of work" if pieces else "")
         if all(one.scores for one in found):
             seen += f"; {_moved(found)}"
-        return Verdict(True, seen, cost_us=_cost(summary, us, None if summary.has_gpu_work else us))
+        return Verdict(True, seen, cost_us=cost_of(summary, us, None if summary.has_gpu_work else us))
 
     return Finding("a softmax between two batched products", judge)
 
@@ -78,7 +73,7 @@ def hidden_copy() -> Finding:
         if not found:
             return Verdict(False, "no op of the step clones its input to spare it")
         gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
-        us = _cost(summary, gpu_us, cpu_us)
+        us = cost_of(summary, gpu_us, cpu_us)
         first = found[0]
         moved = f", {size(first.copied)} moved" if first.copied else ""
         each = first.gpu_us if summary.has_gpu_work else first.cpu_us
@@ -107,7 +102,7 @@ def mask_remade() -> Finding:
             made.steps == len(summary.steps),
             seen,
             f"in {made.steps} of {len(summary.steps)} steps",
-            _cost(summary, made.gpu_us, made.cpu_us),
+            cost_of(summary, made.gpu_us, made.cpu_us),
         )
 
     return Finding("a triangular mask made anew in every step", judge)
@@ -123,7 +118,7 @@ def cast_before_product() -> Finding:
             f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
             f"fp32 of {duration(found.products_us)}"
         )
-        return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=_cost(summary, found.cast_us))
+        return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=cost_of(summary, found.cast_us))
 
     return Finding("factors cast to fp32 before a product", judge, needs_gpu=True)
 
@@ -141,7 +136,7 @@ def on_cuda_cores() -> Finding:
         seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
         # TF32's tensor cores came with compute capability 8.0.
         could = int(summary.compute_capability or 0) >= 80
-        return Verdict(could and _worth_a_line(summary, us), seen, cost_us=_cost(summary, us))
+        return Verdict(could and _worth_a_line(summary, us), seen, cost_us=cost_of(summary, us))
 
     return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
 
@@ -213,7 +208,7 @@ def time_in_a_library() -> Finding:
         # Where the step waits for the GPU, the CPU's time costs it nothing; and beside all else that a step does a
         # product's 29.3 of 106.7 µs are no news.
         much = own[name] >= MOST_OF_IT * summary.chosen.cpu_us
-        cost = own[name] if much and waits_for(summary) == "overhead" else None
+        cost = cost_of(summary, cpu_us=own[name]) if much else None
         return Verdict(own[name] >= MOST_OF_IT * total, seen, cost_us=cost)
 
     return Finding("one op's own CPU time above all others'", judge, needs_gpu=True)

@@ -6,7 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import Finding, Verdict, counted, duration, size, tokens_s
-from tracereader.findings.steps import waits_for
+from tracereader.findings.steps import cost_of, waits_for
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -142,7 +142,7 @@ def graph_would_do() -> Finding:
             True,
             f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
             f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
-            cost_us=left,
+            cost_us=cost_of(summary, cpu_us=left),
         )
 
     return Finding("the same launches in every step, with the GPU waiting for them", judge, needs_gpu=True)
@@ -165,7 +165,7 @@ def expanded_keys() -> Finding:
             return Verdict(False, "")
         heads = summary.unneeded.key_heads
         of = f" of {heads} heads" if heads and found.cpu_us else ""
-        return _cost(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
+        return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
 
     return Finding("keys and values expanded in memory before attention", judge, needs_gpu=True)
 
@@ -173,20 +173,20 @@ def expanded_keys() -> Finding:
 def casts() -> Finding:
     def judge(summary):
         found = summary.unneeded.casts
-        return _cost(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
+        return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 
     return Finding("casts with a kernel each", judge, needs_gpu=True)
 
 
-def _cost(summary: Summary, found: Asked, what: str) -> Verdict:
+def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     """Holds where it is worth a word on the lane that the step waits for."""
     step, total = summary.chosen, summary.summed_us
-    overhead = waits_for(summary) == "overhead"
-    cost, whole = (found.cpu_us, step.cpu_us) if overhead and found.cpu_us else (found.gpu_us, total)
+    on_cpu = waits_for(summary) == "overhead" and found.cpu_us
+    much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
         seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
-    return Verdict(cost > WORTH_A_WORD * whole, seen, cost_us=cost if found.cpu_us else _unless_waiting(summary, cost))
+    return Verdict(much > WORTH_A_WORD * whole, seen, cost_us=cost_of(summary, found.gpu_us, found.cpu_us or None))
 
 
 def empty_cache() -> Finding:
@@ -203,7 +203,7 @@ def empty_cache() -> Finding:
         if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
             return Verdict(False, "")
         seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
-        return Verdict(True, seen, cost_us=_unless_waiting(summary, us * (1 - filled)))
+        return Verdict(True, seen, cost_us=cost_of(summary, us * (1 - filled)))
 
     return Finding("attention over the empty rest of a static cache", judge, needs_gpu=True)
 
@@ -223,7 +223,7 @@ def logits_of_all() -> Finding:
             return Verdict(False, "")
         shape = head.product
         seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
-        return Verdict(True, seen, cost_us=_unless_waiting(summary, head.us * (1 - asked_for / shape.m)))
+        return Verdict(True, seen, cost_us=cost_of(summary, head.us * (1 - asked_for / shape.m)))
 
     return Finding("in prefill, logits of every token", judge, needs_gpu=True)
 
@@ -248,11 +248,6 @@ def reads_weights() -> Finding:
         if found.ridge_rows:
             seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
         above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
-        return Verdict(True, seen, cost_us=_unless_waiting(summary, above_the_least))
+        return Verdict(True, seen, cost_us=cost_of(summary, above_the_least))
 
     return Finding("matrix products of so few rows that they only read weights", judge, needs_gpu=True)
-
-
-def _unless_waiting(summary: Summary, gpu_us: float) -> float | None:
-    """In a step that waits for launches, GPU time saved saves nothing."""
-    return None if waits_for(summary) == "overhead" else gpu_us

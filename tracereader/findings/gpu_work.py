@@ -6,6 +6,7 @@ from collections import Counter
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted, listed, recordable
+from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import short
 
 # Summed times of a step this many times what the GPU was busy: 2.4 on the H200 where each kernel starts during the one
@@ -154,7 +155,8 @@ def copy_before_gemm() -> Finding:
                 "epilogue", ""
             )
             if adds and "DtoD" in copy.name and after.family == "GEMM":
-                return Verdict(copy.us >= 1, f"{copy.us:.1f} µs before {short(after.name)}", cost_us=copy.us)
+                seen = f"{copy.us:.1f} µs before {short(after.name)}"
+                return Verdict(copy.us >= 1, seen, cost_us=cost_of(summary, gpu_us=copy.us))
         return Verdict(False, "")
 
     return Finding("a device-to-device copy before a GEMM", judge)
@@ -326,6 +328,6 @@ def graph_copies() -> Finding:
             return Verdict(False, "")
         us = sum(one.us for one in copies)
         total = summary.summed_us
-        return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=us)
+        return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=cost_of(summary, gpu_us=us))
 
     return Finding("copies before a cudaGraphLaunch", judge)

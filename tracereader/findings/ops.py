@@ -7,7 +7,7 @@ from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
 from tracereader.figures.steps import LOOKUP
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
-from tracereader.findings.steps import compiled, waits_for
+from tracereader.findings.steps import compiled, cost_of
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
 VIEWS = frozenset(
@@ -184,9 +184,8 @@ def dynamo() -> Finding:
             f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
             f"regions' own time {own:,.1f} µs"
         )
-        # A step that waits for the GPU does not wait for this.
         in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
-        return Verdict(in_all, seen, cost_us=own if waits_for(summary) in ("overhead", "cpu-only") else None)
+        return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
 
     return Finding(f"{LOOKUP} in every step", judge)
 
@@ -206,6 +205,8 @@ def recompiled() -> Finding:
         seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
         spoken_of = [one for one in steps if one.name not in summary.left_out]
         us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
-        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=us or None)
+        # While the CPU compiles for so long, either lane waits.
+        cost = cost_of(summary, us, us) if us else None
+        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=cost)
 
     return Finding("Torch-Compiled Region n/1 or higher", judge)

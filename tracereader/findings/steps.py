@@ -61,6 +61,20 @@ def waits_for(summary: Summary) -> str | None:
     return _roof_met(summary)
 
 
+def cost_of(
+    summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
+) -> float | None:
+    """How much shorter a step would be without something (µs); None where the trace does not tell.
+
+    gpu_us, cpu_us: the GPU work and the CPU time that it would save. idle_us: the GPU's idle time that it causes.
+    A step that waits for launches is no shorter with less GPU work, and one that waits for the GPU is no shorter with
+    less CPU time. Idle time that has a known cause counts in either.
+    """
+    if idle_us is not None:
+        return idle_us
+    return {"overhead": cpu_us, "cpu-only": cpu_us, None: None}.get(waits_for(summary), gpu_us)
+
+
 def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
     return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
 
@@ -427,7 +441,11 @@ def synchronization() -> Finding:
         us = sum(one.idle_us for one in syncs)
         calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
         # A launch alone takes 5 µs.
-        return Verdict(us > 5, f"idle {us:,.1f} µs of a step, from there to its next work: {calls}", cost_us=us)
+        return Verdict(
+            us > 5,
+            f"idle {us:,.1f} µs of a step, from there to its next work: {calls}",
+            cost_us=cost_of(summary, idle_us=us),
+        )
 
     return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
 
@@ -468,6 +486,6 @@ def gaps_in_a_graph() -> Finding:
             return Verdict(False, "no CUDA graph in the step")
         gaps = found.idle_launched_us
         seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
-        return Verdict(gaps > 0.05 * span, seen, cost_us=gaps)
+        return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))
 
     return Finding("gaps between the kernels of a CUDA graph", judge, needs_gpu=True)

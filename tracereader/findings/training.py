@@ -2,7 +2,7 @@
 
 from tracereader.figures import Summary
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
-from tracereader.findings.steps import waits_for
+from tracereader.findings.steps import cost_of, waits_for
 
 # Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
 MUCH_LOADING = 0.1
@@ -40,7 +40,7 @@ def optimizer_for_loop() -> Finding:
             f"{most.name}: {most.launches:,} launches a step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
             f"of GPU time; the GPU idle for {most.idle_us:,.1f}"
         )
-        return Verdict(True, seen, cost_us=most.idle_us)
+        return Verdict(True, seen, cost_us=cost_of(summary, idle_us=most.idle_us))
 
     return Finding("an optimizer that launches for each parameter", judge, needs_gpu=True)
 
@@ -55,9 +55,10 @@ def starving() -> Finding:
         if waits.share < MUCH_LOADING:
             return Verdict(False, seen)
         if waits.idle_us is None:
-            return Verdict(True, seen, cost_us=waits.us)
+            return Verdict(True, seen, cost_us=cost_of(summary, cpu_us=waits.us))
         idle = waits.idle_us / waits.us if waits.us else 0.0
-        return Verdict(idle > 0.5, f"{seen}, the GPU idle for {idle:.0%} of that", cost_us=waits.idle_us)
+        seen += f", the GPU idle for {idle:.0%} of that"
+        return Verdict(idle > 0.5, seen, cost_us=cost_of(summary, idle_us=waits.idle_us))
 
     return Finding("a step that waits for the DataLoader", judge)
 
