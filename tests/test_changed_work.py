@@ -61,7 +61,7 @@ def products(*some):
 
 def test_products_by_other_kernels_are_not_the_same_things(tmp_path):
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)))
-    assert told(first, first) == "the same things on the GPU"
+    assert told(first, first) == "the same work on the GPU"
     other = made(tmp_path, "other", *products((OTHER_NVJET, 50), (OTHER_NVJET, 51)))
     assert told(first, other) == "other kernels for 2 x GEMM (82.0 → 101.0 µs)"
     one = made(tmp_path, "one", *products((OTHER_NVJET, 50), (NVJET, 42)))
@@ -122,7 +122,10 @@ def test_another_instance_of_a_template_is_not_gone_and_new(tmp_path):
         "(70.0 → 900.0 µs)",
         "1 x indexSelectSmallIndex<int64>: another instance of its template (2.0 → 3.0 µs)",
     )
-    assert told(first, other) == "the same things on the GPU"
+    assert told(first, other) == (
+        "other instances of a template for 1 x softmax forward (70.0 → 900.0 µs), 1 x index select small index "
+        "(2.0 → 3.0 µs)"
+    )
     twice = made(tmp_path, "twice", ("aten::_softmax", [(SOFTMAX.format(11), 900)]), ("a::b", [(SELECT.format(2), 3)]),
                  ("a::b", [(SELECT.format(3), 3)]))  # fmt: skip
     assert changed(first, twice)[-1] == "GPU work new: 1 x indexSelectSmallIndex<int64> (3.0 µs)"
@@ -134,9 +137,9 @@ def test_no_name_is_printed_twice(tmp_path):
     names = [f"{'kernel_of_mine_' * 8}{letter}{'_and_more_of_it' * 8}" for letter in "ab"]
     assert len(names[0]) > 200
     files = [made(tmp_path, str(number), ("my::op", [(name, 5)])) for number, name in enumerate(names)]
-    gone, new = changed(*files)
-    assert gone.startswith("GPU work gone: 1 x ") and new.startswith("GPU work new: 1 x ")
-    assert gone.split(" x ")[1] != new.split(" x ")[1]
+    (said,) = changed(*files)
+    before, after = said.removeprefix("1 x my::op: ").split(" → ")
+    assert before.startswith("1 x kernel_of") and after.startswith("1 x kernel_of") and before != after
 
 
 def filled(pieces, us=5):
@@ -199,3 +202,50 @@ def test_tokens_a_second_where_every_run_tells_them(tmp_path, capsys):
     head, *rows = (re.split(r"  +", line) for line in shown[first, other].splitlines()[1:])
     assert [row[head.index("tokens/s")] for row in rows] == ["40", "40"]  # 4 every 100 ms
     assert "tokens" not in shown[first, silent]
+
+
+SPLIT_K = "void cublasLt::splitKreduce_kernel<32, 16, int, float>(int)"
+RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::relu_kernel>(int)"
+
+
+def test_kernels_of_one_op_are_its_replacement(tmp_path):
+    """17 kernels and 18 are not the same: one product became a product and a sum of its parts."""
+    first = made(tmp_path, "first", *products(*[(NVJET, 40)] * 16), ("aten::addmm", [(NVJET, 50)]))
+    other = made(tmp_path, "other", *products(*[(NVJET, 40)] * 16), ("aten::addmm", [(OTHER_NVJET, 30), (SPLIT_K, 5)]))
+    assert [side.summary.count("kernel") for side in pair(first, other)] == [17, 18]
+    (said,) = changed(first, other)
+    assert re.match(
+        r"1 x aten::addmm: 1 x nvjet\S+ .*→ 1 x nvjet.* \(30\.0 µs\), 1 x splitKreduce.* \(5\.0 µs\)$", said
+    )
+    (short,) = told(first, other).split("; ")
+    assert re.match(r"other kernels for 1 x aten::addmm \(1 x GEMM \S+ → 1 x GEMM \+ 1 x .* 35\.0 µs\)$", short)
+    (back,) = told(other, first).split("; ")
+    assert back.startswith("other kernels for 1 x aten::addmm (")
+
+
+def test_kernels_of_different_ops_replace_nothing(tmp_path):
+    first = made(tmp_path, "first", *products((NVJET, 40)), ("aten::relu", [(RELU, 5)]))
+    other = made(tmp_path, "other", *products((NVJET, 40)), ("aten::fill_", [(FILL, 6)]))
+    assert [text.split(":")[0] for text in changed(first, other)] == ["GPU work gone", "GPU work new"]
+    more = made(tmp_path, "more", ("aten::relu", [(FILL, 6)]), ("aten::relu", [(FILL, 6)]), *products((NVJET, 40)))
+    assert [text.split(":")[0] for text in changed(first, more)] == ["GPU work gone", "GPU work new"]
+
+
+def test_other_ops_with_the_same_work_are_told(tmp_path, capsys):
+    first = made(tmp_path, "first", *products((NVJET, 40)))
+    other = made(tmp_path, "other", *products((NVJET, 40)), ("aten::t", []), ("aten::view", []), ("aten::t", []))
+    assert told(first, other) == "the same work on the GPU; ops new: 2 x aten::t, 1 x aten::view"
+    assert cli.main([str(first), str(other)]) == 0
+    printed = capsys.readouterr().out
+    assert "nothing" not in printed and "ops new: aten::t, aten::view" in printed
+
+
+def test_the_same_work_is_only_said_of_equal_work():
+    """Of every pair of the first rungs' traces."""
+    files = sorted(H200.glob("0[1-3]_*/*.json.gz"))
+    sides = pair(*files)
+    for first in sides:
+        for other in sides:
+            same = compare.change(first, other).startswith("the same work on the GPU")
+            names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
+            assert same == (names[0] == names[1])

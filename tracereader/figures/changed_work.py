@@ -56,6 +56,37 @@ def _compared(first: Side, other: Side) -> _Compared:
     return _Compared(kept, gone, new, relaunched, instances)
 
 
+def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[tuple[str, Counter, Counter]]:
+    """By op that both runs call equally often: what it launched before, and what it launches instead.
+
+    Both are taken out of `gone` and `new`. The op whose work took longest comes first.
+    """
+    found = []
+    for op, mine in first.work_of.items():
+        theirs = other.work_of.get(op)
+        if not theirs or first.ops[op] != other.ops[op]:
+            continue  # with another number of calls, some of it may be replaced by nothing
+        before, after = (mine - theirs) & gone, (theirs - mine) & new
+        if before and after:
+            gone -= before
+            new -= after
+            found.append((op, before, after))
+    return sorted(found, key=lambda one: -max(_share(first, one[1]), _share(other, one[2])))
+
+
+def _share(side: Side, names: Counter) -> float:
+    """The GPU time of so many pieces of these names (µs)."""
+    return sum(side.times[name] * count / side.work[name] for name, count in names.items())
+
+
+def _parts_of(side: Side, names: Counter) -> Counter:
+    """The same pieces by what they do."""
+    found = Counter()
+    for name, count in names.items():
+        found[side.parts[name]] += count
+    return found
+
+
 def _taken(counts: Counter, names: Sequence[str], count: int) -> Counter:
     """So many of these names, which are counted there no more."""
     found = Counter()
@@ -92,6 +123,9 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
         del new[after]
     changed += [_instances(first, other, *pair) for pair in found.instances]
     changed += [f"{_relaunched(first, other, name)}: {short(name, WIDEST)}" for name in found.relaunched]
+    for op, before, after in _replaced(first, other, gone, new):
+        shown = labels([*before, *after], WIDEST)
+        changed.append(f"{first.ops[op]:,} x {op}: {_counted(before, shown, first)} → {_counted(after, shown, other)}")
     shown = labels([*gone, *new], WIDEST)
     if gone:
         changed.append("GPU work gone: " + _counted(gone, shown, first))
@@ -220,8 +254,20 @@ def _by_part(side: Side, names: Counter) -> dict[str, _Pieces]:
 def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
     """What changed, by what the kernels do, what takes longest first; and whether anything of it is gone or new."""
     found = _compared(first, other)
-    gone, new = _by_part(first, found.gone), _by_part(other, found.new)
     told: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by how it changed: how much GPU time that is
+    left_gone, left_new, told_of = Counter(found.gone), Counter(found.new), set()
+    for op, before, after in _replaced(first, other, Counter(found.gone), Counter(found.new)):
+        old, now = _parts_of(first, before), _parts_of(other, after)
+        if old == now:
+            continue  # told part by part
+        left_gone -= before
+        left_new -= after
+        told_of |= {*old, *now}
+        us = [_share(side, names) for side, names in ((first, before), (other, after))]
+        did, does = (" + ".join(f"{count:,} x {part}" for part, count in some.items()) for some in (old, now))
+        text = f"{first.ops[op]:,} x {op} ({did} {us[0]:,.1f} → {does} {us[1]:,.1f} µs)"
+        told["other kernels for "].append((max(us), text))
+    gone, new = _by_part(first, left_gone), _by_part(other, left_new)
     for part in {**gone, **new}:
         before, after = gone.get(part, _Pieces()), new.get(part, _Pieces())
         if both := min(before.count, after.count):
@@ -232,11 +278,16 @@ def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
         for how, some in (("gone: ", before), ("new: ", after)):
             if left := some.count - both:
                 told[how].append((some.share(left), f"{left:,} x {part} ({some.time(left)} µs)"))
+    for before, after in found.instances:
+        part, count = next(iter(_parts_of(first, before))), before.total()
+        told_of.add(part)
+        times = f"{_pieces(first, before).time(count)} → {_pieces(other, after).time(count)} µs"
+        told["other instances of a template for "].append((_share(other, after), f"{count:,} x {part} ({times})"))
     for name in found.relaunched:
         told[""].append((max(first.times[name], other.times[name]), _relaunched(first, other, name)))
     if told:
         told["other times for "] = _other_times(
-            first, other, {*gone, *new, *(first.parts[one] for one in found.relaunched)}
+            first, other, {*gone, *new, *told_of, *(first.parts[one] for one in found.relaunched)}
         )
     texts = []
     for how, some in sorted(told.items(), key=lambda item: -sum(us for us, _ in item[1])):

@@ -137,8 +137,10 @@ def change(before: Side, after: Side) -> str:
     if _one_alone_on_a_gpu(before, after):
         told = [ONE_ALONE, *told]
     if not told:
-        same = "the same things on the GPU" if on_gpu else "the same ops"
+        same = "the same work on the GPU" if on_gpu else "the same ops"
         told = [same + (", with other inputs" if _inputs(before, after) else "")]
+        ops, other_work = _ops_in_short(before, after) if on_gpu else ([], False)
+        told += [f"ops {text}" for text in ops]
     graphs = [] if other_work else _graphs(before, after)
     return "; ".join([*told, *_flags(before, after), *graphs])
 

@@ -37,6 +37,15 @@ class Side:
             times[one.name] += one.us
         return times
 
+    @cached_property
+    def work_of(self) -> dict[str, Counter]:
+        """By op, the GPU work that it asked for, by name; of what no op asked for, nothing."""
+        found = defaultdict(Counter)
+        for one in self.summary.gpu_work:
+            if "::" in one.asked_by:
+                found[one.asked_by][one.name] += 1
+        return dict(found)
+
     @property
     def peak_bytes(self) -> int | None:
         """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
