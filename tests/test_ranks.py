@@ -12,6 +12,7 @@ from tracereader import cli
 from tracereader.figures import reading
 from tracereader.figures.rank import Part, RankTrace, Times
 from tracereader.figures.ranks import joined
+from tracereader.findings import ranks as findings
 from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -142,8 +143,8 @@ def test_the_straggler_of_two_h200s(capsys):
     assert (slow["arrived_last"], waiting["arrived_last"], ours["straggler"]) == (42, 0, 1)
     assert waiting["waited_for_others_us"] == pytest.approx(89_252, abs=1)
     assert [phase["name"] for phase in slow["steps"][1]["phases"]] == ["forward", "backward", "optimizer"]
-    (where,) = (line for line in ours["in_short"] if "loses its time in forward" in line)
-    assert "it computes 11.1 ms longer" in where
+    (why,) = (line for line in ours["in_short"] if "slower" in line)
+    assert why == "rank 1 is slower than rank 0 because it computes 11.1 ms longer a step in forward"
 
 
 def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys):
@@ -152,7 +153,82 @@ def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys)
     late = ours["ranks"][0]
     assert late["compute_us"] < ours["ranks"][1]["compute_us"]
     assert late["idle_not_launched_us"] > 0.9 * late["idle_us"]
-    assert any("loses its time in forward" in line and "longer for a launch" in line for line in ours["in_short"])
+    (why,) = (line for line in ours["in_short"] if "slower" in line)
+    late = "its CPU launches late: the GPU waits 29.0 ms longer a step for launches, 17.3 ms of it in forward"
+    assert why == f"rank 0 is slower than rank 1 because {late}"
+
+
+def without_labels(found):
+    """A trace without labels of its own: torch's are left."""
+    torchs = ("ProfilerStep#", "gloo:", "nccl:")
+    found["traceEvents"] = [
+        e for e in found["traceEvents"] if e.get("cat") != "user_annotation" or e["name"].startswith(torchs)
+    ]
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(one for one in REFERENCES if "slow" in one or "fsdp" in one)])
+def test_the_reason_needs_no_labels(name, tmp_path, capsys):
+    """Of a step without labels the rank, the reason and the amount are said, too."""
+    ours = as_json(capsys, *(changed(tmp_path, path, without_labels) for path in RUNS.get(name) or REFERENCES[name]))
+    slow = ours["straggler"]
+    assert not any(step["phases"] for one in ours["ranks"] for step in one["steps"])
+    usual = {
+        key: [sorted(step[key] for step in one["steps"])[1] for one in ours["ranks"]]
+        for key in ("compute_us", "idle_not_launched_us")
+    }
+    part, key = ("launches late", "idle_not_launched_us") if "fsdp" in name else ("computes", "compute_us")
+    reason = ours["loss"]["reasons"][0]
+    assert (ours["loss"]["rank"], reason["part"], reason["phase"]) == (slow, part, None)
+    assert reason["more_us"] == pytest.approx(usual[key][slow] - usual[key][1 - slow], rel=1e-6)
+    said = f"because {'it computes' if part == 'computes' else 'its CPU launches late'}"
+    assert sum(said in line for line in ours["in_short"]) == 1
+
+
+def test_a_rank_that_waits_for_its_data_is_told(tmp_path, capsys):
+    """Launches that the DataLoader holds up are no slow launching."""
+    zero, one = RUNS["fsdp"]
+    events = slices(zero)
+    waits = [(mark["ts"] + 0.001, mark["ts"] + mark["dur"] / 2) for mark in marks(events)]
+
+    def loads(found):
+        without_labels(found)
+        for mark, (start, stop) in zip(marks(events), waits, strict=True):
+            label = {"name": "enumerate(DataLoader)#_Iter.__next__", "ts": start, "dur": stop - start}
+            found["traceEvents"].append({**mark, **label})
+
+    ours = as_json(capsys, changed(tmp_path, zero, loads), changed(tmp_path, one, without_labels))
+    busy = [(e["ts"], end(e)) for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    idle = [length([wait], but=busy) for wait in waits]
+    found = [step["idle_loading_us"] for step in ours["ranks"][0]["steps"]]
+    assert sum(found) == pytest.approx(sum(idle), rel=0.1)  # but what lies before the first kernel
+    parts = {reason["part"]: reason["more_us"] for reason in ours["loss"]["reasons"]}
+    assert parts["waits for data"] == pytest.approx(sorted(found)[1])
+    assert any("longer a step for the DataLoader" in line for line in ours["in_short"])
+
+
+def transfers(slow_by):
+    """Eight ranks in four groups of two: 20 all-gathers a group, those of ranks 4 and 5 so many times as long."""
+    parts = {rank: [] for rank in range(8)}
+    for seq in range(20):
+        for rank in parts:
+            pair = (rank - rank % 2, rank - rank % 2 + 1)
+            start = 10_000_000 * seq + 1000 * rank
+            took = 100_000 * (slow_by if 4 in pair else 1)
+            parts[rank].append(
+                Part(f"{pair}", pair, "all-gather", "", seq, 10**7, 2, start, 10_000_000 * seq + 10**4 + took)
+            )
+    return joined([of_rank(rank, 8, "one", some) for rank, some in parts.items()])
+
+
+def test_a_slow_link_is_told_by_the_same_messages_of_other_groups():
+    link = findings.slow_link(transfers(30))
+    assert (link.ranks, link.kind, link.bytes) == ((4, 5), "all-gather", 10**7)
+    took = [30 * 100 + 10 - 5, 100 + 10 - 3]  # from the second rank's start to the end
+    assert link.transfer_us == pytest.approx(took[0])
+    assert link.more_us == pytest.approx(20 * (took[0] - link.others_us)) and link.others_us == pytest.approx(took[1])
+    (said,) = (line for line in findings.sentences(transfers(30)) if "slow link" in line)
+    assert said.startswith("ranks 4 and 5 are probably joined by a slow link: all-gather of 10.0 MB takes them 3.0 ms")
+    assert findings.slow_link(transfers(1)) is None
 
 
 def test_bandwidth_by_nccls_definition(capsys):
@@ -178,9 +254,9 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 86  # the header alone is not wrapped
-    answer = " ".join(lines[:5])
+    answer = " ".join(lines[:6])
     assert re.search(r"rank \d keeps the others waiting", answer) and re.search(r"rank \d waits .* ms", answer)
-    assert "loses its time in forward" in answer
+    assert re.search(r"rank \d is slower than rank \d because .* in\s+forward", answer)
 
 
 def changed(tmp_path, path, change):

@@ -14,11 +14,11 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication
-from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, minus, union
-from tracereader.figures.places import phases
+from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, minus, union
+from tracereader.figures.places import LOADER, phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import STEP, Op, Step, Trace, Work
+from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
@@ -39,7 +39,8 @@ _start = attrgetter("start")
 class Times(msgspec.Struct, frozen=True):
     """A stretch of one rank's time: compute, exposed communication, exposed copies and idle add up to us.
 
-    communication_us: all of it, computed beside or not. idle_not_launched_us: of idle.
+    communication_us: all of it, computed beside or not. idle_not_launched_us and idle_loading_us: of idle, before the
+    CPU launched the next kernel, and while it waited in the DataLoader.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Times(msgspec.Struct, frozen=True):
     exposed_copy_us: float
     idle_us: float
     idle_not_launched_us: float
+    idle_loading_us: float = 0.0
 
 
 class RankStep(Times, frozen=True):
@@ -114,7 +116,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         stretches = [(one, one.start, one.end) for one in steps]
     else:
         stretches = _on_gpu(steps, parts.device, end)
-    lengths, starts = _Cut(parts), _kernels_by_launch(parts.device) if on_gpu else None
+    lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
     done = list(_parts_on_gpu(steps, zero) if on_gpu else _parts_on_cpu(steps, zero, trace.rank))
     named = [one for one in done if one is not None]
     late = _late(parts.exposed_communication, steps) if on_gpu else []
@@ -142,12 +144,13 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
 class _Cut:
     """The parts of a window, ready to be asked about any stretch of it."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, loading: Intervals):
         self.of = {
             name: Lengths(getattr(parts, name))
             for name in ("compute", "communication", "exposed_communication", "exposed_copy", "not_launched")
         }
-        self.idle = Lengths(union([*parts.not_launched, *parts.launched, *parts.unknown]))
+        idle = union([*parts.not_launched, *parts.launched, *parts.unknown])
+        self.idle, self.idle_loading = Lengths(idle), Lengths(both(idle, loading))
 
     def times(self, name: str, start: int, end: int) -> Times:
         us = {name: lengths.between(start, end) / 1e3 for name, lengths in self.of.items()}
@@ -160,13 +163,26 @@ class _Cut:
             exposed_copy_us=us["exposed_copy"],
             idle_us=self.idle.between(start, end) / 1e3,
             idle_not_launched_us=us["not_launched"],
+            idle_loading_us=self.idle_loading.between(start, end) / 1e3,
         )
+
+
+def _loads(op: Op) -> bool:
+    return op.kind == "label" and op.name.startswith(LOADER)
+
+
+def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
+    """When the CPU waited for the DataLoader's next batch."""
+    if not any(name.startswith(LOADER) for name in trace.op_names):
+        return []
+    roots = [root for step in steps for root in step.roots]
+    return union((op.start, op.end) for op in outermost([*roots, *trace.outside], _loads))
 
 
 def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
     """A window of a run on the CPU: ops on any thread, collectives on their backend's own threads.
 
-    Handing a collective over, or waiting for one, is no computing.
+    Handing a collective over, waiting for one, and making the next batch are no computing.
     """
     computed, handed, communication = defaultdict(list), defaultdict(list), []
     for step in steps:
@@ -176,6 +192,8 @@ def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
             if op.kind == "label" and ON_CPU.match(op.name):
                 communication.append((op.start, op.end))
                 continue  # what it does inside is the collective's own
+            if _loads(op):
+                continue
             if op.kind == "op":
                 hands_over = op.name.startswith(("c10d::", "_c10d_functional::", "record_param_comms"))
                 (handed if hands_over else computed)[op.track].append((op.start, op.end))

@@ -1,13 +1,13 @@
 """What the figures of several ranks mean: who keeps whom waiting, where it loses, and why communication is exposed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 import msgspec
 
 from tracereader.figures.rank import OUTSIDE, Times
 from tracereader.figures.ranks import RankFigures, RanksSummary
-from tracereader.findings.finding import counted
+from tracereader.findings.finding import counted, size
 
 # Of a rank's time, waiting for others with nothing computed beside it. On two H200s: 31% in FSDP with a CPU that
 # launches late, 8% with a rank that computes more, 0.5% in plain DDP.
@@ -16,21 +16,49 @@ MUCH_WAITED = 0.02
 # ranks on two cores of a laptop took turns, 56%.
 CAUSES_IT = 2 / 3
 MOST = 0.5
+# Of what a rank takes longer, a part that is worth naming as a reason.
+A_REASON = 0.2
+# Of a reason's time, what one phase has, to speak of that phase alone.
+NEARLY_ALL = 0.9
+# Times the others' transfers of one message: on two H200s the same message takes up to 1.3 times the median.
+MUCH_SLOWER = 2
 # Arrivals nearer than this many times what the clocks may be off tell nothing.
 BEYOND_THE_CLOCKS = 2
 
 
-class Loss(msgspec.Struct, frozen=True):
-    """Where a rank takes longer than the others. own: without exposed communication; medians of a step, in µs.
+class Reason(msgspec.Struct, frozen=True):
+    """A part of a rank's step that is longer than the others' (a key of PARTS), by how much, in µs of a step.
 
-    part: what most of the difference is (compute, copies, not launched, idle); None where none is.
+    phase: where most of that is, and phase_us: how much of it; None where no phase has most.
     """
 
-    phase: str | None  # None: the step has no labels
+    part: str
+    more_us: float
+    phase: str | None
+    phase_us: float | None
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """Why a rank takes longer than the others. own: without exposed communication; medians of a step, in µs."""
+
+    rank: int
     own_us: float
     others_us: float
-    part: str | None
-    part_more_us: float
+    reasons: tuple[Reason, ...]  # the largest first
+
+
+class SlowLink(msgspec.Struct, frozen=True):
+    """A group of ranks whose transfers of one kind and size take longer than other groups'. Medians, in µs.
+
+    more_us: what they take longer in all, in a step.
+    """
+
+    ranks: tuple[int, ...]
+    kind: str
+    bytes: int
+    transfer_us: float
+    others_us: float
+    more_us: float
 
 
 def share(one: RankFigures, us: float) -> float:
@@ -69,11 +97,17 @@ def own(one: Times) -> float:
     return one.us - one.exposed_communication_us
 
 
+def _launching(one: Times) -> float:
+    """Idle time before a launch that no DataLoader holds up."""
+    return max(0.0, one.idle_not_launched_us - one.idle_loading_us)
+
+
 PARTS: dict[str, Callable[[Times], float]] = {
-    "compute": lambda one: one.compute_us,
+    "computes": lambda one: one.compute_us,
     "copies": lambda one: one.exposed_copy_us,
-    "not launched": lambda one: one.idle_not_launched_us,
-    "idle": lambda one: one.idle_us - one.idle_not_launched_us,
+    "launches late": _launching,
+    "waits for data": lambda one: one.idle_loading_us,
+    "idle": lambda one: one.idle_us - one.idle_loading_us - _launching(one),
 }
 
 
@@ -93,30 +127,66 @@ def phases(summary: RanksSummary) -> list[str]:
     return [name for name in names[0] if all(name in some for some in names)] if names else []
 
 
-def loss(summary: RanksSummary, slow: RankFigures) -> Loss | None:
-    """Where a rank that the others wait for takes longer than they do; None where no phase does."""
+def loss(summary: RanksSummary) -> Loss | None:
+    """Why the rank that the others wait for takes longer than they do; None where no rank or no reason stands out."""
+    slow = straggler(summary) or _most_often_last(summary)
+    if slow is None:
+        return None
     others = [one for one in summary.ranks if one is not slow]
 
     def more(phase: str | None, figure: Callable[[Times], float]) -> float:
         theirs = median(usual(summary, one, phase, figure) for one in others)
         return usual(summary, slow, phase, figure) - theirs
 
-    by_phase = {phase: more(phase, own) for phase in phases(summary) or [None]}
-    longer = sum(us for us in by_phase.values() if us > 0)
-    phase = max(by_phase, key=by_phase.get)
-    # What a phase takes longer explains the waiting only if it is of its size.
+    longer = more(None, own)
+    # What it takes longer explains the waiting only if it is of its size.
     waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
-    if by_phase[phase] <= MOST * max(longer, waited):
+    if longer <= max(MOST * waited, MUCH_WAITED * usual(summary, slow, None, lambda one: one.us)):
         return None
-    parts = {name: more(phase, figure) for name, figure in PARTS.items()}
-    part = max(parts, key=parts.get)
+    reasons = []
+    for part, figure in PARTS.items():
+        if (us := more(None, figure)) > A_REASON * longer:
+            by_phase = {phase: more(phase, figure) for phase in phases(summary)}
+            phase = max(by_phase, key=by_phase.get, default=None)
+            named = phase is not None and by_phase[phase] > MOST * us
+            reasons.append(Reason(part, us, phase if named else None, by_phase[phase] if named else None))
     return Loss(
-        phase=phase,
-        own_us=usual(summary, slow, phase, own),
-        others_us=median(usual(summary, one, phase, own) for one in others),
-        part=part if parts[part] > MOST * by_phase[phase] else None,
-        part_more_us=parts[part],
+        rank=slow.rank,
+        own_us=usual(summary, slow, None, own),
+        others_us=median(usual(summary, one, None, own) for one in others),
+        reasons=tuple(sorted(reasons, key=lambda one: -max(one.more_us, one.phase_us or 0.0))),
     )
+
+
+def _most_often_last(summary: RanksSummary) -> RankFigures | None:
+    """The rank that is last in most collectives, though the others may have something to compute meanwhile."""
+    if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary):
+        return None
+    often = max(summary.ranks, key=lambda one: one.arrived_last)
+    taken_part = sum(often.rank in one.ranks for one in summary.matched)
+    return often if often.arrived_last > CAUSES_IT * taken_part else None
+
+
+def slow_link(summary: RanksSummary) -> SlowLink | None:
+    """The group whose transfers cost it most beyond what the same messages take other groups; None without one."""
+    same: dict[tuple, dict[tuple, list[float]]] = {}
+    for one in summary.matched:
+        if one.bytes:
+            groups = same.setdefault((one.kind, one.bytes, one.size), {})
+            groups.setdefault(one.ranks, []).append(one.transfer_us)
+    found = []
+    for (kind, message, _), groups in same.items():
+        usual_us = {ranks: median(some) for ranks, some in groups.items()}
+        for ranks, us in usual_us.items():
+            others = [theirs for other, theirs in usual_us.items() if other != ranks]
+            if others and us > MUCH_SLOWER * (theirs := median(others)):
+                more = sum(one - theirs for one in groups[ranks]) / max(1, len(summary.steps))
+                found.append(SlowLink(ranks, kind, message, us, theirs, more))
+    worst = max(found, key=lambda one: one.more_us, default=None)
+    if worst is None:
+        return None
+    window = max(one.window_us for one in summary.ranks if one.rank in worst.ranks) / max(1, len(summary.steps))
+    return worst if worst.more_us > MUCH_WAITED * window else None
 
 
 def sentences(summary: RanksSummary) -> list[str]:
@@ -125,8 +195,10 @@ def sentences(summary: RanksSummary) -> list[str]:
         return [_nothing_matched(summary)]
     slow = straggler(summary)
     found = _who_waits(summary, slow)
-    if slow and (where := loss(summary, slow)):
-        found.append(_where(slow.rank, where, [one for one in summary.ranks if one is not slow], summary))
+    if why := loss(summary):
+        found.insert(1, _why(why, summary))
+    if link := slow_link(summary):
+        found.append(_of_link(link))
     return [*found, *_exposed(summary)]
 
 
@@ -142,7 +214,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     often = slow or max(summary.ranks, key=lambda one: (one.arrived_last, one.others_waited_us))
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     read = " of those read" if summary.missing else ""
-    last = f"last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
+    last = f"it is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
     if not _told_apart(summary):
         return [
             f"who arrives last cannot be told: by {_us(median(one.lead_us for one in summary.matched))} in the median, "
@@ -159,29 +231,48 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
         mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if cost <= MUCH_WAITED:
-        return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} is {last}"]
-    return [f"the ranks wait for each other: {waits}", f"rank {often.rank}, the most often, is {last}"]
+        return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} {last.removeprefix('it ')}"]
+    return [f"the ranks wait for each other: {waits}", f"rank {often.rank} {last.removeprefix('it ')}, the most often"]
 
 
 def _us(us: float) -> str:
     return f"{us:,.1f} µs" if us < 1000 else ms(us)
 
 
-def _where(slow: int, where: Loss, others: Sequence[RankFigures], summary: RanksSummary) -> str:
-    them = "" if len(others) == 1 else ", the others' median"
-    place = "" if where.phase is None else f" {where.phase}" if where.phase == OUTSIDE else f" in {where.phase}"
-    said = (
-        f"rank {slow} loses its time{place}: {ms(where.own_us)} a step against {ms(where.others_us)}{them}, "
-        "without exposed communication"
+def _why(why: Loss, summary: RanksSummary) -> str:
+    others = [one.rank for one in summary.ranks if one.rank != why.rank]
+    them = f"rank {others[0]}" if len(others) == 1 else "the other ranks' median"
+    if not why.reasons:
+        figures = f"{ms(why.own_us)} a step against {ms(why.others_us)}"
+        return f"rank {why.rank} is slower than {them}: {figures} without exposed communication"
+    says = {
+        "computes": "it computes {} longer a step",
+        "copies": "its copies take {} longer a step",
+        "launches late": "its CPU launches late: the GPU waits {} longer a step for launches",
+        "waits for data": "it waits {} longer a step for the DataLoader",
+        "idle": "its GPU is idle {} longer a step for another reason"
+        if summary.on_gpu
+        else "it runs no op for {} longer a step",
+    }
+    told = []
+    for one in why.reasons:
+        place = one.phase if one.phase in (OUTSIDE, None) else f"in {one.phase}"
+        if place is None:
+            told.append(says[one.part].format(ms(one.more_us)))
+        elif one.phase_us > NEARLY_ALL * one.more_us:  # more than all of it, where other phases are shorter
+            told.append(f"{says[one.part].format(ms(one.phase_us))} {place}")
+        else:
+            told.append(f"{says[one.part].format(ms(one.more_us))}, {ms(one.phase_us)} of it {place}")
+    return f"rank {why.rank} is slower than {them} because {'; and because '.join(told)}"
+
+
+def _of_link(link: SlowLink) -> str:
+    ranks = f"{', '.join(map(str, link.ranks[:-1][:8]))} and {link.ranks[-1]}"
+    return (
+        f"ranks {ranks} are probably joined by a slow link: {link.kind} of {size(link.bytes)} takes them "
+        f"{_us(link.transfer_us)} once all of them are there, other groups {_us(link.others_us)}; that costs them "
+        f"{ms(link.more_us)} a step"
     )
-    why = {
-        "compute": "it computes {} longer",
-        "copies": "its copies take {} longer",
-        "not launched": "its GPU waits {} longer for a launch",
-        "idle": "its GPU is idle {} longer" if summary.on_gpu else "it runs no op for {} longer",
-        None: None,
-    }[where.part]
-    return f"{said}; {why.format(ms(where.part_more_us))}" if why else said
 
 
 def _exposed(summary: RanksSummary) -> list[str]:

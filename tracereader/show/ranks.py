@@ -49,7 +49,8 @@ def opened(
 
 # What of the summary each section is made of; the rest is always there.
 SECTION_KEYS = {
-    "short": ("in_short", "straggler"), "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "kinds"),
+    "short": ("in_short", "straggler", "loss", "slow_link"), "gpu": ("ranks",), "steps": ("ranks",),
+    "work": ("matched", "kinds"),
 }  # fmt: skip
 
 
@@ -74,6 +75,8 @@ def as_json(summary: RanksSummary, view: View) -> str:
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
+    document["loss"] = msgspec.to_builtins(findings.loss(summary))
+    document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
     document["in_short"] = findings.sentences(summary)
     if view.only:
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
