@@ -3,12 +3,12 @@
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import MODULE, STEP, Op, Step, Trace
+from tracereader.trace import MODULE, STEP, Op, Step, Trace, outermost
 
 # What torch itself labels: no phase of anybody's step.
 COLLECTIVE, LOADER = r"(nccl|gloo|mpi|xccl):", "enumerate(DataLoader)#"
@@ -18,7 +18,9 @@ NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 
 
 class Place(msgspec.Struct, frozen=True):
-    """GPU time of the work launched there. cpu_us: of a label's own slices; None of a module."""
+    """GPU time of the work launched there. cpu_us: of a label's own slices; of a module in a step without GPU work, of
+    the ops there, else None. pieces: of GPU work, else ops.
+    """
 
     name: str
     cpu_us: float | None
@@ -87,20 +89,37 @@ def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
 
 
 def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
-    """GPU time of a step by the innermost nn.Module around the launch, the largest first; with stacks only.
+    """Time of a step by the innermost nn.Module around the launch, the largest first; with stacks only.
 
-    Backward's work goes to the module of the forward op that its op belongs to, where the trace ties them.
+    GPU time; of a step without GPU work the CPU time of its outermost ops. Backward's work goes to the module of the
+    forward op that its op belongs to, where the trace ties them.
     """
     if not trace.modules:
         return ()
-    gpu, pieces = defaultdict(int), defaultdict(int)
-    for one in step.work:
-        name = _module_of(trace, one.launch) or "no module"
-        gpu[name] += one.dur
+    time, pieces = defaultdict(int), defaultdict(int)
+    for launch, dur in _asked_for(trace, step):
+        name = _module_of(trace, launch) or "no module"
+        time[name] += dur
         pieces[name] += 1
-    return tuple(
-        Place(name, None, ns / 1e3, pieces[name]) for name, ns in sorted(gpu.items(), key=lambda item: -item[1])
-    )
+    return _places(step, time, pieces)
+
+
+def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Op | None, int]]:
+    """What takes the step's time, and how long (ns): its GPU work by launch; without any, the outermost ops."""
+    if step.work:
+        yield from ((one.launch, one.dur) for one in step.work)
+        return
+    for op in outermost(step.roots, lambda op: op.kind == "op"):
+        # Of an op of backward, the one that is tied to a forward op lies in it.
+        yield next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
+
+
+def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[Place, ...]:
+    """The largest first."""
+    ordered = sorted(time.items(), key=lambda item: -item[1])
+    if step.work:
+        return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in ordered)
+    return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in ordered)
 
 
 def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
@@ -110,19 +129,17 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
     """
     if not trace.modules:
         return ()
-    gpu, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
-    for one in step.work:
-        around, backward = _modules_around(trace, one.launch)
+    time, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
+    for launch, dur in _asked_for(trace, step):
+        around, backward = _modules_around(trace, launch)
         names = [module.name.removeprefix(MODULE) for module in around[-2:]]
         classes = [NUMBER.sub("", name) for name in reversed(names)]
         name = " in ".join(classes) + " backward" * backward if names else "no module"
-        gpu[name] += one.dur
+        time[name] += dur
         pieces[name] += 1
         members[name].add(names[-1] if names else "")
-    return tuple(
-        Place(f"{len(members[name])} x {name}" if len(members[name]) > 1 else name, None, ns / 1e3, pieces[name])
-        for name, ns in sorted(gpu.items(), key=lambda item: -item[1])
-    )
+    named = {name: f"{len(some)} x {name}" if len(some) > 1 else name for name, some in members.items()}
+    return _places(step, {named[name]: ns for name, ns in time.items()}, {named[name]: n for name, n in pieces.items()})
 
 
 def _module_of(trace: Trace, launch: Op | None) -> str | None:
@@ -135,7 +152,7 @@ def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
     if launch is None:
         return [], False
     track, time, backward = launch.track, launch.start, False
-    for op in launch.above():
+    for op in (launch, *launch.above()):
         if forward := trace.forward_of.get((op.track, op.start)):
             again = innermost(trace.modules.get(track, ()), time)
             if again and again[-1].start >= op.start:  # inside backward a module computes again (checkpointing)

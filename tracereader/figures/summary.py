@@ -8,6 +8,7 @@ from statistics import median
 
 import msgspec
 
+from tracereader.figures.autograd import by_phase
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops, roofs_of
 from tracereader.figures.decoding import (
@@ -113,6 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
     after_first: bool  # whether that leaves out a first step that stands out
     families: tuple[FamilyTime, ...]
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
+    by_phase: tuple[Place, ...]  # of the step, by autograd's events; empty with labels of its own
     by_module: tuple[Place, ...]  # of the step; empty without stacks
     by_module_class: tuple[Place, ...]  # the same, equal modules in one
     training: Training
@@ -251,6 +253,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         after_first=wide_start,
         families=families(trace.work, start, end),
         by_label=by_label(step),
+        by_phase=by_phase(trace, step),
         by_module=by_module(trace, step),
         by_module_class=by_module_class(trace, step),
         training=training(trace, step),

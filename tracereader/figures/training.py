@@ -8,11 +8,11 @@ from operator import attrgetter
 
 import msgspec
 
+from tracereader.figures.autograd import EVALUATED as AUTOGRAD
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
 
-AUTOGRAD = "autograd::engine::evaluate_function: "
 OPTIMIZER = "Optimizer.step#"
 # Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")

@@ -283,9 +283,10 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     if not own or not step_us:
         return []
     lines = []
-    phases = {_by_its_kind(one.name): one.cpu_us / step_us for one in summary.by_label if one.cpu_us}
+    places = summary.by_phase or summary.by_label
+    phases = {_by_its_kind(one.name): one.cpu_us / step_us for one in places if one.cpu_us}
     if told := _shares(phases, sorted(phases, key=phases.get)[-LABELS_NAMED:]):
-        lines.append(f"by label, of a step: {told}")
+        lines.append(f"by {'phase' if summary.by_phase else 'label'}, of a step: {told}")
     largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
     if told := _shares({name: own[name] / step_us for name in largest}, largest):
         summed = f", summed over {summary.op_threads} threads" if summary.op_threads > 1 else ""
@@ -326,7 +327,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
             paragraph(out, waits, "  ", "    ")
     for title, places in (
-        ("GPU work of a step, summed by label", summary.by_label),
+        ("GPU work of a step, by phase (from autograd)", summary.by_phase),
+        ("GPU work of a step, summed by label", () if summary.by_phase else summary.by_label),
         ("by module", summary.by_module_class),
     ):
         shown = places[: view.most(ROWS_SHOWN)]

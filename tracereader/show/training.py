@@ -6,6 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.view import and_more
 from tracereader.trace.kernel_names import short
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -13,22 +14,38 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 def tells(summary: Summary) -> bool:
     """Whether there is anything to show."""
-    one, labels = summary.training, not summary.has_gpu_work and summary.by_label
-    return any((labels, one.backward_of, one.recomputed, one.optimizers, one.syncs, one.loading, one.memory))
+    one, places = summary.training, (summary.by_phase, summary.by_label, summary.by_module)
+    return any(
+        (
+            not summary.has_gpu_work and any(places),
+            one.backward_of,
+            one.recomputed,
+            one.optimizers,
+            one.syncs,
+            one.loading,
+            one.memory,
+        )
+    )
 
 
 def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> None:
     """rows: how many of each table to show; None: all."""
     found = summary.training
     out.print(f"[bold]inside step {plain(summary.chosen.number)}[/bold]")
-    if not summary.has_gpu_work and summary.by_label:  # with a GPU lane they stand beside its time
-        step = summary.chosen.cpu_us
-        shown = [
-            (Name(short(one.name, 50)), us(one.cpu_us), f"{one.cpu_us / step:.0%}")
-            for one in summary.by_label
-            if one.cpu_us
-        ]
-        print_columns(out, ("by label", "CPU µs", "share"), shown)
+    if not summary.has_gpu_work:  # with a GPU lane they stand beside its time
+        for title, places in (
+            ("by phase, from autograd's events", summary.by_phase),
+            ("by label", () if summary.by_phase else summary.by_label),
+            ("ops by module", summary.by_module_class[:rows]),
+        ):
+            shown = [
+                (Name(short(one.name, 50)), us(one.cpu_us), f"{one.cpu_us / summary.chosen.cpu_us:.0%}")
+                for one in places
+                if one.cpu_us
+            ]
+            if shown:
+                print_columns(out, (title, "CPU µs", "share"), shown)
+        and_more(out, len(summary.by_module_class), len(summary.by_module_class[:rows]))
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""

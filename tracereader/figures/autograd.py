@@ -1,0 +1,92 @@
+"""A step's forward, backward and optimizer, by the events of autograd: of a program that labels none of them."""
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
+from tracereader.figures.places import LOADER, Place, phases
+from tracereader.trace import Op, Step, Trace, outermost
+
+EVALUATED = "autograd::engine::evaluate_function: "
+OF_OPTIMIZERS = "Optimizer."
+FORWARD, BACKWARD, OPTIMIZER, LOADING, REST = "forward", "backward", "optimizer", "DataLoader", "outside them"
+
+
+def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
+    """Times of a step's forward, backward, optimizer and DataLoader.
+
+    None of a step with two labels or more, and none where autograd's events do not tie a backward to a forward.
+
+    Forward reaches from the first op that the backward belongs to, or from the model's frame where stacks are
+    recorded, to the last one. Labels of torch's own do not count as labels. cpu_us add up to the step's time.
+    """
+    labels = {label.name for label in phases(step)}
+    if len(labels) > 1 and not all(name.startswith((OF_OPTIMIZERS, LOADER)) for name in labels):
+        return ()
+    spans = _spans(trace, step)
+    if not spans[BACKWARD] or not spans[FORWARD]:
+        return ()
+    cpu = {name: length(some) / 1e3 for name, some in spans.items() if some}
+    covered = union(span for some in spans.values() for span in some)
+    cpu[REST] = step.us - length(covered) / 1e3
+    gpu, pieces = Counter(), Counter()
+    lengths = {name: Lengths(some) for name, some in spans.items()}
+    for one in step.work:
+        at = one.launch.start if one.launch else None
+        inside = (name for name, some in lengths.items() if at is not None and some.between(at, at + 1))
+        name = next(inside, REST)
+        gpu[name] += one.dur
+        pieces[name] += 1
+    return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
+
+
+def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
+    """When each phase goes on, in the order of a step; no two at a time."""
+    backward = list(outermost(step.roots, lambda op: op.name.startswith(EVALUATED)))
+    labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OF_OPTIMIZERS, LOADER))))
+    marks = [(op.start, op.end, BACKWARD) for op in backward]
+    marks += [(op.start, op.end, LOADING if op.name.startswith(LOADER) else OPTIMIZER) for op in labels]
+    marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]
+    # Python between two ops of one phase belongs to it: a phase goes on until another begins.
+    runs: dict[str, list[tuple[int, int]]] = {name: [] for name in (LOADING, FORWARD, BACKWARD, OPTIMIZER)}
+    at, start, reached = None, 0, 0
+    for begin, stop, name in sorted(marks):
+        if name != at:
+            if at is not None:
+                runs[at].append((start, reached))
+            at, start, reached = name, begin, stop
+        reached = max(reached, stop)
+    if at is not None:
+        runs[at].append((start, reached))
+    # An optimizer's closure holds a forward and a backward, and a forward may wait for the loader.
+    found, taken = {}, []
+    for name in (BACKWARD, LOADING, FORWARD, OPTIMIZER):
+        some = union((max(left, step.start), min(right, step.end)) for left, right in runs[name] if left < step.end)
+        found[name] = minus(some, taken)
+        taken = union([*taken, *some])
+    return {name: found[name] for name in runs}
+
+
+def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
+    """The ops that the backward belongs to, and the frames of models around them; not what backward computes again."""
+    by_track = defaultdict(list)
+    for op in backward:
+        by_track[op.track].append((op.start, op.end))
+    inside = {track: Lengths(union(some)) for track, some in by_track.items()}
+
+    def again(op: Op) -> bool:
+        return op.track in inside and inside[op.track].between(op.start, op.start + 1) > 0
+
+    begun = set(trace.forward_of.values())
+    starts = defaultdict(list)
+    for op in step.walk():
+        if op.kind == "op" and (op.track, op.start) in begun and not again(op):
+            starts[op.track].append(op.start)
+            yield op
+    for track, some in starts.items():
+        some.sort()
+        for frame in trace.modules.get(track, ()):
+            following = bisect.bisect_left(some, frame.start)
+            if following < len(some) and some[following] < frame.end and frame.start >= step.start and not again(frame):
+                yield frame
