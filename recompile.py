@@ -43,7 +43,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
 
     from common.harness import prepare
     from common.memory import within_memory
-    from tracereader.show.text import console, paragraph, print_columns, seconds, shown_path
+    from tracereader.show.text import console, paragraph, print_columns, print_whole, seconds, shown_path
 
     settled = {value: prepare(script.flags(some)) for value, some in argvs.items()}
     args = next(iter(settled.values()))
@@ -70,7 +70,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
     print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
     paragraph(out, "again: the second call; graphs: compiled by then; relative error: against eager")
     if parsed.trace:
-        out.print(f"{shown_path(parsed.trace)}   the trace", markup=False)
+        print_whole(out, shown_path(parsed.trace), "the trace")
 
 
 def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[str]]]:

@@ -375,7 +375,7 @@ def sweep(argv: Sequence[str] | None = None) -> None:
         todo.append((" ".join([Path(file).stem, *own]), script, words))
 
     from common.harness import prepare
-    from tracereader.show.text import console, shown_path
+    from tracereader.show.text import console, print_whole, shown_path
 
     series, run = [], None
     for label, script, words in todo:
@@ -405,7 +405,7 @@ def sweep(argv: Sequence[str] | None = None) -> None:
     except ImportError:
         console().print("no picture without matplotlib: uv run --extra plot … draws it")
     else:
-        console().print(f"picture: {shown_path(file)}", markup=False)
+        print_whole(console(), shown_path(file), "picture:", first=False)
 
 
 def _words(typed: str) -> list[str]:
@@ -430,7 +430,7 @@ def _points(name: str, label: str, script, words: dict[int, list[str]]):
     import torch
 
     from common.lesson import run_once
-    from tracereader.show.text import console, shown_path
+    from tracereader.show.text import console, paragraph, plain, print_whole, shown_path
 
     points, run = [], None
     refused = None
@@ -444,10 +444,10 @@ def _points(name: str, label: str, script, words: dict[int, list[str]]):
             run = run_once(script, some)
         except BadInput as problem:
             refused = problem
-            console().print(f"{where}   not run: {problem}", markup=False)
+            paragraph(console(), plain(f"{where}   not run: {problem}"))
             continue
         points.append(Point.of(value, run.trace))
-        console().print(f"{where}   {shown_path(run.trace)}", markup=False)
+        print_whole(console(), shown_path(run.trace), f"{where}  ", first=False)
     if run is None and refused and not label:
         raise refused
     return points, run

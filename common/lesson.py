@@ -13,7 +13,7 @@ from common.memory import build_unfilled, within_memory
 from common.publish import require_writable
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
-from tracereader.show.text import console, seconds, shown_path
+from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
 from tracereader.show.view import View
 
 
@@ -98,7 +98,7 @@ def _header(run: Run) -> None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"
     out.print(f"[bold]{escape(run.title)}[/bold]{apart}{escape(run.machine)}")
-    out.print(" · ".join([*known, right]))
+    paragraph(out, escape(" · ".join([*known, right])))
 
 
 def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
@@ -123,7 +123,7 @@ def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
 def _files(run: Run) -> None:
     """Both by their whole names, to be copied."""
     out = console()
-    out.print(f"{escape(shown_path(run.trace))}   the trace, for ui.perfetto.dev")
-    out.print(f"{escape(shown_path(run.table))}    torch's profiler table")
+    print_whole(out, shown_path(run.trace), "the trace, for ui.perfetto.dev")
+    print_whole(out, shown_path(run.table), " torch's profiler table")
     if run.code:
-        out.print(f"{escape(shown_path(run.code))}     Inductor's generated code")
+        print_whole(out, shown_path(run.code), "  Inductor's generated code")

@@ -824,3 +824,41 @@ def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
     assert one.bytes_moved == 4 * (8 * 16 * 1024 * 64) * 2
     assert one.tflops == pytest.approx(one.flops / 95e-6 / 1e12)
     assert "34.4 GFLOP without a mask" in shown(capsys, file)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("name", "begins", "says"),
+    [
+        ("https://example.org/runs/trace.json.gz", None, "an address, not a file; download it first"),
+        ("hf://buckets/me/trace.json", None, "an address, not a file; download it first"),
+        (
+            "trace.json.zst",
+            b"\x28\xb5\x2f\xfd rest",
+            "packed with zstd, and only gzip is read; unpack it first: zstd -d",
+        ),
+        ("trace.zip", b"PK\x03\x04 rest", "packed with zip, and only gzip is read; unpack it first: unzip"),
+    ],
+)
+def test_what_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, beside, name, begins, says):
+    """Also as the second of two traces: the first is not read for it."""
+    monkeypatch.chdir(tmp_path)
+    if begins:
+        (tmp_path / name).write_bytes(begins)
+    if beside:
+        monkeypatch.setattr("tracereader.show.report.opened", lambda *_: pytest.fail("the first trace was read"))
+    assert cli.main([*[str(SMALL)] * beside, name]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and len(shown.err.splitlines()) == 1
+    assert f"read-trace: {name}: {says}" in shown.err
+
+
+def test_of_two_traces_the_one_without_the_step_is_named(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    document = json.loads(gzip.decompress(SMALL.read_bytes()))
+    for event in document["traceEvents"]:
+        event["name"] = event.get("name", "").replace("ProfilerStep#2", "ProfilerStep#7")
+    other.write_text(json.dumps(document))
+    assert cli.main([str(SMALL), str(other), "--step", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("read-trace: other.json: --step 2: the trace holds ") and len(said.splitlines()) == 1

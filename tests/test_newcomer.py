@@ -35,7 +35,7 @@ def test_it_fits_45_lines_and_opens_with_the_answer(screen, trace):
     head, answer = lines[:2]
     assert "3 steps, median" in head and answer.startswith("in short   ")
     text = "\n".join(lines)
-    for section in ("guess first, then look: ", "lanes of step", "profiler table", "more: "):
+    for section in ("guess first, then look: ", "lanes of step", "profiler table", "more:"):
         assert section in text
     assert not any(cell_len(line) > 80 for line in lines[:-1]), "only the command to copy may be longer"
 

@@ -13,7 +13,7 @@ from references import H200, ROOT
 
 from tracereader import cli
 from tracereader.figures.steps import typical
-from tracereader.show import lanes
+from tracereader.show import lanes, text
 from tracereader.trace import read
 
 MLP = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz"
@@ -119,3 +119,27 @@ def test_runs_that_differ_in_size_alone_are_told_apart_in_a_narrow_table(monkeyp
         first, second = (next(line for line in lines if line.startswith(number)) for number in ("1 04_a", "2 04_a"))
         assert "2048x64" in first and "8192x64" in second
         assert ("_shapes" in first) == (whole or width == 80), "at 80 columns each has a line of its own"
+
+
+PATH = "traces/05_llm/1x512_bf16_warm_compile_gqa_merge_tune_graph_max-autotune-no-cudagraphs.json"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_path_is_never_broken(monkeypatch, capsys, width, first):
+    """It stands whole on one line, and no word beside it is cut at the edge of the terminal."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for path in ("traces/a.json", PATH):
+        text.print_whole(text.console(), path, "the trace, for ui.perfetto.dev", first)
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if path in line)
+        assert all(len(one) <= width for one in lines if one is not line)
+        assert len(line) <= width or line == path
+        words = " ".join(lines).replace(path, " ").replace(":", "").split()
+        assert words == ["the", "trace,", "for", "ui.perfetto.dev"]
+
+
+def test_a_path_in_a_sentence_is_not_broken(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    text.paragraph(text.console(), f"left out: {PATH}: it is no trace", "note ", "     ")
+    assert f"{PATH}:" in capsys.readouterr().out

@@ -65,12 +65,17 @@ def main(argv=None):
     from tracereader.show import report
     from tracereader.show.guesses import guesses_of
     from tracereader.show.view import View
-    from tracereader.trace.document import DEFAULT_LIMIT
+    from tracereader.trace.document import DEFAULT_LIMIT, TraceError, refuse_at_once
 
     view = View.of(args)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
+    for path in others:  # before the first is read, which may take long
+        try:
+            refuse_at_once(path)
+        except TraceError as problem:
+            raise BadInput(problem) from None
     trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT)
     if args.json:
         from tracereader.show.as_json import as_json

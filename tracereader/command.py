@@ -176,4 +176,6 @@ def add_view_flags(group) -> None:
     how_much.add_argument("--all", action="store_true", help="show every section, and each row of it")
     group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (a typical one)")
     group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even where no terminal is")
-    group.add_argument("--open", action="store_true", help="hand the trace to Perfetto in your browser")
+    group.add_argument(
+        "--open", action="store_true", help="hand the trace to Perfetto in your browser (waits 10 minutes at most)"
+    )

@@ -17,10 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tracereader.interrupts import raised
-from tracereader.show.text import console, plain, shown_path
+from tracereader.show.text import console, paragraph, plain, shown_path
 
 ORIGIN = "https://ui.perfetto.dev"
+# How long to wait for a click on the page, and from then on for Perfetto's answer.
 TIMEOUT_S = 600
+ANSWER_S = 60
+LATER_S = 5  # the page itself gives up first, and says so
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title>
@@ -41,9 +44,15 @@ document.getElementById("open").onclick = async () => {
   const buffer = await (await fetch("trace")).arrayBuffer();
   say("waiting for Perfetto …");
   const ping = setInterval(() => perfetto.postMessage("PING", "__ORIGIN__"), 50);
+  const giveUp = setTimeout(async () => {
+    clearInterval(ping);
+    say("Perfetto did not answer within __ANSWER_S__ s. Does this browser reach __ORIGIN__?");
+    await fetch("unreachable", {method: "POST"});
+  }, 1000 * __ANSWER_S__);
   window.addEventListener("message", async event => {
     if (event.origin !== "__ORIGIN__" || event.data !== "PONG" || event.source !== perfetto) return;
     clearInterval(ping);
+    clearTimeout(giveUp);
     perfetto.postMessage({perfetto: {buffer, title: "__TITLE__", fileName: "__TITLE__"}}, "__ORIGIN__");
     say("handed over; this tab can be closed.");
     await fetch("done", {method: "POST"});
@@ -72,13 +81,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         if not self._is_ours():
             return
-        if self.path != f"/{self.server.token}/done":
+        if self.path not in (f"/{self.server.token}/done", f"/{self.server.token}/unreachable"):
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.NO_CONTENT)
         self.send_header("Connection", "close")
         self.end_headers()
-        self.server.handed_over.set()
+        if self.path.endswith("/done"):
+            self.server.handed_over.set()
+        self.server.ended.set()
 
     def _is_ours(self) -> bool:
         # A foreign page can reach this port through the reader's browser, by this or another name.
@@ -91,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
     def _page(self):
         nonce = secrets.token_urlsafe(16)
         page = PAGE
-        for word, value in (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto)):
+        values = (("TITLE", self.server.title), ("NONCE", nonce), ("ORIGIN", self.server.perfetto))
+        for word, value in (*values, ("ANSWER_S", f"{self.server.answer_s:g}")):
             page = page.replace(f"__{word}__", value)
         body = page.encode()
         self.send_response(HTTPStatus.OK)
@@ -110,6 +122,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(self.server.content)))
         self._end_private()
         self.wfile.write(self.server.content)
+        self.server.fetched.set()
 
     def _end_private(self):
         for header, value in (
@@ -136,14 +149,17 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None):
+    def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None, answer_s: float = ANSWER_S):
         super().__init__(("127.0.0.1", 0), Handler)
         # Read once: what is served is what was reported on, whatever becomes of the file.
         self.content = trace.read_bytes() if content is None else content
         self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
         self.perfetto = perfetto
         self.token = secrets.token_urlsafe(24)
+        self.answer_s = answer_s
+        self.fetched = threading.Event()  # the page has the trace, and asks Perfetto from now on
         self.handed_over = threading.Event()
+        self.ended = threading.Event()  # handed over, or given up by the page
 
     @property
     def url(self) -> str:
@@ -153,32 +169,49 @@ class Server(ThreadingHTTPServer):
         pass  # a browser that hung up
 
 
-def hand_over(trace: Path, content: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bool:
+def hand_over(
+    trace: Path, content: bytes | None = None, timeout_s: float = TIMEOUT_S, answer_s: float = ANSWER_S
+) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it.
 
-    content: what to hand over where that is no file's; `trace` is its name then.
+    content: what to hand over where that is no file's; `trace` is its name then. timeout_s: how long to wait for a
+    click on the page; answer_s: from then on, for Perfetto's answer.
     """
     out = console()
-    with raised(), Server(trace, content=content) as server:
+    instead = f"open {plain(shown_path(trace))} at {ORIGIN} yourself" if content is None else "run the command again"
+    why = "no longer waiting"
+    with raised(), Server(trace, content=content, answer_s=answer_s) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
             # Inside, since Ctrl-C may come as soon as its last line is read.
             out.print()
-            out.print(f"[bold]Perfetto[/bold]   {plain(shown_path(trace))} waits at {server.url}")
+            paragraph(out, f"{plain(shown_path(trace))} waits at {server.url}", "[bold]Perfetto[/bold]   ")
             if not _browser(server.url):
                 out.print("no browser here: on the machine where yours is, type")
                 out.print(
                     f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} {_user()}@{socket.gethostname()}"
                 )
                 out.print("and open that address. Nothing is uploaded: the trace goes from here to your browser")
-            out.print("Ctrl-C ends it; it ends by itself after the hand-over")
-            server.handed_over.wait(timeout_s)
+            paragraph(
+                out,
+                f"Ctrl-C ends it; it ends by itself after the hand-over, {_minutes(timeout_s)} without a click, or "
+                f"{_minutes(answer_s)} without an answer from Perfetto",
+            )
+            if not server.fetched.wait(timeout_s):
+                why = f"nobody clicked on its page within {_minutes(timeout_s)}: {instead}"
+            else:
+                server.ended.wait(answer_s + LATER_S)
+                why = f"{ORIGIN} did not answer: is it reachable from your browser? If not, {instead} where it is"
         except KeyboardInterrupt:
             pass
         finally:
             server.shutdown()
-    out.print("handed over to Perfetto" if server.handed_over.is_set() else "not handed over: no longer waiting")
+    paragraph(out, "handed over to Perfetto" if server.handed_over.is_set() else f"not handed over: {why}")
     return server.handed_over.is_set()
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:g} minute{'s' * (seconds != 60)}" if seconds >= 60 else f"{seconds:g} s"
 
 
 def _user() -> str:

@@ -34,6 +34,7 @@ from tracereader.show.text import (
     percent,
     plain,
     print_columns,
+    print_whole,
     seconds,
     shown_path,
     us,
@@ -76,7 +77,7 @@ def chosen_step(trace: Trace, number: int | None) -> Step | None:
         if step.name == f"{STEP}{number}":
             return step
     held = f"{trace.steps[0].name} to {trace.steps[-1].name}" if trace.has_steps else "no steps"
-    raise BadInput(f"--step {number}: the trace holds {held}")
+    raise BadInput(f"{trace.path.name}: --step {number}: the trace holds {held}; leave it out for a typical step")
 
 
 def explain_file(path: Path, view: View) -> Summary:
@@ -148,7 +149,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         out.print(f"{name}: nothing of it in this trace{why}")
     if view.brief and not (view.only or view.all):
         out.print()
-        out.print(f"more: uv run read-trace {plain(shown_path(trace.path))}")
+        print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
 
 
 def _wanted(summary: Summary, guessed: bool, view: View) -> set[str]:

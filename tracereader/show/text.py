@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -63,6 +63,8 @@ def bold(text: str) -> str:
 def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> None:
     """A sentence, at a terminal broken between words and indented; in a pipe one line, for grep.
 
+    A word that is longer than a line, as a path may be, stays whole: the terminal breaks it, and it can be copied.
+
     first, rest: markup before its first line, and plain text before the others.
     """
     if out.width >= PIPE_WIDTH and not out.is_terminal:
@@ -70,9 +72,35 @@ def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> Non
         return
     start = Text.from_markup(first)
     room = out.width - max(len(start), len(rest))
-    for number, line in enumerate(Text.from_markup(markup).wrap(out, max(LEAST_NAME, room))):
+    for number, line in enumerate(_broken(Text.from_markup(markup), max(LEAST_NAME, room))):
         line.rstrip()
         out.print(Text(rest) + line if number else start + line)
+
+
+def _broken(text: Text, width: int) -> Iterator[Text]:
+    """The text in lines of this width at most, but for words that are longer. Text.wrap would break those."""
+    for line in text.split("\n", allow_blank=True):
+        offsets, used = [], 0
+        for word in re.finditer(r"\S+\s*", line.plain):
+            if used and used + cell_len(word[0].rstrip()) > width:
+                offsets.append(word.start())
+                used = 0
+            used += cell_len(word[0])
+        yield from line.divide(offsets)
+
+
+def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
+    """A path or a command to copy, beside what it is; on a line of its own where both do not fit into one.
+
+    first: it stands before what it is. Both are plain text.
+    """
+    text, what = plain(text), plain(what)
+    line = f"{text}   {what}" if first else f"{what} {text}"
+    if cell_len(Text.from_markup(line).plain) <= out.width:
+        out.print(line)
+    else:
+        paragraph(out, f"{what.strip().removesuffix(':')}:")
+        out.print(text)
 
 
 class Name(str):

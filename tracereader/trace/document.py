@@ -4,13 +4,16 @@ A double tells the exact nanosecond of a µs stamp with three digits up to 2^43 
 1970 are 1.7e15 µs) stamps are read from their text.
 """
 
+import contextlib
 import decimal
 import gzip
 import json
 import math
 import os
+import re
 import stat
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +30,12 @@ BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 EXACT = 2.0**43  # µs
 LARGEST = 1e16  # µs: no clock shows more
 MISSING = -math.inf  # what JSON cannot say
+# How files begin that are packed in a way that is not read here; what they are, and what unpacks them.
+PACKED = {
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"PK\x03\x04": ("zip", "unzip"), b"\xfd7zX": ("xz", "xz -d"),
+    b"BZh": ("bzip2", "bzip2 -d"),
+}  # fmt: skip
+URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+)")  # as Path writes it, with one slash
 
 
 class TraceError(Exception):
@@ -105,11 +114,27 @@ def load(path: Path, limit: int) -> Document:
     )
 
 
+def refuse_at_once(path: Path) -> None:
+    """Raises TraceError where the file's name or its first bytes tell that it cannot be read."""
+    with _refusals(path), _opened_plain(path):
+        pass
+
+
 def json_of(path: Path, limit: int) -> bytes:
     """What the file holds, unpacked. Raises TraceError."""
-    try:
+    with _refusals(path):
         return _unpacked(path, limit)
+
+
+@contextlib.contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """What the system refuses, as a TraceError."""
+    try:
+        yield
     except FileNotFoundError:
+        if url := URL.fullmatch(str(path)):
+            said = "an address, not a file; download it first, and name the file"
+            raise TraceError(f"{url[1]}://{url[2]}: {said}") from None
         raise TraceError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: a folder, not a trace; name the .json file in it") from None
@@ -132,23 +157,33 @@ def opened(path: Path) -> BinaryIO:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
 
 
-def _unpacked(path: Path, limit: int) -> bytes:
-    too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
+@contextlib.contextmanager
+def _opened_plain(path: Path) -> Iterator[tuple[BinaryIO, int, bool]]:
+    """A plain file, its size, and whether it is packed with gzip. Raises TraceError for another packing."""
     with opened(path) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise TraceError(f"{path}: not a plain file")
-        packed = file.read(2) == b"\x1f\x8b"
+        begins = file.read(4)
+        for start, (name, unpack) in PACKED.items():
+            if begins.startswith(start):
+                raise TraceError(f"{path}: packed with {name}, and only gzip is read; unpack it first: {unpack} {path}")
         file.seek(0)
+        yield file, status.st_size, begins.startswith(b"\x1f\x8b")
+
+
+def _unpacked(path: Path, limit: int) -> bytes:
+    too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
+    with _opened_plain(path) as (file, size, packed):
         if not packed:
-            if status.st_size > limit:
+            if size > limit:
                 raise too_long
             return file.read()
         unzipped = gzip.GzipFile(fileobj=file)
         free = free_memory()
         if free is not None and limit > free:
             limit, too_long = free, TraceError(f"{path}: holds more JSON than the {free / 1e9:.1f} GB of free memory")
-        if status.st_size * DEFLATE_MOST > limit:
+        if size * DEFLATE_MOST > limit:
             # It may be a bomb: count what it holds before keeping any of it.
             held = 0
             while chunk := unzipped.read(1 << 20):
