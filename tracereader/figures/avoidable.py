@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tracereader.figures.gpu_work import asking_ops
-from tracereader.figures.sizes import BYTES_OF, MATMULS, dims_of, product
-from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.figures.moved import BYTES_OF
+from tracereader.figures.sizes import MATMULS, dims_of, product
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.families import says
 
 # What makes a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
@@ -157,8 +159,8 @@ def cast_products(step: Step) -> CastProducts | None:
             waiting.append((one, op))
             if (around := _library_op(op)) is not None:
                 in_library.setdefault(id(around), []).append(one)
-        elif op.name in MATMULS and kernel_names.decode(one.name).family == "GEMM":
-            if kernel_names.decode(one.name).parts.get("types") in ("fp32", "TF32"):
+        elif op.name in MATMULS and says(one).multiplies:
+            if says(one).parts.get("types") in ("fp32", "TF32"):
                 mine = in_library.get(id(_library_op(op)), []) + [cast for cast, its in waiting if _fits(its, op)]
                 products += [one] if mine else []
                 casts.update((id(cast), cast) for cast in mine)
@@ -178,8 +180,8 @@ def _casts_to_fp32(one: Work, op: Op) -> bool:
     if isinstance(types, list) and len(types) > 1:
         return types[0] == "float" and BYTES_OF.get(types[1] if isinstance(types[1], str) else "") == 2
     # LoadWithCast: what it reads is of another type than what it computes with, and that is written.
-    says = kernel_names.decode(one.name).parts
-    return says.get("does") == "copy" and says.get("types") == "fp32" and "LoadWithCast" in one.name
+    parts = says(one).parts
+    return parts.get("does") == "copy" and parts.get("types") == "fp32" and "LoadWithCast" in one.name
 
 
 def _fits(cast: Op, matmul: Op) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tracereader.figures.side import Side, what
-from tracereader.trace.kernel_names import decode, labels, short
+from tracereader.trace.kernel_names import KernelName, decode, labels, short
 
 NAMES_SHOWN, FEW = 15, 6
 WIDEST = 60  # letters of a kernel's name
@@ -101,7 +101,7 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
     changed, same = [], []
     found = _compared(first, other)
     gone, new = found.gone, found.new
-    for before, after in _renamed_epilogues(gone, new):
+    for before, after in _renamed_epilogues(gone, new, first.says | other.says):
         count = min(gone[before], new[after])
         gone[before] -= count
         new[after] -= count
@@ -110,7 +110,7 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
             f"epilogue {decode(before).parts.get('epilogue', 'none')} → {decode(after).parts.get('epilogue', 'none')}"
         )
     gone, new = +gone, +new
-    if merged := _merged(first, gone, new):
+    if merged := _merged(first, other, gone, new):
         before, after = merged
         parts = " + ".join(f"{what(name)} {first.times[name]:,.1f}" for name in before)
         times = f", {new[after]:,} times" if new[after] > 1 else ""
@@ -132,7 +132,7 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
     if new:
         changed.append("GPU work new: " + _counted(new, shown, other))
     shown = labels(found.kept, WIDEST)
-    gemms = Counter({name: n for name, n in found.kept.items() if decode(name).family == "GEMM"})
+    gemms = Counter({name: n for name, n in found.kept.items() if first.says[name].family == "GEMM"})
     if gemms:
         same.append(f"{gemms.total()} of the GEMMs, by kernel name: {_counted(gemms, shown)}")
     if others := found.kept - gemms:
@@ -158,11 +158,11 @@ def _relaunched(first: Side, other: Side, name: str) -> str:
     return f"{asking} in {after:,} {launches} instead of {before:,} ({us_before:,.1f} → {us_after:,.1f} µs)"
 
 
-def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]:
+def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]) -> Iterator[tuple[str, str]]:
     """Pairs of GEMM kernels that differ in nothing that their names say but the epilogue, each in one pair."""
 
     def but_the_epilogue(name: str) -> tuple | None:
-        says = decode(name)
+        says = known[name]
         if says.family != "GEMM" or "tile" not in says.parts:
             return None
         return says.maker, *sorted(part for part in says.parts.items() if part[0] != "epilogue")
@@ -180,9 +180,9 @@ def _renamed_epilogues(gone: Counter, new: Counter) -> Iterator[tuple[str, str]]
             yield before, after
 
 
-def _merged(first: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:
+def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:
     """The pointwise kernels that one new kernel replaces, by the ops that it does: each as often as it runs."""
-    candidates = [name for name in new if decode(name).family == "pointwise"]
+    candidates = [name for name in new if other.says[name].family == "pointwise"]
     if len(candidates) != 1:
         return None
     (after,) = candidates
@@ -190,7 +190,9 @@ def _merged(first: Side, gone: Counter, new: Counter) -> tuple[list[str], str] |
     replaced = [
         name
         for name in dict.fromkeys(one.name for one in first.summary.gpu_work)
-        if gone[name] == first.work[name] == new[after] and decode(name).family == "pointwise" and what(name) in does
+        if gone[name] == first.work[name] == new[after]
+        and first.says[name].family == "pointwise"
+        and what(name) in does
     ]
     return (replaced, after) if len(replaced) > 1 else None
 

@@ -8,8 +8,9 @@ import msgspec
 from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
+from tracereader.figures.moved import BYTES_OF, INPUTS
 from tracereader.figures.places import COLLECTIVE, LOADER
-from tracereader.figures.sizes import BYTES_OF, INPUTS, MATMULS, Product, sizes_of_op, tensors_of
+from tracereader.figures.sizes import MATMULS, Product, sizes_of_op, tensors_of
 from tracereader.figures.steps import COMPILING, INDUCTORS_CALL
 from tracereader.trace import Lesson, Op, Step, Trace, outermost
 from tracereader.trace.kernel_names import TYPES

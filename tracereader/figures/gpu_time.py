@@ -10,7 +10,8 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, gaps, length, minus, union
 from tracereader.figures.steps import spanned
-from tracereader.trace import Op, Step, Trace, Work, kernel_names
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.families import says
 
 BETWEEN_OPS = "Python, between ops"
 _start = attrgetter("start")
@@ -96,13 +97,9 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
 
 def _of_device(work: list[Work], start: int, end: int) -> Parts:
     kinds = {"compute": [], "communication": [], "copy": []}
-    kernels: dict[str, list] = {}  # by name: most names are there many times
     for one in work:
-        if one.kind != "kernel":
-            into = kinds["copy"]
-        elif (into := kernels.get(one.name)) is None:
-            into = kernels[one.name] = kinds["communication" if is_communication(one) else "compute"]
-        into.append((max(one.start, start), min(one.start + one.dur, end)))
+        kind = "copy" if one.kind != "kernel" else "communication" if is_communication(one) else "compute"
+        kinds[kind].append((max(one.start, start), min(one.start + one.dur, end)))
     compute, communication, copy = (union(some) for some in kinds.values())
     not_copy = union([*compute, *communication])
     idle = {"not_launched": [], "launched": [], "unknown": []}
@@ -126,7 +123,7 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
 
 def is_communication(work: Work) -> bool:
     """Whether it is a collective's kernel."""
-    return work.kind == "kernel" and kernel_names.decode(work.name).family == "communication"
+    return work.kind == "kernel" and says(work).family == "communication"
 
 
 def _why_idle(following: Work | None, gap_start: int, running: set[int]) -> str:
@@ -144,7 +141,7 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
     times, pieces = defaultdict(int), defaultdict(int)
     for one in work:
         if one.start < end and one.end > start:
-            family = kernel_names.decode(one.name).family
+            family = says(one).family
             times[family] += min(one.end, end) - max(one.start, start)
             pieces[family] += 1
     total = sum(times.values())

@@ -11,7 +11,7 @@ from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
-from tracereader.trace import Lesson, Op, Step, Trace, Work, kernel_names
+from tracereader.trace import Lesson, Op, Step, Trace, Work, families
 
 
 class GpuWork(msgspec.Struct, frozen=True):
@@ -53,10 +53,14 @@ class GpuWork(msgspec.Struct, frozen=True):
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
-    """All the work of one name over the steps. share: of the summed time of all."""
+    """All the work of one name over the steps. share: of the summed time of all.
+
+    family and asked_by: those of more than half of its time; asked_by is "several ops" where no op has that much.
+    """
 
     name: str
     family: str
+    asked_by: str
     count: int
     total_us: float
     share: float
@@ -78,7 +82,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     queries = _queries_before(chosen.work)
     peaks = common_peaks(trace.devices)
     # What a script stored of its attention is of this kernel only where the step has no other.
-    alone = sum(kernel_names.decode(one.name).family == "attention" for one in chosen.work) == 1
+    alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
     lesson = trace.lesson if alone else None
     return tuple(
         _measured(
@@ -105,7 +109,7 @@ def _measured(
     device: dict,
     lesson: Lesson | None,
 ) -> GpuWork:
-    args, says = one.args, kernel_names.decode(one.name)
+    args, says = one.args, families.says(one)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
     shape, moved, types = sizes_of(one, op, args, says, lesson)
     flops = shape.flops if shape else None
@@ -181,17 +185,20 @@ def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """The work of all steps by name, the costliest first."""
-    times = defaultdict(list)
+    times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
     for step in trace.steps:
-        for one in step.work:
+        for one, op in zip(step.work, asking_ops(step.work), strict=True):
             times[one.name].append(one.dur)
+            by_family[one.name][families.says(one).family] += one.dur
+            by_op[one.name][op.name if op else ""] += one.dur
     total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
         found.append(
             KernelTimes(
                 name=name,
-                family=kernel_names.decode(name).family,
+                family=by_family[name].most_common(1)[0][0],
+                asked_by=mostly(by_op[name]),
                 count=len(durations),
                 total_us=sum(durations) / 1e3,
                 share=sum(durations) / total if total else 0.0,
@@ -202,6 +209,12 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
             )
         )
     return tuple(sorted(found, key=lambda one: -one.total_us))
+
+
+def mostly(by_op: Counter) -> str:
+    """The op that has more than half of what is counted by op; "several ops" where none has."""
+    ((op, most),) = by_op.most_common(1)
+    return op if len(by_op) == 1 or 2 * most > by_op.total() else "several ops"
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:

@@ -3,7 +3,8 @@
 from collections import Counter, defaultdict
 from itertools import groupby
 
-from tracereader.figures.sizes import INPUTS, tensors_of
+from tracereader.figures.moved import INPUTS
+from tracereader.figures.sizes import tensors_of
 from tracereader.trace import Step, kernel_names
 
 TYPES = {**kernel_names.TYPES, "long int": "int64", "short int": "int16"}

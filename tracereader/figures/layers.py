@@ -2,7 +2,8 @@
 
 from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS
-from tracereader.trace import Op, Step, Trace, kernel_names
+from tracereader.trace import Op, Step, Trace
+from tracereader.trace.families import says
 
 # torch.compile's and the profiler's rows, which hold many layers and are none.
 ENCLOSING = ("ProfilerStep#", "Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
@@ -20,7 +21,7 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
         return {}
     found: dict[int, str] = {}
     if any(one.work for one in trace.steps):
-        products = [one for one in step.work if kernel_names.decode(one.name).family == "GEMM"]
+        products = [one for one in step.work if says(one).multiplies]
         ops = asking_ops(products)
         found = {id(one): name for one, name in zip(products, names, strict=False)}
     else:

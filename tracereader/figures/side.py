@@ -8,7 +8,7 @@ from pathlib import Path
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.summary import Call, Summary, graphs_in
-from tracereader.trace.kernel_names import decode, short
+from tracereader.trace.kernel_names import KernelName, decode, short
 
 COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
 
@@ -64,6 +64,14 @@ class Side:
     def graphs(self) -> list[str]:
         """The hashes of the compiled graphs that the step calls."""
         return graphs_in(call.name for call in self.summary.chain)
+
+    @cached_property
+    def says(self) -> dict[str, KernelName]:
+        """What is known of each name of GPU work, by its longest piece."""
+        found: dict[str, KernelName] = {}
+        for one in sorted(self.summary.gpu_work, key=lambda one: -one.us):
+            found.setdefault(one.name, KernelName(one.family, one.maker, one.name_says))
+        return found
 
     @cached_property
     def parts(self) -> dict[str, str]:

@@ -8,7 +8,8 @@ import msgspec
 from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS, dims_of, product, tensors_of
 from tracereader.figures.steps import self_us
-from tracereader.trace import Op, Step, Work, kernel_names
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import says
 
 BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
 # What may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
@@ -89,7 +90,7 @@ def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
 def _is_softmax(one: Work, op: Op | None) -> bool:
     if op is not None and op.name == SOFTMAX:
         return one.kind == "kernel"
-    said = kernel_names.decode(one.name).parts.get("fuses", "")
+    said = says(one).parts.get("fuses", "")
     return "softmax" in said and "log_softmax" not in said and "backward" not in said
 
 
@@ -129,7 +130,7 @@ def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: 
     at = softmax + way
     while 0 <= at < len(track):
         one, op = track[at]
-        family = kernel_names.decode(one.name).family
+        family = says(one).family
         if family == "GEMM":
             return at if op is not None and op.name in BATCHED else None
         if family not in BETWEEN or _is_softmax(one, op):

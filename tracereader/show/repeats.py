@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from tracereader.figures import Summary
-from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.gpu_work import GpuWork, mostly
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration, family_in_words
 from tracereader.findings.gpu_work import overlap
@@ -81,8 +81,12 @@ def in_order(summary: Summary) -> list[Row]:
         rows += _between(summary.gpu_work[reached : repeat.start])
         for place in range(repeat.start, repeat.start + repeat.pieces):
             same = summary.gpu_work[place : repeat.end : repeat.pieces]
+            asked = Counter()
+            for one in same:
+                asked[one.asked_by] += one.us
             folded = msgspec.structs.replace(
                 same[0],
+                asked_by=mostly(asked),
                 us=median(one.us for one in same),
                 low_us=min(one.low_us for one in same),
                 high_us=max(one.high_us for one in same),

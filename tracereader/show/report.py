@@ -350,13 +350,12 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
-    asked = {one.name: one.asked_by for one in summary.gpu_work}
     shown = summary.kernels[: view.most(ROWS_SHOWN)]
     named = labels([one.name for one in shown], 60)
     rows = [
         (
             Name(named[one.name]),
-            Name(short(asked.get(one.name, ""), 28)),
+            Name(short(one.asked_by, 28)),
             f"{one.count:,}",
             us(one.total_us),
             us(one.median_us),

@@ -61,7 +61,13 @@ class KernelName:
         if self.family == UNKNOWN:
             return "unknown name"
         said = ", ".join(value if key in ("does", "fuses") else f"{key} {value}" for key, value in self.parts.items())
-        return f"{self.family} ({self.maker})" + (f": {said}" if said else "")
+        maker = f" ({self.maker})" if self.maker else ""
+        return f"{self.family}{maker}" + (f": {said}" if said else "")
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a matrix product itself, and not what a library runs beside one."""
+        return self.family == "GEMM" and self.parts.get("does") != EPILOGUE
 
 
 @functools.lru_cache(maxsize=500_000)  # a pure function of a name, asked of each piece of work
@@ -78,6 +84,8 @@ def decode(name: str) -> KernelName:
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
         return KernelName(UNKNOWN, "", {})
+    if family == "attention" and not does:
+        does = _attends(own)
     return KernelName(family, maker, {"does": does or _words(own)})
 
 
@@ -112,7 +120,9 @@ def cut(name: str, width: int) -> str:
 
 
 # Functions that only start what their template argument names: that argument is what says the job.
-WRAPPER = re.compile(r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|thrust::|DSL|\w*::_kernel_agent)")
+WRAPPER = re.compile(
+    r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|rocprim::.{0,60}trampoline_kernel|thrust::|DSL|\w*::_kernel_agent)"
+)
 # What nsys writes before a template's number, and the wrapping that says nothing.
 NOISE = re.compile(
     r"\((?:unsigned )?(?:int|long|bool|char|short)\)(?=-?\d)|\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N_1::"
@@ -301,30 +311,43 @@ def _convolution(match, text):
 
 def _implicit_gemm(match, text):
     parts = {"types": "TF32" if "tfloat32_t" in text else "", "does": CONVOLVING[match["way"].lower()]}
-    return "convolution", "CUTLASS", parts
+    return "convolution", "cuDNN xmma" if text.startswith("xmma_cudnn") else "CUTLASS", parts
 
 
-TENSILE_TYPES = {
-    "B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64", "F": "fp8", "I": "int8", "C": "complex fp32",
-    "Z": "complex fp64",
-}  # fmt: skip
+def _composable_convolution(match, text):
+    way = match["way"]
+    backward = "bwd" in way or "backward" in way
+    does = CONVOLVING["wgrad" if "weight" in way else "dgrad" if "data" in way else "fprop"]
+    known = "weight" in way or "data" in way or not backward
+    maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
+    return "convolution", maker or "by hand", {"does": does if known else "backward"}
+
+
+# What the types' letters begin with, those of the factors first. Sources: Tensile's DataType.toChar and the names in
+# traces of MI300X: B_BS_BH and BBS_BH are bf16, S_B fp32, F8B8BS_BH fp8; S_MX multiplies fp32 as xf32, AMD's TF32.
+TENSILE_TYPES = (
+    ("S_MX", "TF32"), ("X", "TF32"), ("F8|B8", "fp8"), ("F6|B6", "fp6"), ("F4", "fp4"), ("4xi8|I8", "int8"),
+    ("B", "bf16"), ("H", "fp16"), ("S", "fp32"), ("D", "fp64"), ("C", "complex fp32"), ("Z", "complex fp64"),
+)  # fmt: skip
 
 
 def _tensile(match, text):
     tile = re.search(r"_MT(\d+x\d+)x(\d+)", text)
-    types = re.search(r"_(BBS|HHS|HSS|BSS|SB|DB|CB|ZB|F8\w{0,6}|I8\w{0,3})_", text)
+    types = text[match.end() :]
     parts = {
-        "types": TENSILE_TYPES[types[1][0]] if types else "",
+        "types": next((said for start, said in TENSILE_TYPES if re.match(start, types)), ""),
         "tile": tile[1] if tile else "",
         "K block": tile[2] if tile else "",
         "indices": f"A {match['a']}, B {match['b']}",
     }
     if "PostGSU" in text:
-        return "reduction", "rocBLAS/hipBLASLt Tensile", {"does": SPLIT_K}
-    return "GEMM", "rocBLAS/hipBLASLt Tensile", parts
+        return "reduction", TENSILE, {"does": SPLIT_K}
+    return "GEMM", TENSILE, parts
 
 
+TENSILE = "rocBLAS/hipBLASLt Tensile"
 SPLIT_K = "adds the parts of a split-K product"
+EPILOGUE = "a GEMM's epilogue as a kernel of its own"
 # Ops whose own names hold underscores; any other word of a fused name is an op by itself.
 COMPOUND_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
@@ -530,6 +553,19 @@ def _way(text: str) -> str:
     return "backward" if re.search("bwd|[Bb]ackward|Bwd|bprop|cutlassB|_dkdv|dk_dv", text) else "forward"
 
 
+# What runs before or after the kernel that attends: a sum of a row, parts put together, another type.
+BESIDE = "prepares the gradients"
+
+
+def _attends(own: str) -> str:
+    """forward or backward, of a kernel named so that attends itself; "" of any other."""
+    words = own.lower()
+    if re.search(r"preprocess|postprocess|combine|reduce|merge|convert|prepare|quant|stage|dot_do_o", words):
+        return ""
+    way = re.search(r"(?:^|_|::)(fwd|forward|bwd|backward)(?:_|$|\d)", words)
+    return "" if not way else _way(way[1])
+
+
 def _attention(maker: str):
     def read(match, text):
         return "attention", maker, {"does": _way(text)}
@@ -570,7 +606,7 @@ def _flash(match, text):
     on = [flag in ("true", "1") for flag in re.findall(r"true|false|[01]", flags[1])] if flags else [False, False]
     split = "splitkv" in match[0]
     window = on[1 if split else 2] if len(on) >= 6 else False  # before 2.3 there was none
-    parts = {"does": _way(match[0])}
+    parts = {"does": "adds the parts of split keys" if "combine" in match[0] else _way(match[0])}
     if traits:
         parts |= {"head size": traits[1], "tile": f"{traits[2]}x{traits[3]}", "warps": traits[4]}
     parts["types"] = {"bfloat16_t": "bf16", "half_t": "fp16", "float_e4m3_t": "fp8"}[typed[0]] if typed else ""
@@ -727,6 +763,9 @@ READERS = tuple(
         (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
          _inductor_template),
         (LIGER, _liger),
+        # AOTriton's, which PyTorch calls on AMD's GPUs, and flash-attention's own for Triton: the same names
+        (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
+         lambda m, t: ("attention", "Triton", {"does": BESIDE if "preprocess" in t else _way(t)})),
         # attention
         (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
         (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
@@ -739,8 +778,13 @@ READERS = tuple(
         (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
         # convolutions, before the GEMMs that they are made of
         (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
-        (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
+        (r"^(?:\w{1,40}_)?(?P<rest>(?:[sdhi]|[sh]\d{3,5}|fp16_s|bf16_s\d{0,5})cudnn_\w*)", _convolution),
+        (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|pascal|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
          _convolution),
+        # Composable Kernel multiplies for a convolution by kernels that are named for the product that it is.
+        (r"(?<![a-z])(?P<way>(?:bwd|backward)_(?:weight|data)|conv(?:nd)?_(?:fwd|forward|bwd|backward)\w{0,12})(?![a-z])",
+         _composable_convolution),
+        (r"^xmma_cudnn::.{0,80}(?P<way>fprop|dgrad|wgrad)", _implicit_gemm),
         (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
         # GEMMs
         (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
@@ -750,9 +794,10 @@ READERS = tuple(
         (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
         (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
         (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
+        (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
         (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),
         (r"^cublasLt::epilogue::impl::globalKernelBgrad", _says("reduction", "cuBLAS", "gradient of a GEMM's bias")),
-        (r"^cublasLt::epilogue", _says("pointwise", "cuBLAS", "a GEMM's epilogue as a kernel of its own")),
+        (r"^cublasLt::(?:epilogue::impl::)?globalKernel|^cublasLt::epilogue", _says("pointwise", "cuBLAS", EPILOGUE)),
         (r"^(?:internal::)?gemv|^gemmSN|^gemmk1_kernel|^dot_kernel|^reduce_1Block_kernel",
          _says("GEMM", "cuBLAS", "vector or thin matrix")),
         # ATen: kernels made for any operation, which their template names
@@ -796,12 +841,18 @@ MAKERS = tuple(
         (r"^transformer_engine::|^nvte_", "Transformer Engine"),
         (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
          r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
+        (r"^rocblas_|^hipblas", "rocBLAS"),
+        (r"^rocfft|^fft_rtc_", "rocFFT"),
+        (r"^msccl", "MSCCL"),
+        (r"^k?userbuffers_", "Transformer Engine"),
+        (r"^primus_turbo::", "Primus Turbo"),
         (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
         (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
         (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
-        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Preconditon|Int8)", "bitsandbytes"),
-        (r"^(?:MIOpen|miopen|Sp3Asm|igemm_(?:fwd|bwd|wrw)|naive_conv|SubTensorOp|batched_transpose|Op\dTensor|mlir_gen)",
-         "MIOpen"),
+        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Precondition|Int8)", "bitsandbytes"),
+        (r"^(?:MIOpen|miopen|Sp3Asm|gcnAsm|igemm_(?:fwd|bwd|wrw)|naive_conv|batched_transpose_\d|Op\dd?Tensor|OpTensor|mlir_gen"
+         r"|(?:Sub|Set|Scale|Cast|Copy)Tensor|Im[23]d2Col|Col2Im[23]d|transpose_(?:NCHW|CNHW|packed_MN)|mlo[A-Z]"
+         r"|gridwise_(?:generic_reduce|convolution)|Softmax(?:Accurate)?(?:For|Back)ward)", "MIOpen"),
         (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
          r"|^convolve|^op_(?:generic_)?tensor|^fft\dd_|^nchw|^nhwc|^folded|^tensorTransform|^flip_filter|^im2col4d|^softmax_[fb]w"
          r"|^(?:wgrad|dgrad)_|^RNN_|^elemWiseRNNcell|^(?:GRU|LSTM|GENERIC)_|^conv2d_|^calc_bias_diff|^genericTranspose"
@@ -823,7 +874,10 @@ MAKERS = tuple(
 )  # fmt: skip
 
 # A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
-HAND_WRITTEN = re.compile(r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel")
+HAND_WRITTEN = re.compile(
+    r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel"
+    r"|^reduce_segments$|req_to_token|blockscale_offsets|_fp8_quant"
+)
 
 # What a function's own name says that it does, first match wins. does: "" for the name's own words.
 JOBS = tuple(
@@ -831,20 +885,21 @@ JOBS = tuple(
     for pattern, family, does in (
         (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
         (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
-        (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
+        (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|msccl|userbuffers|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
          r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
         (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
-         r"copy_page|cache_kernel", "copy", "into the KV cache"),
-        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|(?:^|_|::)amp_|"
+         r"copy_page|cache_kernel|store_?kv_?cache", "copy", "into the KV cache"),
+        (r"kv_indices|to_token_pool|slot_mapping|block_tables?(?:_|$)|page_table", "copy", "indices of the KV cache"),
+        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|kPreconditionOptimizer|(?:^|_|::)amp_|"
          r"non_finite", "optimizer", ""),
         (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
          "batch norm"),
         (r"nchw\w*nhwc|nhwc\w*nchw|folded|tensorTransform|addPadding|transposeWarp|transposeBlock|batched_transpose|"
-         r"convertTensor|reorder", "copy", "another layout"),
+         r"convertTensor|reorder|transpose_(?:NCHW|CNHW|packed_MN)|BatchedTransposeKernel", "copy", "another layout"),
         (r"selective_scan|chunk_scan|chunk_state|chunk_cumsum|state_passing|bmm_chunk|mamba|(?:^|_)ssd_|(?<![a-z])RNN|LSTM|(?<![a-z])GRU_",
          "other", "recurrence"),
         (r"winograd|fprop|dgrad|wgrad|depthwise|convolve|igemm_|miopenSp3|fft\dd_[rc]2[rc]|flip_filter|im2col|col2im|"
-         r"vol2col|vol2im|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
+         r"vol2col|vol2im|Im[23]d2Col|Col2Im[23]d|AsmConv|(?<![a-z])(?:Grouped)?convolution|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
          r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
         (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
         (r"hadamard", "other", "Hadamard transform"),
@@ -853,25 +908,28 @@ JOBS = tuple(
         (r"expandInputRows", "copy", "rows to their experts"),
         (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
          r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
-         r"rms_fp8|_norm_|add_norm|fused_norm|welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
-        (r"rotary|rope", "pointwise", "rotary embedding"),
+         r"rms_(?:fp8|mxfp4)|^cuCompute(?:Part)?Grad|(?:^|_|::)(?:fused_)?ln(?:_fwd|_bwd|$)|_norm_|add_norm|fused_norm|"
+         r"welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
+        (r"rotary|rope|kn_entry_\w*(?:sbhd|thd)", "pointwise", "rotary embedding"),
         (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
          r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
-         r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing", "sort and scan", ""),
-        (r"attention|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+         r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing|fused_gate|row_id_map|onesweep|lookback|"
+         r"rejection_|rejected|recovered_tokens|blockscale_offsets|problem_sizes", "sort and scan", ""),
+        (r"attention|(?:^|_)sage_|sageattn|reduce_segments|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
          r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
          r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
         (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
          r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
         (r"(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
         (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
-         r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
+         r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),
         (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
         (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
         (r"dropout", "pointwise", "dropout"),
-        (r"act_and_mul|silu|gelu|relu|glu|swish|sigmoid|tanh|activation", "pointwise", ""),
+        (r"act_and_mul|gated_act|(?<![a-z])unary|penalties|MIOpenNeuron|silu|gelu|relu|glu|swish|sigmoid|tanh|"
+         r"activation", "pointwise", ""),
         (r"fill|memset", "pointwise", "fill"),
         (r"CatArray|chunk_cat|split_with_sizes|gather|scatter|indexSelect|indexFunc|index_|indexing|_index|take_|flip|(?<!un)roll_|"
          r"transpose|permute|copy|memcpy|concat|_cat_|_pad|pad_|padding|unfold|replication|reflection|slice|sort_chunks|"
@@ -882,7 +940,9 @@ JOBS = tuple(
         (r"norm", "normalization", ""),
         (r"elementwise|elemwise|op_(?:generic_)?tensor|pointwise|(?:^|_)(?:add|mul|div|sub|scale|cast|clamp|mask|element|"
          r"where|exp|bias)_|apply_kernel|transform_kernel|transform_vals|for_each|convert|_to_float|float_to_|OpTensor|SubTensorOp|prelu|cross_kernel|"
-         r"linspace|arange|philox|axpy|scal_kernel|scalePacked|scaleTensor|setTensor|float2half|lerp", "pointwise", ""),
+         r"linspace|arange|philox|axpy|scal_kernel|scalePacked|scaleTensor|setTensor|Op\ddTensor|float2half|"
+         r"lerp", "pointwise", ""),
+        (r"^rocprim::|^hipcub::|cub::", "sort and scan", ""),
     )
 )  # fmt: skip
 

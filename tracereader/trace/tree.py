@@ -103,6 +103,7 @@ class Work(_Slice, eq=False):
 
     device: int | str = 0
     launch: Op | None = None
+    said: object = None  # a KernelName, once it was asked for: see families.says
 
 
 class Memory(msgspec.Struct, eq=False):

@@ -1,0 +1,297 @@
+"""The bytes that an op has to move, by recorded shapes and types: each input read once, each output written once.
+
+Sources of what is read and written: torch's native_functions.yaml. Where the record does not decide the size of a
+result, there is none.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tracereader.trace import Op
+from tracereader.trace.kernel_names import TYPES, KernelName
+
+BYTES_OF = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "double": 8,
+    "int": 4,
+    "long int": 8,
+    "short int": 2,
+    "signed char": 1,
+    "unsigned char": 1,
+    "bool": 1,
+}
+FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
+# A dtype among an op's arguments is recorded as its number in c10::ScalarType.
+SCALAR_TYPES = {
+    "0": 1, "1": 1, "2": 2, "3": 4, "4": 8, "5": 2, "6": 4, "7": 8, "8": 4, "9": 8, "10": 16, "11": 1, "15": 2, "23": 1,
+    "24": 1, "25": 1, "26": 1,
+}  # fmt: skip
+
+# Pointwise ops by how many of their first arguments may be tensors that they read; a tensor behind those is out=.
+_OPERANDS = (
+    (1, "abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh "
+        "cosh tanh sigmoid relu relu6 silu mish selu gelu elu celu leaky_relu softplus hardtanh hardswish "
+        "hardsigmoid log_sigmoid erf erfc erfinv floor ceil round trunc frac sign square threshold nan_to_num "
+        "bitwise_not logical_not isnan isinf isfinite isneginf isposinf"),
+    (2, "add sub rsub mul div true_divide floor_divide remainder fmod pow maximum minimum fmax fmin atan2 eq "
+        "ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor clamp_min "
+        "clamp_max gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward "
+        "leaky_relu_backward hardtanh_backward hardswish_backward elu_backward softplus_backward "
+        "native_dropout_backward"),
+    (3, "where masked_fill addcmul addcdiv lerp clamp"),
+)  # fmt: skip
+OPERANDS = {f"aten::{name}": number for number, names in _OPERANDS for name in names.split()}
+OPERANDS |= {"LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2}
+# Those that are measured on a CPU, where ops of one name call each other, and whose inputs two runs are compared by.
+INPUTS = {
+    name: OPERANDS[name]
+    for name in (
+        "aten::add", "aten::sub", "aten::mul", "aten::div", "aten::gelu", "aten::silu", "aten::relu", "aten::sigmoid",
+        "aten::tanh", "aten::exp", "aten::rsqrt", "aten::neg", "LigerGELUMulFunction", "LigerSiLUMulFunction",
+    )
+}  # fmt: skip
+# Their results are true or false, of one byte.
+SAYS_YES_OR_NO = frozenset(
+    f"aten::{name}"
+    for name in (
+        "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
+        "isfinite", "isneginf", "isposinf",
+    )
+)  # fmt: skip
+# Of whole numbers these have whole numbers, too; of the others it depends on what is not a tensor.
+STAY_WHOLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "abs", "neg", "relu", "sign", "square", "add", "sub", "rsub", "mul", "maximum", "minimum", "where",
+        "masked_fill", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    )
+)  # fmt: skip
+# Reductions: where their arguments have the dimensions, and the result's dtype.
+REDUCES = {
+    "aten::sum": (1, 3), "aten::mean": (1, 3), "aten::amax": (1, None), "aten::amin": (1, None), "aten::all": (1, None),
+    "aten::any": (1, None), "aten::argmax": (1, None), "aten::argmin": (1, None), "aten::linalg_vector_norm": (2, 4),
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known.
+
+    type: as torch writes it; "" where it was not recorded.
+    """
+
+    shape: list[int]
+    stored: int
+    item: int | None
+    type: str
+
+    @property
+    def bytes(self) -> int:
+        return self.stored * self.item
+
+
+def inputs_of(args: dict) -> list[Tensor | None]:
+    """An op's arguments in their places: tensors as they were recorded, None for anything else."""
+    dims, types, strides = (args.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
+    if not isinstance(dims, list):
+        return []
+    types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
+    strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
+    found: list[Tensor | None] = []
+    for shape, type_name, stride in zip(dims, types, strides, strict=True):
+        if not _is_shape(shape):
+            found.append(None)
+            continue
+        same = isinstance(stride, list) and len(stride) == len(shape)
+        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
+        given = type_name if isinstance(type_name, str) else ""
+        found.append(Tensor(shape, math.prod(distinct), BYTES_OF.get(given), given))
+    return found
+
+
+def _is_shape(found: object) -> bool:
+    return isinstance(found, list) and bool(found) and all(type(size) is int and 0 <= size < 2**40 for size in found)
+
+
+def moved(op: Op, kernel: str, says: KernelName) -> int | None:
+    """What the only kernel of an op has to move, in bytes; None where the record does not tell."""
+    args = op.args
+    inputs = inputs_of(args)
+    tensors = [one for one in inputs if one is not None]
+    name = op.name
+    if name == "aten::cat":
+        return _cat(args, kernel, says)
+    if not tensors or any(one.item is None for one in tensors):
+        return None
+    if name == kernel:  # Inductor's own row names its outputs with its inputs
+        return sum(one.bytes for one in tensors)
+    if name == "aten::copy_":
+        return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # read where it is broadcast from: once
+    if name in ("aten::fill_", "aten::zero_"):
+        return inputs[0].bytes if inputs[0] else None
+    concrete = args.get("Concrete Inputs")
+    concrete = concrete if isinstance(concrete, list) else []
+    for names, find in (
+        (("aten::_softmax", "aten::_log_softmax"), _softmax),
+        (("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"), _softmax_backward),
+        (("aten::native_layer_norm", "aten::_fused_rms_norm"), _norm),
+        (("aten::native_dropout",), _dropout),
+        (REDUCES, _reduction),
+    ):
+        if name in names:
+            return find(name, inputs, concrete) if inputs[0] else None
+    return pointwise_bytes(name, inputs)
+
+
+def pointwise_bytes(op: str, inputs: Sequence[Tensor | None]) -> int | None:
+    """Of a pointwise op: what it reads of its operands, and its result, broadcast over their shapes."""
+    name = op.removesuffix("_")
+    number = OPERANDS.get(name)
+    if number is None or len(inputs) < number or any(one is not None and one.item is None for one in inputs):
+        return None
+    operands, out = inputs[:number], [one for one in inputs[number:] if one is not None]
+    tensors = [one for one in operands if one is not None]
+    if not tensors or len(out) > 1:
+        return None
+    read = sum(one.bytes for one in tensors)
+    if out:
+        return read + out[0].bytes
+    if op.endswith("_"):  # in place
+        return read + operands[0].bytes if operands[0] else None
+    shape, item = _broadcast(tensors), _result_item(name, operands)
+    return read + math.prod(shape) * item if shape is not None and item else None
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> list[int] | None:
+    """The shape of the result; None of shapes that do not go together."""
+    shape: list[int] = []
+    for place in range(1, max(len(one.shape) for one in tensors) + 1):
+        sizes = {one.shape[-place] for one in tensors if len(one.shape) >= place} - {1}
+        if len(sizes) > 1:
+            return None
+        shape.insert(0, sizes.pop() if sizes else 1)
+    return shape
+
+
+def _result_item(op: str, operands: Sequence[Tensor | None]) -> int | None:
+    """The bytes of an element of the result by torch's type promotion: numbers do not change a tensor's type."""
+    if op in SAYS_YES_OR_NO:
+        return 1
+    if op == "aten::masked_fill":
+        return operands[0].item if operands[0] else None
+    valued = operands[1:] if op == "aten::where" else operands
+    types = {one.type for one in valued if one is not None}
+    if floats := types & {*FLOATS}:
+        if len(floats) > 1 and floats <= {"c10::BFloat16", "c10::Half"}:
+            return 4
+        return max(BYTES_OF[one] for one in floats)
+    # Of whole numbers: with a fraction among the numbers the result has fractions, too.
+    return BYTES_OF[types.pop()] if len(types) == 1 and op in STAY_WHOLE and None not in valued else None
+
+
+def _argument(concrete: list, place: int) -> str | None:
+    return concrete[place] if place < len(concrete) and isinstance(concrete[place], str) else None
+
+
+def _softmax(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+    given = inputs[0]
+    if len(inputs) > 3 and inputs[3]:
+        return given.bytes + inputs[3].bytes
+    widened = _argument(concrete, 2)
+    if widened is None and given.item == 2:
+        return None  # half_to_float is not recorded
+    return given.bytes + math.prod(given.shape) * (4 if widened == "True" else given.item)
+
+
+def _softmax_backward(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+    tensors = [one for one in inputs if one is not None]
+    item = SCALAR_TYPES.get(_argument(concrete, 3) or "")
+    if len(tensors) != 2 or not item:
+        return None
+    return sum(one.bytes for one in tensors) + math.prod(tensors[0].shape) * item
+
+
+def _norm(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+    given, *weights = [one for one in inputs if one is not None]
+    over = weights[0].shape if weights else _numbers(_argument(concrete, 1))
+    if not over or len(over) > len(given.shape) or given.shape[len(given.shape) - len(over) :] != over:
+        return None
+    rows = math.prod(given.shape[: len(given.shape) - len(over)])
+    # Beside the result, backward needs the mean and the reciprocal deviation of each row, of fp32 at least.
+    kept = 1 if name == "aten::_fused_rms_norm" else 2
+    return (
+        given.bytes
+        + sum(one.bytes for one in weights)
+        + math.prod(given.shape) * given.item
+        + kept * rows * max(given.item, 4)
+    )
+
+
+def _dropout(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+    given, elements = inputs[0], math.prod(inputs[0].shape)
+    return given.bytes + elements * (given.item + 1) if _argument(concrete, 2) == "True" else None
+
+
+def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
+    given = inputs[0]
+    place, dtype_place = REDUCES[name]
+    tensors = [one for one in inputs[1:] if one is not None]
+    if tensors:
+        return given.bytes + tensors[0].bytes if len(tensors) == 1 and len(inputs) > place + 2 else None  # out=
+    everything = len(inputs) <= place + 1 and dtype_place != 4  # without dimensions, a dtype takes their place
+    over = [] if everything else _numbers(_argument(concrete, place), when_empty=[])
+    if over is None or any(not -len(given.shape) <= one < len(given.shape) for one in over):
+        return None
+    gone = {one % len(given.shape) for one in over}
+    left = 1 if not gone else math.prod(size for at, size in enumerate(given.shape) if at not in gone)
+    item = given.item
+    if name in ("aten::all", "aten::any"):
+        item = 1
+    elif name in ("aten::argmax", "aten::argmin"):
+        item = 8
+    elif dtype_place is not None:
+        asked = _argument(concrete, 1 if everything else dtype_place)
+        if asked is None:
+            return None
+        if asked and asked not in SCALAR_TYPES:
+            return None
+        if asked:
+            item = SCALAR_TYPES[asked]
+        elif given.type not in FLOATS:
+            item = 8  # whole numbers add up to int64
+    return given.bytes + left * item
+
+
+def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int] | None:
+    """[-1] of "[-1]" or "-1"; None of anything else."""
+    if said == "":
+        return when_empty
+    if said is None or len(said) > 200 or not re.fullmatch(r"-?\d{1,3}|\[[-\d, ]*\]", said):
+        return None
+    try:
+        found = ast.literal_eval(said)
+    except (SyntaxError, ValueError):
+        return None
+    return found if isinstance(found, list) else [found]
+
+
+def _cat(args: dict, kernel: str, says: KernelName) -> int | None:
+    """Of a list of tensors the record has the shapes; their type is told by the kernel that copies them."""
+    dims = args.get("Input Dims")
+    shapes = dims[0] if isinstance(dims, list) and dims and isinstance(dims[0], list) else []
+    if not shapes or not all(_is_shape(one) for one in shapes):
+        return None
+    opaque = re.search(r"OpaqueType<(\d{1,2})u?>", kernel)
+    named = re.search(r"CatArrayBatchedCopy\w*<((?:unsigned )?[\w:]+(?:<\w+>)?)[,>]", kernel)
+    item = int(opaque[1]) if opaque else ITEMS.get(TYPES.get(named[1], "")) if named else None
+    return 2 * sum(map(math.prod, shapes)) * item if item else None
+
+
+ITEMS = {
+    "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "bool": 1,
+}  # fmt: skip

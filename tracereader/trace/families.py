@@ -1,0 +1,103 @@
+"""The family of a piece of GPU work: by its kernel's name, and where that leaves it open by the op that launched it.
+
+A library runs the same kernel for several ops. cuDNN and MIOpen compute a convolution as a matrix product, with
+transpositions before and after it; cuBLASLt runs an epilogue as a kernel of its own; Triton and Composable Kernel have
+names that say nothing. The op that launched the kernel, or one that encloses it, tells what the work is for.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+
+from tracereader.trace.kernel_names import EPILOGUE, JOBS, UNKNOWN, KernelName, decode
+from tracereader.trace.tree import Work
+
+# Kernels of these makers are named for the very operation that they compute, whatever op launched them.
+NAMED_FOR_THEIR_JOB = ("ATen", "Inductor", "Liger", "driver", "CUB", "Thrust", "PyTorch")
+# Names of these families are of one purpose only.
+ONE_PURPOSE = (
+    "attention", "convolution", "normalization", "communication", "memset", "optimizer", "embedding", "sort and scan",
+)  # fmt: skip
+# What a name says of work that is of no family: an op tells no more of it.
+NO_FAMILY = tuple(does for _, family, does in JOBS if family == "other")
+# The ops of torch whose family JOBS does not tell.
+TORCHS = tuple(
+    (re.compile(pattern), family)
+    for pattern, family in (
+        (r"^aten::\w*conv(?!ert)|^\w*Conv\w*Backward\d*$|^\w*convolution\w*$", "convolution"),
+        (r"^aten::\w*attention", "attention"),
+        (r"^aten::(?:mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|vdot|linear|matmul|einsum|tensordot|bilinear|_addmm_activation"
+         r"|_(?:scaled|int|grouped|scaled_grouped)_mm|_weight_int\w+)_?$", "GEMM"),
+        (r"^aten::\w*(?:batch|layer|group|instance|rms|weight)_norm", "normalization"),
+        (r"^aten::(?:linalg_(?:vector_)?|_foreach_)?norm$", "reduction"),
+        (r"^aten::_fused_(?:adam|sgd|adagrad)", "optimizer"),
+        (r"^(?:c10d|nccl|_c10d_functional|symm_mem):|^record_param_comms", "communication"),
+    )
+)  # fmt: skip
+# Ops of whole layers launch work of several families.
+WHOLE_LAYERS = re.compile(r"Linear|MLP|M[oO]E|moe_forward|Compiled|CUDAGraph|Checkpoint|Block|Module")
+AUTOGRADS = "autograd::engine::evaluate_function: "
+
+
+def says(work: Work) -> KernelName:
+    """What is known of a piece of GPU work: what its name says, and the family that the ops around its launch tell."""
+    if work.said is None:
+        work.said = _says(work)
+    return work.said
+
+
+def _says(work: Work) -> KernelName:
+    name = decode(work.name)
+    if work.kind != "kernel" or work.launch is None or name.family in ONE_PURPOSE:
+        return name
+    is_open = name.family in ("other", UNKNOWN)
+    if not is_open and name.maker.startswith(NAMED_FOR_THEIR_JOB):
+        return name
+    if found := (_of_an_open_name(name, work) if is_open else _of_a_library(name, work)):
+        family, op = found
+        return KernelName(family, name.maker, {**name.parts, "told by": op})
+    return name
+
+
+def _of_an_open_name(name: KernelName, work: Work) -> tuple[str, str] | None:
+    """The family that the innermost op tells that tells one, and that op."""
+    known = name.parts.get("does") in NO_FAMILY
+    for op in _ops_around(work):
+        family = of_op(op)
+        if family and (not known or family == "convolution"):
+            return family, op
+    return None
+
+
+def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
+    """The family of what a library's kernel is a part of, where its name says less, and the op that tells it."""
+    for op in _ops_around(work):
+        family = of_op(op)
+        if family == "convolution":
+            return family, op
+        if family == "GEMM" and name.parts.get("does") == EPILOGUE:
+            return family, op
+        if family == "normalization" and name.maker in ("cuDNN", "MIOpen"):
+            return family, op
+        if not op.startswith("aten::"):
+            break  # torch's own ops enclose each other; beyond them a layer begins
+    return None
+
+
+def _ops_around(work: Work) -> Iterator[str]:
+    """The names of the ops around a launch, innermost first."""
+    return (above.name for above in work.launch.above() if above.kind == "op")
+
+
+@functools.lru_cache(maxsize=100_000)
+def of_op(op: str) -> str:
+    """The family of what an op of this name computes; "" where its name does not tell."""
+    op = op.removeprefix(AUTOGRADS)
+    for pattern, family in TORCHS:
+        if pattern.search(op):
+            return family
+    if WHOLE_LAYERS.search(op):
+        return ""
+    own = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)
+    family = next((family for pattern, family, _ in JOBS if pattern.search(own)), "")
+    return "" if family == "other" else family
