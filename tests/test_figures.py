@@ -472,7 +472,7 @@ H200_LIMITS = {"warpSize": 32, "maxThreadsPerMultiprocessor": 2048, "regsPerMult
     [
         (255, 49152, [128, 1, 1], 8 / 64, "registers"),  # flash: claim 51, 13%
         (168, 134144, [384, 1, 1], 12 / 64, "registers and shared memory"),  # cuDNN: claim 55, 19%
-        (32, 0, [256, 1, 1], 1.0, "threads and registers"),
+        (32, 0, [256, 1, 1], 1.0, ""),  # all of them fit: nothing limits them
         (32, 100_000, [256, 1, 1], 16 / 64, "shared memory"),
         (101, 0, [32, 1, 1], 16 / 64, "registers"),  # four warps on each of four parts, not nineteen in all
         (16, 0, [32, 1, 1], 32 / 64, "the number of blocks"),

@@ -476,6 +476,103 @@ void vision::ops::roi_align_forward_kernel_impl<float>
 void tensorrt_llm::kernels::cutlass_kernels::finalizeMoeRoutingKernel<__nv_bfloat16>
 pointwise
 void upsample_bilinear2d_out_frame<c10::Half, float>
+
+# MI300X: TraceLens' reports of ResNet, TimeSformer, BERT and Qwen; MIOpen's, Composable Kernel's and AOTriton's sources
+attention
+attn_fwd
+attn_fwd.kd
+bwd_kernel_dk_dv.kd
+bwd_kernel_dq.kd
+bwd_kernel_fuse
+bwd_preprocess
+aiter::fmha_bwd_hd128_bf16_causal_a16_psskddv
+_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernelINS_2...
+void ck_tile::kentry<1, ck_tile::UnifiedAttentionKernel<ck_tile::UnifiedAttentionPipeline…
+void aiter::paged_attention_ll4mi_reduce_kernel<__hip_bfloat16, 128, 128, 256, 1>
+GEMM
+Cijk_Alik_Bljk_B_BS_BH_Bias_HA_S_SAV_UserArgs_MT256x128x64_MI16x16x1_SN_LDSB1_AFC1_AFEM1_AFEM1_ASEM1_CLR1_CADS0_…
+Cijk_Ailk_Bljk_S_B_Bias_HA_S_SAV_UserArgs_MT16x16x128_MI16x16x1_SN_LDSB1_AFC1_AFEM1_AFEM1_ASEM1_CLR1_CADS0_DTVA0_…
+Custom_Cijk_Alik_Bljk_F8B8BS_BH_Bias_shortname1
+void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemmMultiD_ABScale_xdl_cshuffle_v3<ck::tensor_layout::gemm::RowMajor…
+void ck::kernel_moe_gemm<ck::GridwiseMoeGemmBlockScale<ck::tensor_layout::gemm::RowMajor, …
+void ck_tile::kentry<1, ck_tile::GroupedGemmKernel<ck_tile::GemmSpatiallyLocal…
+void ck_tile::kentry<1, ck_tile::MoeFlatmmKernel<ck_tile::…
+_grouped_fp8_persistent_gemm_kernel
+void rocblas_gemvn_kernel<64, 16, float>(int)
+convolution
+_ZN2ck16tensor_operation6device12_GLOBAL__N_139kernel_grouped_conv_fwd_xdl_cshuffle_v3INS_28GridwiseGemm_xdl_cshuffle_v3…
+_ZN2ck16tensor_operation6device12_GLOBAL__N_149kernel_grouped_conv_fwd_multiple_abd_xdl_cshuffleINS_34GridwiseGemm…
+_ZN2ck16tensor_operation6device37kernel_batched_gemm_xdlops_bwd_weightINS_47GridwiseGemm_bk0mk1_bk0nk1_mn_xdlops_bwd_weight…
+void ck::kernel_gemm_xdlops_bwd_weight<float, float, float>()
+void ck_tile::kentry<2, ck_tile::GroupedConvolutionBackwardWeightKernel<ck_tile::…
+igemm_bwd_gtcx3_nhwc_bf16_bx0_ex1_bt128x64x32_wt32x32x8_ws1x1_wr1x2_ta1x8x2x1_1x4x1x64_tb1x4x1x2_1x8x1x32_mh_gkgs
+miopenSp3AsmConvFury_v2_4_1_gfx11_fp16_dot2_edc
+miopenSp3AsmConvRage_v4_6_1_gfx9
+miopenGcnAsmConv1x1U
+naive_conv_nonpacked_bwd_nchw_half_double_half
+gridwise_convolution_forward_implicit_gemm_v4r4_xdlops_nchw_kcyx_nkhw
+Im2d2Col
+Col2Im2d
+copy
+batched_transpose_32x32_half
+batched_transpose_256x4_half
+transpose_NCHW2CNHW_V1_1D_WG_float
+pointwise
+SubTensorOpWithCastTensor1d
+MIOpenNeuronFwd
+Op2dTensorLite
+rotary_fwd_kv_kernel.kd
+reduction
+mloPoolingG
+gridwise_generic_reduce_1
+Cijk_SS_BiasS_HAS_ScaleAlphaVec_PostGSU4_VW4
+communication
+mscclKernel_Sum_half_Simple_false(ncclDevComm*, mscclAlgo*, mscclWork*)
+sort and scan
+void rocprim::detail::onesweep_iteration_kernel<rocprim::…
+void rocprim::ROCPRIM_400000_NS::detail::trampoline_kernel<rocprim::…
+other
+fft_rtc_fwd_len1024_factors_16_16_4_wgs_128
+
+# cuDNN 7 and 8 on older GPUs (TensorFlow's and PyTorch's profiles on GitHub), Apex, Transformer Engine, bitsandbytes
+convolution
+maxwell_scudnn_128x32_relu_medium_nn
+maxwell_scudnn_winograd_128x128_ldg1_ldg4_tile148n_nt
+volta_scudnn_128x64_relu_interior_nn_v1
+pascal_scudnn_128x64_relu_small_nn
+scudnn_128x64_relu_xregs_large_nn
+scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt
+void xmma_cudnn::gemm::kernel<xmma_cudnn::implicit_gemm::fprop_indexed::Kernel_traits<xmma_cudnn::Ampere_hmma_fp32…
+normalization
+void cuComputeGradInput<float, float, c10::BFloat16>(c10::BFloat16 const*, c10::BFloat16 const*, int, int)
+void layer_norm::ln_fwd_kernel<layer_norm::Kernel_traits<__nv_bfloat16, __nv_bfloat16, …
+optimizer
+void kPreconditionOptimizer32bit2State<float, 0, 4096, 8>(float*, float*)
+void multi_tensor_apply_kernel<TensorListMetadata<4>, LAMBStage1Functor<float>, float>(int, int volatile*)
+communication
+kuserbuffers_pushsend
+void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>(int, int)
+pointwise
+void transformer_engine::gated_act_kernel<__nv_bfloat16>()
+void transformer_engine::unary_kernel<8, true, float>()
+
+# nano-vLLM, SageAttention, vLLM and SGLang: names of their own kernels, by their sources
+copy
+store_kvcache_kernel
+_store_kvcache_kernel
+create_flashinfer_kv_indices_triton
+assign_req_to_token_pool
+attention
+_sage_fwd_kernel
+reduce_segments
+void qk_int_sv_f16_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)0, (QuantGranularity)2>(signed char*, …
+sort and scan
+void moe_fused_gate_kernel<float>(void*)
+rejection_greedy_sample_kernel
+_row_id_map_pass_1_kernel
+pointwise
+apply_repetition_penalties_kernel
+_dynamic_mxfp4_quant_kernel
 """
 
 
@@ -556,7 +653,32 @@ def test_the_family_of_a_name_from_the_wild(family, name):
         # a solution that can add a bias does not say that it does
         ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN", "GEMM", "rocBLAS/hipBLASLt Tensile",
          {"types": "bf16", "tile": "256x256", "K block": "64"}),
+        # what the letters of Tensile's types begin with
+        ("Cijk_Alik_Bljk_B_BS_BH_Bias_HA_S_SAV_UserArgs_MT256x128x64_MI16x16x1_SN_LDSB1", "GEMM",
+         "rocBLAS/hipBLASLt Tensile", {"types": "bf16", "tile": "256x128", "K block": "64"}),
+        ("Cijk_Ailk_Bljk_S_B_Bias_HA_S_SAV_UserArgs_MT16x16x128_MI16x16x1_SN", "GEMM", "rocBLAS/hipBLASLt Tensile",
+         {"types": "fp32", "tile": "16x16"}),
+        ("Cijk_Ailk_Bljk_S_MX_B_Bias_HA_S_SAV_UserArgs_MT128x128x32_MI16x16x1", "GEMM", "rocBLAS/hipBLASLt Tensile",
+         {"types": "TF32"}),
+        ("Cijk_Alik_Bljk_F8BS_BH_Bias_HA_S_SAB_SAV_UserArgs_MT256x256x128", "GEMM", "rocBLAS/hipBLASLt Tensile",
+         {"types": "fp8"}),
+        ("Cijk_Ailk_Bljk_SB_MT64x64x8_SN", "GEMM", "rocBLAS/hipBLASLt Tensile", {"types": "fp32"}),
+        ("Cijk_Ailk_Bljk_HBH_MT64x64x8_SN", "GEMM", "rocBLAS/hipBLASLt Tensile", {"types": "fp16"}),
+        ("Cijk_Alik_Bljk_I8II_BH_MT64x64x8_SN", "GEMM", "rocBLAS/hipBLASLt Tensile", {"types": "int8"}),
+        ("Cijk_SS_BiasS_HAS_ScaleAlphaVec_PostGSU4_VW4", "reduction", "rocBLAS/hipBLASLt Tensile", {"types": ""}),
+        # attention of AMD's GPUs, forward and backward
+        ("attn_fwd.kd", "attention", "Triton", {"does": "forward"}),
+        ("bwd_kernel_dk_dv.kd", "attention", "Triton", {"does": "backward"}),
+        ("_sage_fwd_kernel", "attention", "Triton, by hand", {"does": "forward"}),
+        ("void flash::flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4, false, false, "
+         "cutlass::bfloat16_t>, 4, 1, true>(flash::Flash_fwd_params)", "attention", "flash attention",
+         {"does": "adds the parts of split keys"}),
         # convolutions
+        ("void cutlass::Kernel2<cutlass_75_tensorop_f16_s1688gemm_f16_64x64_tn_align1>(T1::Params)", "GEMM",
+         "CUTLASS, sm 75", {"types": "fp16", "tile": "64x64"}),
+        ("_ZN2ck16tensor_operation6device37kernel_batched_gemm_xdlops_bwd_weightINS_47GridwiseGemm_bk0mk1",
+         "convolution", "Composable Kernel", {"does": "gradient of the weight"}),
+        ("scudnn_128x64_relu_xregs_large_nn", "convolution", "cuDNN", {"tile": "128x64"}),
         ("sm80_xmma_dgrad_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4", "convolution",
          "cuDNN xmma, sm 80", {"types": "TF32", "tile": "128x128", "does": "gradient of the input"}),
         ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_128x64_16x6_nhwc_align4>"

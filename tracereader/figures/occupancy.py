@@ -21,11 +21,12 @@ NVIDIAS_WARP = 32
 
 
 class Occupancy(msgspec.Struct, frozen=True):
-    """limit: the share of warps that fit at most; limited_by: what allows no more. reported: by the profiler.
+    """limit: the share of warps that fit at most; limited_by: what allows no more, "" where all of them fit.
 
-    not_estimated: the profiler's 0% is none. It asks how many blocks fit with the shared memory that a block gets
-    unasked (48 KB), so none of a larger one do: Kineto's kernelOccupancy, FUNC_SHMEM_LIMIT_DEFAULT. On the H200 it
-    says 0% of all 8,892 kernels of such blocks recorded here, however launched, and of none below that fills the chip.
+    reported: by the profiler. not_estimated: the profiler's 0% is none. It asks how many blocks fit with the shared
+    memory that a block gets unasked (48 KB), so none of a larger one do: Kineto's kernelOccupancy,
+    FUNC_SHMEM_LIMIT_DEFAULT. On the H200 it says 0% of all 8,892 kernels of such blocks recorded here, however
+    launched, and of none below that fills the chip.
     """
 
     limit: float
@@ -63,7 +64,8 @@ def occupancy(
     fewest = min(blocks.values())
     if not fewest:  # it ran, so the properties are not all of it
         return None
-    limited_by = " and ".join(name for name, count in blocks.items() if count == fewest)
+    full = fewest * warps == most
+    limited_by = "" if full else " and ".join(name for name, count in blocks.items() if count == fewest)
     percent = reported / 100 if type(reported) in (int, float) and 0 < reported <= 100 else None
     unasked = device.get("sharedMemPerBlock")
     blind = reported == 0 and type(unasked) is int and shared > unasked

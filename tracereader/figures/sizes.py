@@ -15,8 +15,8 @@ MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scal
 
 # What a library runs before or after a convolution's product: it computes none itself.
 BESIDE_A_CONVOLUTION = re.compile(
-    r"im2col|2col|col2im|vol2|flip_filter|offsets|tiles|winograd\w*(?:data|filter|output|delta|transform)|xform|fft|"
-    r"transpose|nchw\w*nhwc|nhwc\w*nchw|workspace|calc_bias|reduce|tensor",
+    r"im2col|2col|col2im|vol2|flipfilter|offsets|tiles|winograd\w*(?:data|filter|output|delta|transform)|xform|fft|"
+    r"transpose|nchw\w*nhwc|nhwc\w*nchw|workspace|calcbias|reduce|(?:sub|set|scale|cast)tensor|op\dd?tensor|optensor",
     re.IGNORECASE,
 )
 
@@ -86,7 +86,7 @@ def _convolves(work: Work) -> bool:
     does = name.parts.get("does", "")
     if name.family not in ("convolution", "GEMM") or does.startswith(kernel_names.SPLIT_K):
         return False
-    return does in kernel_names.CONVOLVING.values() or not BESIDE_A_CONVOLUTION.search(does)
+    return does in kernel_names.CONVOLVING.values() or not BESIDE_A_CONVOLUTION.search(does.replace(" ", ""))
 
 
 def _alone(work: Work, op: Op, says: KernelName) -> bool:

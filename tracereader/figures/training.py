@@ -3,7 +3,7 @@ synchronizations, the wait for the loader, memory."""
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -12,6 +12,7 @@ from tracereader.figures.autograd import EVALUATED as AUTOGRAD
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace.families import says
 
 OPTIMIZER = "Optimizer.step#"
 # Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
@@ -32,8 +33,10 @@ class Recomputed(msgspec.Struct, frozen=True):
 
 
 class OptimizerCost(msgspec.Struct, frozen=True):
-    """One optimizer's steps within a step. how: fused, foreach or for-loop, by the ops that it calls.
+    """One optimizer's steps within a step.
 
+    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" where it
+    has neither.
     forward_us and backward_us: of the ops that run in them because it calls a closure; in no other figure.
     """
 
@@ -217,15 +220,10 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
         inside = _ids(some) - _ids(closure)
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
-        how = "for-loop"
-        if any("_fused_" in one for one in names):
-            how = "fused"  # which counts its steps with a foreach
-        elif any("_foreach_" in one for one in names):
-            how = "foreach"
         found.append(
             OptimizerCost(
                 name=name,
-                how=how,
+                how=_how(names, work),
                 cpu_us=length(own) / 1e3,
                 launches=len({id(one.launch) for one in work}),
                 gpu_us=sum(one.us for one in work),
@@ -235,6 +233,23 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
             )
         )
     return tuple(found)
+
+
+def _how(ops: Collection[str], work: Sequence[Work]) -> str:
+    if any("_fused_" in one for one in ops):
+        return "fused"  # which counts its steps with a foreach
+    if any("_foreach_" in one for one in ops):
+        return "foreach"
+    # A library's optimizer calls no op of torch's: its kernels take many parameters at once, or they do not.
+    kernels = [one for one in work if one.kind == "kernel"]
+    of_many = [one for one in kernels if "multi_tensor_apply" in one.name]
+    written = [one for one in kernels if says(one).maker.startswith("Inductor")]
+    total = sum(one.dur for one in kernels)
+    if 2 * sum(one.dur for one in of_many) > total:
+        return "fused" if any(says(one).family == "optimizer" for one in of_many) else "foreach"
+    if 2 * sum(one.dur for one in written) > total:
+        return "compiled"
+    return "for-loop" if ops or work else ""
 
 
 def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:

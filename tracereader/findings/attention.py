@@ -149,7 +149,8 @@ def low_occupancy() -> Finding:
         if one is None or one.occupancy is None or one.us < 0.5 * summary.summed_us:
             return Verdict(None, "no kernel with a known footprint that takes half of the step's GPU time")
         limit = f"{one.occupancy.limit:.1%}".replace(".0%", "%")
-        seen = f"{short(one.name)}: at most {limit}, by its {one.occupancy.limited_by}"
+        by = f", by its {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
+        seen = f"{short(one.name)}: at most {limit}{by}"
         if one.occupancy.not_estimated:
             seen += " (the profiler's 0% is no estimate)"
         return Verdict(one.occupancy.limit < LOW, seen + _its_rate(one))

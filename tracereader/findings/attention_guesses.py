@@ -79,8 +79,9 @@ def occupancy_not_estimated() -> Finding:
             return Verdict(None, "not one kernel with its footprint")
         seen = (
             f"{one.registers} registers a thread and {one.shared_memory:,} B shared memory a block of "
-            f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}, limited by {one.occupancy.limited_by}"
+            f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}"
         )
+        seen += f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
         reported = one.occupancy.reported
         why_not = "" if reported is None else f"the profiler says {reported:.0%}"
         return Verdict(one.occupancy.not_estimated, seen, why_not)

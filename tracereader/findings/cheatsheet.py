@@ -87,7 +87,7 @@ PATTERNS = (
             "product leaves the fast tensor cores.", attention.cast_before_product()),
     Pattern(GPU, "sgemm, simt or ffma in a product's name", "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and "
             "fp32 as TF32 (torch.set_float32_matmul_precision), each with fewer digits.", attention.on_cuda_cores()),
-    Pattern(GPU, "a kernel's name for an older GPU (sm80 on sm 90)", "It runs, without the newer instructions.",
+    Pattern(GPU, "a kernel written for an older generation of GPU", "It runs, without the newer instructions.",
             attention.for_an_older_gpu(), telling=True),
     Pattern(GPU, "low occupancy of the kernel that a step is about", "No fault by itself: products and attention hold "
             "their data in registers and shared memory, and need few warps. The duration and the rate tell. 0% of a "

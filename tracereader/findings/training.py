@@ -33,7 +33,7 @@ def optimizer_for_loop() -> Finding:
     def judge(summary):
         loops = [one for one in summary.training.optimizers if one.how == "for-loop" and one.launches >= MANY_LAUNCHES]
         if not loops:
-            found = [f"{one.how}, {one.launches:,} launches" for one in summary.training.optimizers]
+            found = [f"{one.how or one.name}, {one.launches:,} launches" for one in summary.training.optimizers]
             return Verdict(False, listed(found) if found else "no optimizer in the step")
         most = max(loops, key=lambda one: one.launches)
         seen = (

@@ -334,7 +334,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     ):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
-            rows = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
+            named = labels([one.name for one in shown], 50)
+            rows = [(Name(named[one.name]), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
             print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
             and_more(out, len(places), len(rows))
     if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
@@ -352,10 +353,11 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown = summary.kernels[: view.most(ROWS_SHOWN)]
     named = labels([one.name for one in shown], 60)
+    asking = labels([one.asked_by for one in shown], 28)
     rows = [
         (
             Name(named[one.name]),
-            Name(short(one.asked_by, 28)),
+            Name(asking[one.asked_by]),
             f"{one.count:,}",
             us(one.total_us),
             us(one.median_us),
@@ -373,10 +375,9 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
     """The ops' own time; calls of the driver apart, since many of them wait."""
     for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
-        rows = [
-            (Name(short(name, 60)), us(one.self_us), us(one.total_us), f"{one.calls:,}")
-            for name, one in ordered[: view.most(ROWS_SHOWN)]
-        ]
+        shown = ordered[: view.most(ROWS_SHOWN)]
+        named = labels([name for name, _ in shown], 60)
+        rows = [(Name(named[name]), us(one.self_us), us(one.total_us), f"{one.calls:,}") for name, one in shown]
         if rows:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             and_more(out, len(ordered), len(rows))

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tracereader.command import printable
-from tracereader.trace.kernel_names import cut
+from tracereader.trace.kernel_names import cut, labels
 
 PIPE_WIDTH = 140
 LEAST_NAME = 16  # columns; a name shorter than this says too little
@@ -143,7 +143,10 @@ def lines_of(text: str, width: int) -> int:
 
 
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
-    """The names in a column at most `width` wide: what all of them end with goes first, for it tells none apart."""
+    """The names in a column at most `width` wide, and those that differ still different.
+
+    What all of them end with goes first, for it tells none apart.
+    """
     names = [cell for cell in column if isinstance(cell, Name)]
     if max(map(cell_len, names), default=0) <= width:
         return column
@@ -153,7 +156,8 @@ def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
         ending = names[0][len(names[0]) - len(list(shared)) :]
         ending = ending[re.search(r"\W|_|$", ending).start() :]
     brief = {name: f"{name.removesuffix(ending)}…" if ending else name for name in names}
-    return [cut(brief[cell], width) if isinstance(cell, Name) else cell for cell in column]
+    shown = labels(names, width, lambda name, room: cut(brief[name], room))
+    return [shown[cell] if isinstance(cell, Name) else cell for cell in column]
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

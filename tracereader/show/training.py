@@ -7,7 +7,7 @@ from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
 from tracereader.show.view import and_more
-from tracereader.trace.kernel_names import short
+from tracereader.trace.kernel_names import labels
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -38,8 +38,9 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             ("by label", () if summary.by_phase else summary.by_label),
             ("ops by module", summary.by_module_class[:rows]),
         ):
+            named = labels([one.name for one in places], 50)
             shown = [
-                (Name(short(one.name, 50)), us(one.cpu_us), f"{one.cpu_us / summary.chosen.cpu_us:.0%}")
+                (Name(named[one.name]), us(one.cpu_us), f"{one.cpu_us / summary.chosen.cpu_us:.0%}")
                 for one in places
                 if one.cpu_us
             ]
@@ -49,7 +50,8 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
-        line = f"optimizer: {plain(one.name)}, {one.how}: {duration(one.cpu_us)} of CPU time{gpu}"
+        how = f", {one.how}" if one.how else ""
+        line = f"optimizer: {plain(one.name)}{how}: {duration(one.cpu_us)} of CPU time{gpu}"
         if one.backward_us:
             forward = f"{duration(one.forward_us)} of forward and " if one.forward_us else ""
             line += f", without the {forward}{duration(one.backward_us)} of backward that run in it"
@@ -64,14 +66,16 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
         line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}"
         paragraph(out, line, "  ", "    ")
     if found.syncs:
+        named = labels([one.asked_by for one in found.syncs[:rows]], 40)
         shown = [
-            (Name(short(one.asked_by, 40)), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
+            (Name(named[one.asked_by]), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
             for one in found.syncs[:rows]
         ]
         heads = ("the CPU waits for the GPU", "in", "calls", "CPU µs", "GPU idle µs")
         print_columns(out, heads, shown, left=(0, 1))
     if found.backward_of:
-        shown = [(Name(short(one.name, 50)), us(one.gpu_us), f"{one.pieces:,}") for one in found.backward_of[:rows]]
+        named = labels([one.name for one in found.backward_of[:rows]], 50)
+        shown = [(Name(named[one.name]), us(one.gpu_us), f"{one.pieces:,}") for one in found.backward_of[:rows]]
         print_columns(out, ("backward, by the forward op", "GPU µs", "pieces"), shown)
         if len(found.backward_of) > len(shown):
             out.print(f"… and {len(found.backward_of) - len(shown):,} more")

@@ -12,7 +12,7 @@ from tracereader.findings.finding import size
 from tracereader.show import repeats
 from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, us
 from tracereader.show.view import View, and_more
-from tracereader.trace.kernel_names import KernelName, labels, short
+from tracereader.trace.kernel_names import KernelName, labels
 
 LINES_SHOWN = 24
 NAMES_SHOWN = 5
@@ -24,13 +24,14 @@ def show(out: Console, summary: Summary, view: View) -> None:
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
     shown = listed if folded else listed[: view.most(LINES_SHOWN)]
     named = labels([one.work.name for one in shown if one.work], 60)
+    asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
     for row in shown:
         if one := row.work:
             rows.append(
                 (
                     Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
-                    Name(f"{one.layer}, {one.asked_by}" if one.layer else short(one.asked_by, 28)),
+                    Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by]),
                     us(one.us),
                     f"{us(one.low_us)}–{us(one.high_us)}",
                     one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
@@ -61,14 +62,16 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
-    said: dict[str, list[GpuWork]] = {}
+    said: dict[tuple[str, str], list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
-        said.setdefault(one.name, []).append(one)
+        said.setdefault((one.name, one.family), []).append(one)
     out.print(head("what the names say", "names"))
-    for name, same in list(said.items())[: view.most(NAMES_SHOWN)]:
+    shown = list(said.items())[: view.most(NAMES_SHOWN)]
+    named = labels([name for (name, _), _ in shown], out.width - 4)
+    for (name, _), same in shown:
         says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
-        out.print(f"  {plain(short(name, out.width - 4))}")
+        out.print(f"  {plain(named[name])}")
         told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same)])
         paragraph(out, plain(told), " " * 6, " " * 6)
     and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
@@ -127,7 +130,10 @@ def _occupancy(same: Sequence[GpuWork]) -> list[str]:
     told = f" ({_range(reported, 0)} by the profiler's estimate)" if reported else ""
     if all(one.not_estimated for one in found):
         told = " (the profiler's 0% is no estimate)"
-    return [f"occupancy at most {limits}" + (f", limited by {by.pop()}" if len(by) == 1 else ", by launch") + told]
+    if by == {""}:
+        return [f"occupancy not limited: all of a multiprocessor's warps fit{told}"]
+    why = f", limited by {by.pop()}" if len(by) == 1 else ", depending on the launch"
+    return [f"occupancy at most {limits}{why}{told}"]
 
 
 def _range(shares: Sequence[float], digits: int) -> str:

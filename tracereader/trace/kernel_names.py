@@ -94,17 +94,20 @@ def short(name: str, width: int = 40) -> str:
     return cut(_label(name), width)
 
 
-def labels(names, width: int = 40) -> dict[str, str]:
-    """A short name for each of a table's names, no two the same: a second one of the same kind is numbered."""
+def labels(names, width: int = 40, shorten=short) -> dict[str, str]:
+    """A short name for each of a table's names, no two the same: a second one of the same kind is numbered.
+
+    shorten: of a name and a width, what is shown of it.
+    """
     found: dict[str, str] = {}
     taken: set[str] = set()
     numbers: dict[str, int] = {}  # the last number given, by the name that was taken
     for name in dict.fromkeys(names):
-        label = plain = short(name, width)
+        label = plain = shorten(name, width)
         number = numbers.get(plain, 1)
         while label in taken:
             number += 1
-            label = f"{short(name, max(1, width - len(str(number)) - 2))} #{number}"
+            label = f"{shorten(name, max(1, width - len(str(number)) - 2))} #{number}"
         numbers[plain] = number
         taken.add(label)
         found[name] = label
@@ -165,6 +168,8 @@ def _label(name: str) -> str:
     text, own = _plain(name)
     if match := re.search(r"cutlass_\d+\w+", text):
         return match[0]
+    if match := re.match(r"((?:Custom_)?Cijk_A[a-z]+_B[a-z]+_\w+?)_\w*?_(MT\d+x\d+x\d+(?:_MI\d+x\d+x\d+)?)", text):
+        return f"{match[1]}…{match[2]}"  # a solution's parameters, of which the tile tells most
     if said.maker == "ATen":
         own = re.sub(r"^.*::", "", own)
         does = said.parts.get("does", "")
