@@ -560,11 +560,19 @@ void transformer_engine::unary_kernel<8, true, float>()
 copy
 store_kvcache_kernel
 _store_kvcache_kernel
+void vllm::moe::shuffleInputRowsKernel<__nv_bfloat16>(void*)
+void moe_permute_topK_kernel<__nv_bfloat16>(int)
 create_flashinfer_kv_indices_triton
 assign_req_to_token_pool
 attention
 _sage_fwd_kernel
 reduce_segments
+mha_varlen_fwd_kernel
+_fwd_kernel_splitK
+chunk_fwd_kernel_o
+chunk_scaled_dot_kkt_fwd_kernel
+recompute_w_u_fwd_kernel
+merge_16x16_to_64x64_inverse_kernel
 void qk_int_sv_f16_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)0, (QuantGranularity)2>(signed char*, …
 sort and scan
 void moe_fused_gate_kernel<float>(void*)
@@ -572,6 +580,7 @@ rejection_greedy_sample_kernel
 _row_id_map_pass_1_kernel
 pointwise
 apply_repetition_penalties_kernel
+void transformer_engine::ptx::cast_fp8_2D_kernel<float>(int)
 _dynamic_mxfp4_quant_kernel
 """
 

@@ -12,6 +12,7 @@ from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
 from tracereader.trace import Lesson, Op, Step, Trace, Work, families
+from tracereader.trace.kernel_names import KernelName
 
 
 class GpuWork(msgspec.Struct, frozen=True):
@@ -50,6 +51,11 @@ class GpuWork(msgspec.Struct, frozen=True):
     block: list[int] | None
     occupancy: Occupancy | None
     layer: str | None = None  # of the model, where the run stored their names: see layers.py
+
+    @property
+    def says(self) -> KernelName:
+        """What is known of it, as one."""
+        return KernelName(self.family, self.maker, self.name_says)
 
 
 class KernelTimes(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ class Side:
         """What is known of each name of GPU work, by its longest piece."""
         found: dict[str, KernelName] = {}
         for one in sorted(self.summary.gpu_work, key=lambda one: -one.us):
-            found.setdefault(one.name, KernelName(one.family, one.maker, one.name_says))
+            found.setdefault(one.name, one.says)
         return found
 
     @cached_property

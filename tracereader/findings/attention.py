@@ -126,7 +126,7 @@ def cast_before_product() -> Finding:
 @recordable
 def on_cuda_cores() -> Finding:
     def judge(summary):
-        gemms = [one for one in summary.gpu_work if one.family == "GEMM"]
+        gemms = [one for one in summary.gpu_work if one.says.multiplies]
         mine = [one for one in gemms if one.name_says.get("on") == CUDA_CORES]
         if not gemms:
             return Verdict(None, "no product whose kernel has a name")

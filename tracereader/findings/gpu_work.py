@@ -22,7 +22,7 @@ def overlap(summary: Summary) -> bool:
 
 
 def _gemms(summary: Summary) -> list[GpuWork]:
-    return [one for one in summary.gpu_work if one.family == "GEMM"]
+    return [one for one in summary.gpu_work if one.says.multiplies]
 
 
 def hotspot() -> Finding:

@@ -12,7 +12,7 @@ from tracereader.findings.finding import size
 from tracereader.show import repeats
 from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, us
 from tracereader.show.view import View, and_more
-from tracereader.trace.kernel_names import KernelName, labels
+from tracereader.trace.kernel_names import labels
 
 LINES_SHOWN = 24
 NAMES_SHOWN = 5
@@ -69,10 +69,11 @@ def names(out: Console, summary: Summary, view: View) -> None:
     shown = list(said.items())[: view.most(NAMES_SHOWN)]
     named = labels([name for (name, _), _ in shown], out.width - 4)
     for (name, _), same in shown:
-        says = KernelName(same[0].family, same[0].maker, same[0].name_says)
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")
-        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(says), *_measured(same), *_occupancy(same)])
+        told = "; ".join(
+            [*[" and ".join(layers)] * bool(layers), str(same[0].says), *_measured(same), *_occupancy(same)]
+        )
         paragraph(out, plain(told), " " * 6, " " * 6)
     and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
 

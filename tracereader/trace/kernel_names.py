@@ -910,7 +910,9 @@ JOBS = tuple(
         (r"hadamard", "other", "Hadamard transform"),
         # what surrounds attention and experts, before the words that name those
         (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
-        (r"expandInputRows", "copy", "rows to their experts"),
+        (r"(?:expand|shuffle)InputRows|moe_(?:un)?permute", "copy", "rows to their experts"),
+        (r"chunk_(?:fwd|bwd)_kernel|chunk_scaled_dot_kkt|recompute_w_u|solve_tril|merge_\d+x\d+_to_\d+x\d+|fused_recurrent",
+         "attention", "linear attention"),
         (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
          r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
          r"rms_(?:fp8|mxfp4)|^cuCompute(?:Part)?Grad|(?:^|_|::)(?:fused_)?ln(?:_fwd|_bwd|$)|_norm_|add_norm|fused_norm|"
@@ -920,13 +922,13 @@ JOBS = tuple(
          r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
          r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing|fused_gate|row_id_map|onesweep|lookback|"
          r"rejection_|rejected|recovered_tokens|blockscale_offsets|problem_sizes", "sort and scan", ""),
-        (r"attention|(?:^|_)sage_|sageattn|reduce_segments|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+        (r"attention|(?:^|_)mha_(?:varlen_)?[fb]wd|(?:^|_)fwd_kernel_splitK|(?:^|_)sage_|sageattn|reduce_segments|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
          r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
          r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
         (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
          r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
-        (r"(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
-        (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
+        (r"cast_(?:mx|nv)?fp\d|(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
+        (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|batched_triton_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
          r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
          r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
         (r"softmax|sparsemax", "reduction", ""),
