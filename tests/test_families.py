@@ -96,6 +96,19 @@ def test_the_family_by_the_launching_op(launched, family, kernel, ops):
     assert launched(kernel, *ops).family == family
 
 
+@pytest.mark.parametrize(
+    ("family", "category", "name", "moved"),
+    [("copy", "gpu_memcpy", "CopyDeviceToDevice", 2000), ("copy", "gpu_memcpy", "CopyHostToDevice", 1000),
+     ("copy", "gpu_memcpy", "Memcpy DtoD (Device -> Device)", 2000), ("memset", "gpu_memset", "FillBuffer", None),
+     ("copy", "gpu_memcpy", "zeEventMemcpy(M2D)", 1000), ("memset", "gpu_memset", "zeEventFill", None)],
+)  # fmt: skip
+def test_copies_and_fills_of_any_vendors_driver(tmp_path, family, category, name, moved):
+    events = [event("aten::empty", "cpu_op", 0, 1), event(name, category, 10, 5, 7, device=0, stream=7, bytes=1000)]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events}))
+    (one,) = summarize(read(tmp_path / "a.json")).gpu_work
+    assert (one.family, one.bytes_moved) == (family, moved)
+
+
 def test_composable_kernels_gradient_of_a_weight_is_a_convolution_by_its_name(launched):
     assert launched(CK_WEIGHT).family == "convolution"
 

@@ -11,7 +11,7 @@ from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
-from tracereader.trace import Lesson, Op, Step, Trace, Work, families
+from tracereader.trace import Lesson, Op, Step, Trace, Work, families, kernel_names
 from tracereader.trace.kernel_names import KernelName
 
 
@@ -125,7 +125,7 @@ def _measured(
     # Attention of a mask that the trace does not tell has no share of a roof: a causal one halves its FLOPs.
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
     not_told = isinstance(shape, Attention) and shape.causal is None
-    over_the_bus = one.kind == "memcpy" and "DtoD" not in one.name
+    over_the_bus = one.kind == "memcpy" and says.parts.get("does") != kernel_names.COPIES["DtoD"]
     met = None
     if peaks and not not_told and not over_the_bus:
         met = roof_met(tflops, gb_s, peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s)

@@ -45,7 +45,8 @@ def sizes_of(
     """What a GEMM, an attention kernel or a convolution computed, the bytes that it has to move, its type."""
     if work.kind == "memcpy":
         size = count_of(args.get("bytes"))
-        return None, size and size * (2 if "DtoD" in work.name else 1), ""
+        within = says.parts.get("does") == kernel_names.COPIES["DtoD"]
+        return None, size and size * (2 if within else 1), ""
     if op is None:
         return None, None, ""
     tensors = tensors_of(op.args)

@@ -48,6 +48,9 @@ def says(work: Work) -> KernelName:
 
 def _says(work: Work) -> KernelName:
     name = decode(work.name)
+    if name.family == UNKNOWN and work.kind != "kernel":
+        # Whatever the driver of another vendor calls it, the profiler says what it is.
+        return KernelName("memset" if work.kind == "memset" else "copy", "driver", {})
     if work.kind != "kernel" or work.launch is None or name.family in ONE_PURPOSE:
         return name
     is_open = name.family in ("other", UNKNOWN)

@@ -729,7 +729,7 @@ LIGER_JOBS = (
 
 
 def _driver_copy(match, text):
-    way = match["way"] or match["nsys"]
+    way = match["way"] or match["nsys"] or match["hip"]
     return "copy", "driver", {"does": COPIES.get(way, way)}
 
 
@@ -741,6 +741,9 @@ COPIES = {
     "Device-to-Device": "within the GPU's memory",
     "Host-to-Device": "from the CPU's memory",
     "Device-to-Host": "to the CPU's memory",
+    "DeviceToDevice": "within the GPU's memory",
+    "HostToDevice": "from the CPU's memory",
+    "DeviceToHost": "to the CPU's memory",
 }
 
 
@@ -753,11 +756,12 @@ READERS = tuple(
     (re.compile(pattern), reader)
     for pattern, reader in (
         # the driver
-        (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]", _driver_copy),
+        (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
+         _driver_copy),
         (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
         (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
         (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
-        (r"^__amd_rocclr_fill", _says("memset", "driver, ROCm")),
+        (r"^__amd_rocclr_fill|^FillBuffer$", _says("memset", "driver, ROCm")),
         # NCCL
         (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
          lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
