@@ -1,0 +1,212 @@
+"""Elementary changes of a step. Each takes a Graph and returns the changed one; they compose.
+
+Each copies the arrays that it edits and nothing else. A change of a step is to be made in all recorded steps: the
+step's time is a median over them.
+"""
+
+import bisect
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from tracereader.figures.intervals import Intervals, Lengths, union
+from tracereader.replay.graph import NOBODY, Graph
+from tracereader.trace import Op, Work
+
+Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
+
+# Measured in graph replays of decoders on an H200 (traces/reference/nvidia-h200/05_llm): the median gap between two
+# activities of one CUDA graph is 0.42 to 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for
+# each activity in the graph, and returns when the first one can start.
+GRAPH_GAP_US, GRAPH_LAUNCH_US, GRAPH_LAUNCH_US_EACH = 0.45, 10.0, 1.5
+
+
+def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
+    """These stretches of threads take no time. What is launched in them is launched at once.
+
+    A call that waits does not wait any more if the whole of it is in them. A wait for another thread stays.
+    """
+    lag, delay, via, wait = graph.lag[:], graph.delay[:], graph.via[:], graph.wait[:]
+    returns = set(graph.returns.values())
+    by_track = defaultdict(list)
+    for track, start, end in spans:
+        by_track[track].append((start, end))
+    for track, some in by_track.items():
+        nodes = graph.threads.get(track, ())
+        gone = union(some)
+        lengths = Lengths(gone)
+        for node in _reached(graph, nodes, gone):
+            before = graph.before[node]
+            since = graph.at[before] if before >= 0 else graph.at[node]
+            cut = lengths.between(since, graph.at[node])
+            if node in returns:
+                if cut == graph.at[node] - since:
+                    via[node] = wait[node] = NOBODY
+                    lag[node] = 0
+            elif via[node] >= 0:  # it went on when another thread stopped
+                delay[node] -= min(delay[node], lengths.between(graph.at[node] - delay[node], graph.at[node]))
+            else:
+                lag[node] = max(0, lag[node] - cut)
+    return replace(graph, lag=lag, delay=delay, via=via, wait=wait)
+
+
+def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[int]:
+    """Those of a thread's nodes whose stretch since the node before reaches into what is gone, each once."""
+    done = 0
+    for start, end in gone:
+        first = bisect.bisect_left(nodes, start, key=graph.at.__getitem__)
+        for place in range(max(done, first), len(nodes)):
+            yield nodes[place]
+            done = place + 1
+            if graph.at[nodes[place]] >= end:
+                break
+
+
+def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
+    """These ops and calls are gone, with all that they launch."""
+    ops = list(ops)
+    work = [one for op in ops for below in op.walk() for one in below.work]
+    return _without_activities(without_cpu_time(graph, spans_of(ops)), work)
+
+
+def without_waits(graph: Graph, calls: Iterable[Op]) -> Graph:
+    """These runtime calls neither wait nor take time; what they launch stays."""
+    return without_cpu_time(graph, spans_of(calls))
+
+
+def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
+    return [(op.track, op.start, op.end) for op in ops]
+
+
+def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
+    """This GPU work is gone, with the ops that launch nothing else."""
+    work = list(work)
+    return _without_activities(without_cpu_time(graph, spans_of(_launching_only(work))), work)
+
+
+def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
+    dur, lag, via, wait = graph.dur[:], graph.lag[:], graph.via[:], graph.wait[:]
+    for one in work:
+        node = graph.activity[id(one)]
+        # What follows it on its stream still comes after what it came after.
+        dur[node] = 0
+        if graph.before[node] >= 0:
+            lag[node], via[node] = 0, NOBODY
+    return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
+
+
+def _launching_only(work: Iterable[Work]) -> list[Op]:
+    """The outermost ops that launch this work and no other."""
+    ids = {id(one) for one in work}
+    only: dict[int, bool] = {}
+
+    def launches_only(op: Op) -> bool:
+        if id(op) not in only:
+            only[id(op)] = all(id(one) in ids for one in op.work) and all(launches_only(one) for one in op.children)
+        return only[id(op)]
+
+    found = {}
+    for one in work:
+        op = one.launch
+        if op is None or not launches_only(op):
+            continue
+        while op.parent is not None and op.parent.kind in ("op", "runtime") and launches_only(op.parent):
+            op = op.parent
+        found[id(op)] = op
+    return list(found.values())
+
+
+def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
+    """This GPU work takes so long."""
+    dur = graph.dur[:]
+    for one, time in us.items():
+        dur[graph.activity[id(one)]] = round(time * 1e3)
+    return replace(graph, dur=dur)
+
+
+def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Graph:
+    """Each group of GPU work becomes its first activity, which takes so long (µs)."""
+    times, gone = {}, []
+    for work, us in groups:
+        first, *rest = sorted(work, key=lambda one: one.start)
+        times[first] = us
+        gone += rest
+    return with_durations(without_work(graph, gone), times)
+
+
+def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US) -> Graph:
+    """The launches of each step become one launch of a CUDA graph.
+
+    On each thread the time from the start of the first to the end of the last outermost op or call that launches is
+    gone, with what waits in it. launch_us: the launch takes so long; by the number of activities, where None.
+    gap_us: between two activities of one stream.
+    """
+    spans, firsts = [], []
+    lag = graph.lag[:]
+    for step in graph.trace.steps:
+        launches = [one.launch for one in step.work if one.launch is not None]
+        if not launches:
+            continue
+        by_track: dict[tuple, tuple[int, int]] = {}
+        for call in {id(call): call for call in launches}.values():
+            top = call
+            for above in call.above():
+                if above.kind == "label":
+                    break
+                top = above
+            start, end = by_track.get(top.track, (top.start, top.end))
+            by_track[top.track] = min(start, top.start), max(end, top.end)
+        spans += [(track, *span) for track, span in by_track.items()]
+        first = min(launches, key=lambda call: call.start)
+        us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(step.work) if launch_us is None else launch_us
+        firsts.append((first.track, first.start, us))
+        inside = {graph.activity[id(one)] for one in step.work if one.launch is not None}
+        for node in inside:
+            if graph.before[node] in inside:
+                lag[node] = min(lag[node], round(gap_us * 1e3))
+    changed = without_cpu_time(replace(graph, lag=lag), spans)
+    return with_cpu_time(changed, firsts)
+
+
+def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
+    """Before the first node of a thread (its track) from a time (ns) on, so much more time (µs) passes."""
+    lag = graph.lag[:]
+    for track, time, us in added:
+        nodes = graph.threads[track]
+        place = bisect.bisect_left(nodes, time, key=graph.at.__getitem__)
+        if place < len(nodes):
+            lag[nodes[place]] += round(us * 1e3)
+    return replace(graph, lag=lag)
+
+
+def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
+    """This GPU work runs on a stream of its own, and what waited for it waits one step longer.
+
+    As a copy that is prefetched, or a collective that is hidden: the step is still not shorter than all of it.
+    """
+    moved = frozenset(graph.activity[id(one)] for one in work)
+    before, lag, via, wait = graph.before[:], graph.lag[:], graph.via[:], graph.wait[:]
+    for nodes in graph.streams.values():
+        here = there = NOBODY
+        for node in nodes:
+            if node in moved:
+                before[node], there = there, node
+            else:
+                before[node], here = here, node
+            if node in moved or graph.before[node] in moved:
+                lag[node] = min(lag[node], graph.gap_ns)
+    for column in (via, wait):
+        for node, other in enumerate(column):
+            if other in moved:
+                column[node] = NOBODY
+    last: list[int] = []
+    for step in graph.steps:
+        staying = [node for node in step.work if node not in moved]
+        if last and staying:
+            first = min(staying)
+            behind = max(last)
+            if behind < first and wait[first] == NOBODY:
+                wait[first] = behind
+        last = [node for node in step.work if node in moved]
+    return replace(graph, before=before, lag=lag, via=via, wait=wait, aside=graph.aside | moved)
