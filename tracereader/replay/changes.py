@@ -5,14 +5,13 @@ step's time is a median over them.
 """
 
 import bisect
-from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tracereader.figures.intervals import Intervals, Lengths, union
 from tracereader.replay.graph import NOBODY, Graph
-from tracereader.trace import Op, Work
+from tracereader.trace import Op, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
@@ -96,25 +95,31 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
 
 
-def _launching_only(work: Iterable[Work]) -> list[Op]:
-    """The outermost ops that launch this work and no other."""
-    ids = {id(one) for one in work}
-    only: dict[int, bool] = {}
-
-    def launches_only(op: Op) -> bool:
-        if id(op) not in only:
-            only[id(op)] = all(id(one) in ids for one in op.work) and all(launches_only(one) for one in op.children)
-        return only[id(op)]
-
-    found = {}
+def _launching_only(work: Iterable[Work]) -> Iterator[Op]:
+    """The outermost ops and calls that launch some of this work and nothing else."""
+    gone = {id(one) for one in work}
+    roots = {}
     for one in work:
-        op = one.launch
-        if op is None or not launches_only(op):
-            continue
-        while op.parent is not None and op.parent.kind in ("op", "runtime") and launches_only(op.parent):
-            op = op.parent
-        found[id(op)] = op
-    return list(found.values())
+        top = _outermost_op(one.launch) if one.launch is not None else None
+        roots[id(top)] = top
+    for root in filter(None, roots.values()):
+        of_it: dict[int, int] = {}  # by op, how much of what is launched below it is gone, and how much is not
+        others: dict[int, int] = {}
+        for op in reversed(list(root.walk())):
+            found = sum(id(one) in gone for one in op.work)
+            of_it[id(op)] = found + sum(of_it[id(child)] for child in op.children)
+            others[id(op)] = len(op.work) - found + sum(others[id(child)] for child in op.children)
+        yield from outermost([root], lambda op, some=of_it, rest=others: some[id(op)] and not rest[id(op)])
+
+
+def _outermost_op(call: Op) -> Op:
+    """The op or call around a call that lies in annotations only."""
+    top = call
+    for above in call.above():
+        if above.kind == "label":
+            break
+        top = above
+    return top
 
 
 def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
@@ -150,11 +155,7 @@ def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRA
             continue
         by_track: dict[tuple, tuple[int, int]] = {}
         for call in {id(call): call for call in launches}.values():
-            top = call
-            for above in call.above():
-                if above.kind == "label":
-                    break
-                top = above
+            top = _outermost_op(call)
             start, end = by_track.get(top.track, (top.start, top.end))
             by_track[top.track] = min(start, top.start), max(end, top.end)
         spans += [(track, *span) for track, span in by_track.items()]
@@ -190,12 +191,14 @@ def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
     for nodes in graph.streams.values():
         here = there = NOBODY
         for node in nodes:
+            if node in graph.aside:
+                continue  # on a stream of its own already
             if node in moved:
                 before[node], there = there, node
             else:
                 before[node], here = here, node
             if node in moved or graph.before[node] in moved:
-                lag[node] = min(lag[node], graph.gap_ns)
+                lag[node] = min(max(lag[node], 0), graph.gap_ns)
     for column in (via, wait):
         for node, other in enumerate(column):
             if other in moved:

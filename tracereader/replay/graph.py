@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, pairwise
+from operator import add
 from statistics import median_high, median_low
 
 from tracereader.figures.steps import typical
@@ -54,7 +55,11 @@ SKEW_NS = 3_000
 WAIT_CALL_NS = 3_000
 # A launch call this long, with so many activities launched and not ended, waits for room in the queue of 1,024.
 BLOCKED_NS, QUEUED = 50_000, 500
+# What a call waited for is looked for among so many activities that ended last.
+AMONG_LAST = 64
 NOBODY = -1
+COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
+LAG_OF = {"via": "delay", "wait": "wait_lag"}
 
 
 class Reason(Enum):
@@ -116,7 +121,7 @@ class Graph:
     def times(self) -> tuple[array, array]:
         """When each node starts and ends (ns)."""
         starts, ends = array("q", self.at), array("q", self.at)
-        columns = (self.at, self.dur, self.before, self.lag, self.via, self.delay, self.wait, self.wait_lag)
+        columns = (getattr(self, name) for name in COLUMNS)
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
                 start = ends[before] + lag
@@ -133,22 +138,21 @@ class Graph:
         return starts, ends
 
     def step_us(self) -> float:
-        """The step's time in the steady state: the pace of the CPU or of the GPU, whichever is slower."""
-        starts, ends = self.times()
-        return pace_us(self, starts, ends)
+        """The step's time in the steady state: from one step's start to the next one's, the upper median.
+
+        On the CPU or on the GPU, whichever is longer. Of the last step its own length counts: on the CPU its
+        annotation, on the GPU from its first activity's start to its last one's end. So a CPU that runs ahead does
+        not make the step short, and the profiler's synchronization behind the last step does not make it long.
+        """
+        return _pace_us(self.steps, *self.times(), self.aside)
 
 
-def pace_us(graph: Graph, starts: Sequence[int], ends: Sequence[int]) -> float:
-    """From one step's start to the next one's (µs): the upper median, on the lane where it is longer.
-
-    Of the last step its own length counts: on the CPU its annotation, on the GPU from its first activity's start to
-    its last one's end. So a CPU that runs ahead does not make the step short, and the profiler's synchronization
-    behind the last step does not make it long. figures/decoding.py measures the same.
-    """
-    lanes = [_pace([starts[step.start] for step in graph.steps], ends[graph.steps[-1].end])]
-    firsts = [min(starts[node] for node in step.work if node not in graph.aside) for step in graph.steps]
-    lanes.append(_pace(firsts, max(ends[node] for node in graph.steps[-1].work)))
-    return max(lanes) / 1e3
+def _pace_us(
+    steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
+) -> float:
+    on_cpu = _pace([starts[step.start] for step in steps], ends[steps[-1].end])
+    firsts = [min(starts[node] for node in set(step.work) - aside or step.work) for step in steps]
+    return max(on_cpu, _pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
 
 
 def _pace(starts: Sequence[int], end: int) -> int:
@@ -173,261 +177,241 @@ def is_wait(call: Op) -> bool:
     """Whether a runtime call returns only when the GPU has done something."""
     if "Synchronize" in call.name:
         return True
-    copies = [one for one in call.work if one.kind == "memcpy"]
-    if not copies:
+    if "Memcpy" not in call.name or not call.work:
         return False
     # A small copy from pageable memory is staged: the call returns before the copy ends.
-    blocking = "Async" not in call.name or any("Pageable" in one.name for one in copies)
-    return blocking and all(one.end <= call.end + SKEW_NS for one in copies)
+    blocking = "Async" not in call.name or any("Pageable" in one.name for one in call.work)
+    return blocking and all(one.end <= call.end + SKEW_NS for one in call.work)
 
 
 class _Builder:
-    """Collects nodes in any order, then numbers them by time."""
+    """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.at, self.dur = [], []
-        self.before, self.lag = [], []
-        self.via, self.delay = [], []
-        self.wait, self.wait_lag = [], []
-        self.order = []  # what to sort by: no node may come before what it depends on
-        self.work = trace.work
+        self.columns = {name: array("q") for name in COLUMNS}
+        self.order = array("q")  # what to number by: no node may come before one that it depends on
+        self.threads: dict[tuple, list[int]] = defaultdict(list)
+        self.streams: dict[tuple, list[int]] = defaultdict(list)
+        self.launched_at: dict[int, int] = {}  # id(call) -> the node from which on its work can start
+        self.calls: dict[int, tuple[Op, int]] = {}  # those that wait, by id, with the node of their return
+        self.activity: dict[int, int] = {}
+        self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # by thread, its cudaStreamWaitEvent calls
         self.by_end = sorted(trace.work, key=lambda one: one.end)
         self.ends = [one.end for one in self.by_end]
         self.launches = sorted(one.launch.start for one in trace.work if one.launch is not None)
+        self.latency_ns, self.gap_ns = _typical(trace.work)
 
     def built(self) -> Graph:
-        trace = self.trace
-        steps = _working(trace)
+        steps = _working(self.trace)
+        marks = self._add_threads(steps)
+        self._add_activities()
+        for call, node in self.calls.values():
+            self._tie_return(call, node)
+        return self._numbered(steps, marks)
+
+    def _add(self, time: int, dur: int, before: int) -> int:
+        columns, node = self.columns, len(self.order)
+        lag = time - columns["at"][before] - columns["dur"][before] if before >= 0 else 0
+        for column, value in zip(columns.values(), (time, dur, before, lag, NOBODY, 0, NOBODY, 0), strict=True):
+            column.append(value)
+        self.order.append(max(time, self.order[before]) if before >= 0 else time)
+        return node
+
+    def _tie(self, node: int, to: str, other: int, lag: int) -> None:
+        """One more node that this one depends on. to: via or wait."""
+        self.columns[to][node] = other
+        self.columns[LAG_OF[to]][node] = lag
+
+    def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
+        """A node for each point of a thread; those where the steps start and end."""
         roots = defaultdict(list)
-        for root in chain(*(step.roots for step in trace.steps), trace.outside):
+        for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
-        for some in roots.values():
-            some.sort(key=lambda op: op.start)
-        points: dict[tuple, list] = defaultdict(list)  # by thread: (time, rank among equal times, what, key)
-        waits_between = defaultdict(list)  # by thread, when it called cudaStreamWaitEvent
-        calls = {}
-        usual = self._usual_call_ns(roots)
-        for track, some in roots.items():
-            for root in some:
-                for op in root.walk():
-                    if op.kind != "runtime":
-                        continue
-                    if "StreamWaitEvent" in op.name:
-                        waits_between[track].append(op.start)
-                        continue
-                    waits = is_wait(op)
-                    blocked = not waits and self._is_blocked(op, usual)
-                    if op.work or waits:
-                        points[track].append((op.start, 1, "call", op))
-                        if waits or blocked:
-                            calls[id(op)] = op
-                            points[track].append((op.end, 0, "return", op))
+        points = {track: self._calls_of(some) for track, some in roots.items()}
         for number, step in enumerate(steps):
-            track, start, end = _lane(step, trace)
-            points[track].append((start, 1, "start", number))
-            points[track].append((end, 0, "end", number))
-        handoffs = list(_handoffs(_segments(roots)))
-        for place, (one, stopped, other, went_on) in enumerate(handoffs):
-            points[one].append((stopped, 0, "stop", place))
-            points[other].append((went_on, 0, "go on", place))
-
-        nodes: dict[tuple, int] = {}
-        threads: dict[tuple, list[int]] = {}
+            track, start, end = _on_its_thread(step)
+            points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
+        handoffs = list(_handoffs(_boundaries(roots)))
+        for number, (one, stopped, other, went_on) in enumerate(handoffs):
+            points[one].append((stopped, 0, ("stop", number)))
+            points[other].append((went_on, 0, ("go on", number)))
+        found = {}
         for track, some in points.items():
-            some.sort(key=lambda point: point[:2])
-            mine = threads[track] = []
-            for time, _, what, key in some:
-                node = self._node(time, 0, mine[-1] if mine else NOBODY)
-                nodes[what, id(key) if isinstance(key, Op) else key] = node
-                mine.append(node)
-        for place, (_, stopped, _, went_on) in enumerate(handoffs):
-            node, source = nodes["go on", place], nodes["stop", place]
-            self.lag[node], self.via[node], self.delay[node] = 0, source, went_on - stopped
+            thread = self.threads[track]
+            for time, _, what in sorted(some, key=lambda point: point[:2]):
+                node = found[what] = self._add(time, 0, thread[-1] if thread else NOBODY)
+                thread.append(node)
+                if what[0] == "call":
+                    self.launched_at[id(what[1])] = node
+                elif what[0] == "return":
+                    self.calls[id(what[1])] = what[1], node
+                    if not is_wait(what[1]):  # it launched when there was room
+                        self.launched_at[id(what[1])] = node
+        for number, (_, stopped, _, went_on) in enumerate(handoffs):
+            node = found["go on", number]
+            self.columns["lag"][node] = 0
+            self._tie(node, "via", found["stop", number], went_on - stopped)
+        return [(found["start", number], found["end", number]) for number in range(len(steps))]
 
-        activity, streams, latency, gap = self._activities(nodes, calls, waits_between)
-        returns = {}
-        for call in calls.values():
-            node = returns[id(call)] = nodes["return", id(call)]
-            self._awaited(call, node, activity, usual)
-        step_nodes = [
-            StepNodes(nodes["start", n], nodes["end", n], tuple(activity[id(one)] for one in step.work))
-            for n, step in enumerate(steps)
-        ]
-        return self._numbered(step_nodes, threads, streams, activity, returns, latency, gap)
+    def _calls_of(self, roots: Sequence[Op]) -> list[tuple]:
+        """The runtime calls of a thread that launch or wait: (time, what comes first at that time, what it is)."""
+        points = []
+        for root in roots:
+            for op in root.walk():
+                if op.kind != "runtime":
+                    continue
+                if "StreamWaitEvent" in op.name:
+                    self.between_streams[op.track].append(op.start)
+                    continue
+                waits = is_wait(op)
+                if op.work or waits:
+                    points.append((op.start, 1, ("call", op)))
+                    if waits or self._is_blocked(op):
+                        points.append((op.end, 0, ("return", op)))
+        return points
 
-    def _node(self, time: int, dur: int, before: int) -> int:
-        self.at.append(time)
-        self.dur.append(dur)
-        self.before.append(before)
-        self.lag.append(time - self.at[before] - self.dur[before] if before >= 0 else 0)
-        for column in (self.via, self.wait):
-            column.append(NOBODY)
-        for column in (self.delay, self.wait_lag):
-            column.append(0)
-        self.order.append(time if before < 0 else max(time, self.order[before]))
-        return len(self.at) - 1
-
-    def _usual_call_ns(self, roots: dict[tuple, list[Op]]) -> dict[str, int]:
-        times = defaultdict(list)
-        for one in self.work:
-            if one.launch is not None:
-                times[one.launch.name].append(one.launch.dur)
-        return {name: median_low(some) for name, some in times.items()}
-
-    def _is_blocked(self, call: Op, usual: dict[str, int]) -> bool:
-        """Whether a launch call waited for room in the launch queue."""
-        if not call.work or call.dur < max(BLOCKED_NS, 5 * usual[call.name]):
+    def _is_blocked(self, call: Op) -> bool:
+        """Whether a launch call waited for room in the launch queue. A large CUDA graph's takes long without that."""
+        if call.dur < BLOCKED_NS or "Graph" in call.name:
             return False
-        launched = bisect.bisect_left(self.launches, call.start) + len(self.work) - len(self.launches)
+        launched = bisect.bisect_left(self.launches, call.start) + len(self.ends) - len(self.launches)
         return launched - bisect.bisect_right(self.ends, call.start) >= QUEUED
 
-    def _activities(self, nodes: dict, calls: dict, waits_between: dict) -> tuple[dict, dict, int, int]:
-        """A node for each activity; the nodes by stream; the typical latency and gap."""
-        latency, gap = self._typical()
-        activity: dict[int, int] = {}
-        streams: dict[tuple, list[int]] = {}
-        last: dict[tuple, Work] = {}
-        before_that: dict[tuple, Work | None] = {}
-        last_launch: dict[tuple, int] = {}
-        for one in self.work:
-            lane = one.track
-            previous = last.get(lane)
-            node = self._node(one.start, one.dur, activity[id(previous)] if previous else NOBODY)
-            call = one.launch
-            came = one.start if previous is None else previous.end
-            limits = []
-            if previous is not None:
-                self.lag[node] = min(one.start - previous.end, gap)
-                limits.append((previous.end, self.lag))
-            returned = None
-            if call is not None:
-                launch = nodes.get(("call", id(call)))
-                if ("return", id(call)) in nodes and not is_wait(call):
-                    launch = nodes["return", id(call)]
-                if launch is not None:
-                    self.via[node] = launch
-                    self.delay[node] = min(one.start - self.at[launch], latency)
-                    self.order[node] = max(self.order[node], self.order[launch])
-                    limits.append((self.at[launch], self.delay))
-                    returned = call.end
-            started = max([time + column[node] for time, column in limits], default=one.start)
-            late = one.start - started
-            if len(last) > (lane in last):
-                since = last_launch.get(lane, -(1 << 62))
-                told = call is not None and _any_between(waits_between.get(call.track, ()), since, call.start)
-                if told or late > SKEW_NS:
-                    other = self._other_stream(one, last, before_that)
-                    if other is not None and (told or one.start - other.end < EXPLAINED_NS):
-                        self.wait[node] = activity[id(other)]
-                        self.wait_lag[node] = min(one.start - other.end, gap)
-                        limits.append((other.end, self.wait_lag))
-            if late > 0 and limits:
-                time, column = max(limits, key=lambda limit: limit[0])
-                full = one.start - time
-                explained = one.start - max(time, returned or 0) <= EXPLAINED_NS
-                if explained:
-                    column[node] = full
-            activity[id(one)] = node
-            streams.setdefault(lane, []).append(node)
-            before_that[lane], last[lane] = previous, one
-            if call is not None:
-                last_launch[lane] = call.start
-        return activity, streams, latency, gap
+    def _add_activities(self) -> None:
+        at, lag, order = self.columns["at"], self.columns["lag"], self.order
+        latest: dict[tuple, list[Work]] = {}  # by stream, its last two activities
+        for one in self.trace.work:
+            recent = latest.setdefault(one.track, [])
+            before = recent[-1] if recent else None
+            node = self.activity[id(one)] = self._add(
+                one.start, one.dur, self.activity[id(before)] if before is not None else NOBODY
+            )
+            self.streams[one.track].append(node)
+            allowed = []  # (when what it depends on was done, the column of the lag, that lag)
+            if before is not None:
+                lag[node] = min(one.start - before.end, self.gap_ns)
+                allowed.append((before.end, "lag", lag[node]))
+            launch = self.launched_at.get(id(one.launch), NOBODY)
+            if launch >= 0:
+                latency = min(one.start - at[launch], self.latency_ns)
+                self._tie(node, "via", launch, latency)
+                order[node] = max(order[node], order[launch])
+                allowed.append((at[launch], "delay", latency))
+            is_late = bool(allowed) and one.start - max(time + least for time, _, least in allowed) > 0
+            other = self._awaited(one, latest, before, is_late)
+            if other is not None:
+                behind = self.activity[id(other)]
+                self._tie(node, "wait", behind, min(one.start - other.end, self.gap_ns))
+                order[node] = max(order[node], order[behind])
+                allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
+            if is_late:
+                # What was done last is what it started after, that much later.
+                time, column, _ = max(allowed, key=lambda one: one[0])
+                returned = one.launch.end if one.launch is not None else time
+                if one.start - max(time, returned) <= EXPLAINED_NS:
+                    self.columns[column][node] = one.start - time
+            recent.append(one)
+            del recent[:-2]
 
-    @staticmethod
-    def _other_stream(one: Work, last: dict, before_that: dict) -> Work | None:
-        """The activity of another stream of its GPU, launched before it, that ended last before it started."""
-        best = None
-        for lane, latest in last.items():
-            if lane == one.track or latest.device != one.device:
-                continue
-            for other in (latest, before_that[lane]):
-                if other is not None and other.end <= one.start + SKEW_NS:
-                    if one.launch is not None and other.launch is not None and other.launch.start > one.launch.start:
-                        continue
-                    if best is None or other.end > best.end:
-                        best = other
-                    break
-        return best
+    def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
+        """The activity of another stream that this one waited for: the last one to end before it started.
 
-    def _typical(self) -> tuple[int, int]:
-        """The median latency of launches on an idle GPU, and the median gap between activities that wait in line."""
-        latencies, gaps = [], []
-        last: dict[tuple, Work] = {}
-        for one in self.work:
-            previous, last[one.track] = last.get(one.track), one
-            if one.launch is None:
-                continue
-            if previous is None or previous.end <= one.launch.start:
-                latencies.append(one.start - one.launch.start)
-            elif previous.launch is not one.launch and one.launch.end <= previous.end:
-                gaps.append(one.start - previous.end)
-        return (
-            median_low(latencies) if len(latencies) >= ENOUGH else LATENCY_NS,
-            median_low(gaps) if len(gaps) >= ENOUGH else GAP_NS,
+        It waited where its thread had called cudaStreamWaitEvent since the launch before it on this stream, or where
+        it started late, and directly after that activity.
+        """
+        if len(latest) == 1:
+            return None
+        since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
+        told = one.launch is not None and _any_between(
+            self.between_streams.get(one.launch.track, ()), since, one.launch.start
         )
-
-    def _awaited(self, call: Op, node: int, activity: dict[int, int], usual: dict[str, int]) -> None:
-        """Tie the return of a call that waits to the activity that it waited for."""
-        awaited = None
-        if call.work and "Synchronize" not in call.name and is_wait(call):
-            awaited = max(call.work, key=lambda one: one.end)
-        else:
-            index = bisect.bisect_right(self.ends, call.end + SKEW_NS)
-            for one in reversed(self.by_end[max(0, index - 64) : index]):
-                if one.launch is None or one.launch.start < call.start:
-                    awaited = one
+        if not told and not is_late:
+            return None
+        found = None
+        for track, recent in latest.items():
+            if track == one.track or recent[-1].device != one.device:
+                continue
+            for other in reversed(recent):
+                if other.end <= one.start + SKEW_NS and _launched_before(other, one.launch):
+                    found = other if found is None or other.end > found.end else found
                     break
-        if awaited is None:
-            return
-        other = activity[id(awaited)]
-        if self.order[other] >= self.order[node]:
-            return
-        self.via[node] = other
-        if awaited.end > call.start:
-            own = min(call.dur, WAIT_CALL_NS, call.end - call.start)
-            self.lag[node] = min(self.lag[node], own)
-            self.delay[node] = call.end - awaited.end
-        # Else there was nothing to wait for: it may become the later one, after a change.
+        return found if found is not None and (told or one.start - found.end <= EXPLAINED_NS) else None
 
-    def _numbered(self, steps, threads, streams, activity, returns, latency, gap) -> Graph:
-        order = sorted(range(len(self.at)), key=self.order.__getitem__)
+    def _tie_return(self, call: Op, node: int) -> None:
+        """A call that waits returns after the activity that ended last before it returned."""
+        if call.work and is_wait(call):
+            ended = sorted(call.work, key=lambda one: one.end, reverse=True)
+        else:
+            until = bisect.bisect_right(self.ends, call.end + SKEW_NS)
+            last = reversed(self.by_end[max(0, until - AMONG_LAST) : until])
+            ended = [one for one in last if _launched_before(one, call)]
+        ended = [one for one in ended if self.order[self.activity[id(one)]] < self.order[node]]
+        if not ended:
+            return
+        awaited = ended[0]
+        waited = awaited.end > call.start
+        self._tie(node, "via", self.activity[id(awaited)], call.end - awaited.end if waited else 0)
+        if waited:
+            self.columns["lag"][node] = min(call.dur, WAIT_CALL_NS)
+        # It waits for all streams, and after a change the last one may be another.
+        beside = next((one for one in ended if one.track != awaited.track), None)
+        if "DeviceSynchronize" in call.name and beside is not None:
+            self._tie(node, "wait", self.activity[id(beside)], 0)
+
+    def _numbered(self, steps: Sequence[Step], marks: Sequence[tuple[int, int]]) -> Graph:
+        order = sorted(range(len(self.order)), key=self.order.__getitem__)
         number = array("q", bytes(8 * len(order)))
         for place, old in enumerate(order):
             number[old] = place
+        columns = {name: array("q", [column[old] for old in order]) for name, column in self.columns.items()}
+        for name in ("before", "via", "wait"):
+            column = columns[name]
+            for place, old in enumerate(column):
+                column[place] = number[old] if old >= 0 and number[old] < place else NOBODY
 
-        def sorted_column(column: list[int]) -> array:
-            return array("q", [column[old] for old in order])
+        def renumbered(nodes: dict) -> dict:
+            return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
-        def targets(column: list[int]) -> array:
-            return array("q", [number[column[old]] if column[old] >= 0 else NOBODY for old in order])
-
-        graph = Graph(
-            at=sorted_column(self.at),
-            dur=sorted_column(self.dur),
-            before=targets(self.before),
-            lag=sorted_column(self.lag),
-            via=targets(self.via),
-            delay=sorted_column(self.delay),
-            wait=targets(self.wait),
-            wait_lag=sorted_column(self.wait_lag),
-            steps=tuple(
-                StepNodes(number[one.start], number[one.end], tuple(number[node] for node in one.work))
-                for one in steps
-            ),
-            threads={track: array("q", [number[node] for node in some]) for track, some in threads.items()},
-            streams={track: array("q", [number[node] for node in some]) for track, some in streams.items()},
-            activity={key: number[node] for key, node in activity.items()},
-            returns={key: number[node] for key, node in returns.items()},
-            latency_ns=latency,
-            gap_ns=gap,
-            recorded_us=0.0,
+        step_nodes = [
+            StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in step.work))
+            for step, (start, end) in zip(steps, marks, strict=True)
+        ]
+        ends = array("q", map(add, columns["at"], columns["dur"]))
+        return Graph(
+            **columns,
+            steps=tuple(step_nodes),
+            threads=renumbered(self.threads),
+            streams=renumbered(self.streams),
+            activity={key: number[node] for key, node in self.activity.items()},
+            returns={key: number[node] for key, (_, node) in self.calls.items()},
+            latency_ns=self.latency_ns,
+            gap_ns=self.gap_ns,
+            recorded_us=_pace_us(step_nodes, columns["at"], ends),
             trace=self.trace,
         )
-        recorded = pace_us(graph, graph.at, [at + dur for at, dur in zip(graph.at, graph.dur, strict=True)])
-        object.__setattr__(graph, "recorded_us", recorded)
-        return graph
+
+
+def _typical(work: Iterable[Work]) -> tuple[int, int]:
+    """The median latency of launches on an idle stream, and the median gap between activities that were launched."""
+    latencies, gaps = [], []
+    last: dict[tuple, Work] = {}
+    for one in work:
+        before, last[one.track] = last.get(one.track), one
+        if one.launch is None:
+            continue
+        if before is None or before.end <= one.launch.start:
+            latencies.append(one.start - one.launch.start)
+        elif before.launch is not one.launch and one.launch.end <= before.end:
+            gaps.append(one.start - before.end)
+    return (
+        median_low(latencies) if len(latencies) >= ENOUGH else LATENCY_NS,
+        median_low(gaps) if len(gaps) >= ENOUGH else GAP_NS,
+    )
+
+
+def _launched_before(one: Work, call: Op | None) -> bool:
+    return one.launch is None or call is None or one.launch is call or one.launch.start < call.start
 
 
 def _any_between(times: Sequence[int], after: int, until: int) -> bool:
@@ -436,57 +420,61 @@ def _any_between(times: Sequence[int], after: int, until: int) -> bool:
 
 
 def _working(trace: Trace) -> list[Step]:
-    """The steps that the pace is taken of: a first one far wider, and stubs behind the last call, are left out."""
+    """The steps that count: not a first one that is far wider, nor stubs behind the loop's last call."""
     spoken_of, _, _ = window(trace, typical(trace))
-    most = max(len(step.work) for step in trace.steps)
-    return [step for step in spoken_of if 2 * len(step.work) >= most]
+    working = [step for step in spoken_of if step.work] or [step for step in trace.steps if step.work]
+    most = max(len(step.work) for step in working)
+    return [step for step in working if 2 * len(step.work) >= most]
 
 
-def _lane(step: Step, trace: Trace) -> tuple[tuple, int, int]:
+def _on_its_thread(step: Step) -> tuple[tuple, int, int]:
     """The thread that a step runs on, its start and its end there."""
     mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
     if mark is not None:
         return mark.track, step.start, step.end
     # A trace without steps: the profiler's last synchronization is none of it.
-    launches = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
-    own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launches)] or step.roots
-    first, last = min(own, key=lambda op: op.start), max(own, key=lambda op: op.end)
-    return last.track, first.start, last.end
+    launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
+    own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
+    return max(own, key=lambda op: op.end).track, min(op.start for op in own), max(op.end for op in own)
 
 
-def _segments(roots: dict[tuple, list[Op]]) -> Iterator[tuple[int, int, tuple]]:
-    """When the threads that run ops were in an op or a call: a time, 0 for an end and 1 for a start, the thread."""
-    boundaries = []
+def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
+    """When each thread that runs ops enters (1) and leaves (0) an outermost op or call, in order."""
+    found = []
     for track, some in roots.items():
         own = list(outermost(some, lambda op: op.kind != "label"))
         if any(op.kind == "op" for op in own):
-            for op in own:
-                boundaries.append((op.start, 1, track))
-                boundaries.append((op.end, 0, track))
-    boundaries.sort(key=lambda one: one[:2])
-    return iter(boundaries)
+            found += [edge for op in own for edge in ((op.start, 1, track), (op.end, 0, track))]
+    return sorted(found, key=lambda edge: edge[:2])
 
 
 def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
-    """One thread stopped and another, which had paused since before the first one began, went on."""
-    open_in: dict[tuple, int] = defaultdict(int)
+    """Where a thread went on after a pause that another one had worked in: (that one, when it stopped, it, when).
+
+    Not where the other one was at work already when the pause began, or still is.
+    """
+    depth: dict[tuple, int] = defaultdict(int)
     stopped: dict[tuple, int] = {}
-    beside: dict[tuple, set] = {}  # the threads that were in an op when this one stopped
-    for time, starts, track in boundaries:
-        if not starts:
-            open_in[track] -= 1
-            if not open_in[track]:
+    beside: dict[tuple, set] = defaultdict(set)  # the threads that were at work when this one stopped
+    for time, enters, track in boundaries:
+        if not enters:
+            depth[track] -= 1
+            if not depth[track]:
                 stopped[track] = time
-                beside[track] = {other for other, count in open_in.items() if count}
+                beside[track] = {other for other, count in depth.items() if count}
             continue
-        if not open_in[track]:
-            paused = stopped.get(track, -(1 << 62))
-            others = [
+        if not depth[track]:
+            paused = stopped.get(track)
+            waited_for = [
                 other
                 for other, when in stopped.items()
-                if other != track and when > paused and not open_in[other] and other not in beside.get(track, ())
+                if other != track
+                and (paused is None or paused < when)
+                and when < time
+                and not depth[other]
+                and other not in beside[track]
             ]
-            if others:
-                other = max(others, key=stopped.__getitem__)
+            if waited_for:
+                other = max(waited_for, key=stopped.__getitem__)
                 yield other, stopped[other], track, time
-        open_in[track] += 1
+        depth[track] += 1
