@@ -287,6 +287,87 @@ def test_launches_become_one_cuda_graph(made):
     assert cuda_graph(graph, launch_us=15).step_us() == 100 - 80 + 15
 
 
+def asked_for(n, t, c):
+    """Eight launches, then a wait for the last kernel, then one more launch."""
+    return [
+        step(n, t, 200),
+        *(op(t + 10 * i, 9) for i in range(8)),
+        *(call(t + 10 * i + 2, c + i) for i in range(8)),
+        *(kernel(t + 10 * i + 9, 5, c + i) for i in range(8)),
+        op(t + 100, 40, name="aten::item"), call(t + 105, c + 8, name="cudaMemcpyAsync"),
+        kernel(t + 112, 2, c + 8, name="Memcpy DtoH (Device -> Pinned)", cat="gpu_memcpy"),
+        call(t + 112, c + 9, 8, "cudaStreamSynchronize"),
+        op(t + 150, 20), call(t + 155, c + 10), kernel(t + 162, 5, c + 10),
+    ]  # fmt: skip
+
+
+def test_cuda_graph_ends_where_the_cpu_waits(made):
+    graph = graph_of(made(repeated(asked_for, 200)))
+    assert graph.step_us() == 200
+    # The graph is done after a latency of 7, 8 * 5 and 7 gaps of 0.45; item's copy after a gap and 2 more, its wait 6
+    # later. The recorded wait ended at 120; of the rest of the step, 80, the last op is gone, which took 20.
+    done = 7 + 8 * 5 + 7 * 0.45 + 1.2 + 2 + 6
+    assert cuda_graph(graph, launch_us=0).step_us() == pytest.approx(done + 80 - 20)
+
+
+def test_device_synchronization_waits_for_every_stream(made):
+    def beside(n, t, c):
+        return [
+            step(n, t, 300), op(t + 2, 30),
+            call(t + 5, c), kernel(t + 12, 200, c, name="long"),
+            call(t + 15, c + 1), kernel(t + 22, 150, c + 1, 80, "shorter"),
+            call(t + 40, c + 2, 174, "cudaDeviceSynchronize"),
+        ]  # fmt: skip
+
+    graph = graph_of(made(repeated(beside, 300)))
+    assert graph.step_us() == 300
+    # It then returns at 172, when the other stream is done, and not at 214.
+    assert with_durations(graph, dict.fromkeys(work_named(graph, "long"), 20)).step_us() == 300 - 214 + 172
+
+
+def test_event_synchronization_waits_for_no_later_work(made):
+    def half_way(n, t, c):
+        return [
+            step(n, t, 150), op(t + 2, 30),
+            call(t + 5, c), kernel(t + 12, 60, c, name="asked"),
+            call(t + 15, c + 1), kernel(t + 73, 60, c + 1, name="later"),
+            call(t + 40, c + 2, 34, "cudaEventSynchronize"),
+        ]  # fmt: skip
+
+    graph = graph_of(made(repeated(half_way, 150)))
+    assert with_durations(graph, dict.fromkeys(work_named(graph, "later"), 10)).step_us() == 150
+    assert with_durations(graph, dict.fromkeys(work_named(graph, "asked"), 40)).step_us() == 130
+
+
+def test_threads_that_work_beside_each_other_do_not_wait_for_each_other(made):
+    def beside(n, t, c):
+        return [
+            step(n, t, 100),
+            op(t + 5, 20), call(t + 10, c), kernel(t + 17, 5, c),
+            op(t + 15, 20, 2, "other"),  # begins before the pause of the first thread, and ends in it
+            op(t + 50, 20), call(t + 60, c + 1), kernel(t + 67, 5, c + 1),
+        ]  # fmt: skip
+
+    graph = graph_of(made(repeated(beside, 100)))
+    assert without_cpu_time(graph, spans_of(ops_named(graph, "other"))).step_us() == 100
+
+
+def test_large_cuda_graphs_launch_is_not_taken_for_a_wait(made):
+    """Its call takes long because the graph is large, not because the queue is full."""
+
+    def two_graphs(n, t, c):
+        begin = 1450 + n * 1120
+        return [
+            step(n, t, 500),
+            call(t + 5, c, 20, "cudaGraphLaunch"), kernel(begin - 12 if n else 1030, 10, c),
+            call(t + 50, c + 1, 400, "cudaGraphLaunch"),
+            *(kernel(begin + 2 * i, 1.5, c + 1) for i in range(550)),
+        ]  # fmt: skip
+
+    graph = graph_of(made(repeated(two_graphs, 500)))
+    assert not graph.returns
+
+
 def overlapping(n, t, c):
     return [
         step(n, t, 30), op(t + 1, 20), call(t + 2, c), call(t + 10, c + 1),
@@ -357,12 +438,21 @@ def graph_from(path):
         ("1x512_bf16_warm_eager_active2_shapes", "1x512_bf16_warm_eager_graph"),
         ("32x512_bf16_warm_eager_active1", "32x512_bf16_warm_eager_graph"),
         ("1x512_bf16_warm_compile", "1x512_bf16_warm_compile_reduce-overhead"),
-        ("1x512_bf16_warm_eager_prefill_active2", "1x512_bf16_warm_eager_prefill_dynamic_last_graph"),
     ],
 )
 def test_cuda_graphs_of_decoders_are_priced_as_recorded(eager, replayed):
     before, after = (graph_from(DECODING / f"{name}.json.gz") for name in (eager, replayed))
     assert cuda_graph(before).step_us() == pytest.approx(after.recorded_us, rel=0.1)
+
+
+def test_cuda_graph_of_a_prefill_that_no_longer_waits_is_priced_as_recorded():
+    before, after = (
+        graph_from(DECODING / f"1x512_bf16_warm_eager_prefill_{name}.json.gz")
+        for name in ("active2", "dynamic_last_graph")
+    )
+    waits = [op for step in before.trace.steps for op in step.walk() if id(op) in before.returns]
+    assert waits
+    assert cuda_graph(without_waits(before, waits)).step_us() == pytest.approx(after.recorded_us, rel=0.1)
 
 
 def test_fused_optimizer_is_priced_as_recorded():

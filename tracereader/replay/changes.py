@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tracereader.figures.intervals import Intervals, Lengths, union
-from tracereader.replay.graph import NOBODY, Graph
-from tracereader.trace import Op, Work, outermost
+from tracereader.replay.graph import NOBODY, Graph, is_wait
+from tracereader.trace import Op, Step, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
@@ -141,33 +141,60 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
 
 
 def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US) -> Graph:
-    """The launches of each step become one launch of a CUDA graph.
+    """The launches between two waits of a step become one launch of a CUDA graph.
 
-    On each thread the time from the start of the first to the end of the last outermost op or call that launches is
-    gone, with what waits in it. launch_us: the launch takes so long; by the number of activities, where None.
-    gap_us: between two activities of one stream.
+    On each thread the time from the first to the last op that launches is gone. The calls that wait stay, and so do
+    ops that contain one. launch_us: the launch takes so long; by the number of activities, where None. gap_us:
+    between two activities of one stream.
     """
-    spans, firsts = [], []
-    lag = graph.lag[:]
+    spans, added, lag = [], [], graph.lag[:]
     for step in graph.trace.steps:
-        launches = [one.launch for one in step.work if one.launch is not None]
-        if not launches:
-            continue
-        by_track: dict[tuple, tuple[int, int]] = {}
-        for call in {id(call): call for call in launches}.values():
-            top = _outermost_op(call)
-            start, end = by_track.get(top.track, (top.start, top.end))
-            by_track[top.track] = min(start, top.start), max(end, top.end)
-        spans += [(track, *span) for track, span in by_track.items()]
-        first = min(launches, key=lambda call: call.start)
-        us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(step.work) if launch_us is None else launch_us
-        firsts.append((first.track, first.start, us))
-        inside = {graph.activity[id(one)] for one in step.work if one.launch is not None}
-        for node in inside:
-            if graph.before[node] in inside:
-                lag[node] = min(lag[node], round(gap_us * 1e3))
-    changed = without_cpu_time(replace(graph, lag=lag), spans)
-    return with_cpu_time(changed, firsts)
+        for run in _launches_between_waits(graph, step):
+            work = [one for op in run for below in op.walk() for one in below.work]
+            by_track = defaultdict(list)
+            for op in run:
+                by_track[op.track].append(op)
+            spans += [(track, some[0].start, max(op.end for op in some)) for track, some in by_track.items()]
+            us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
+            added.append((run[0].track, min(one.launch.start for one in work), us))
+            nodes = {graph.activity[id(one)] for one in work}
+            for node in nodes:
+                if graph.before[node] in nodes:
+                    lag[node] = min(lag[node], round(gap_us * 1e3))
+    return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
+
+
+def _launches_between_waits(graph: Graph, step: Step) -> Iterator[list[Op]]:
+    """The outermost ops that launch and do not wait, in order, parted where a call of any thread waits."""
+    launching, waiting = set(), set()  # ids
+    waits = []
+    for op in reversed(list(step.walk())):
+        node = graph.returns.get(id(op), NOBODY)
+        if node >= 0 and graph.via[node] >= 0 and is_wait(op):
+            waits.append(op)
+            waiting.add(id(op))
+        elif any(id(child) in waiting for child in op.children):
+            waiting.add(id(op))
+        if op.work or any(id(child) in launching for child in op.children):
+            launching.add(id(op))
+    wanted = launching - waiting
+    # The copy that item() waits for is launched by the op that waits, and stays with it.
+    tops = outermost(
+        step.roots,
+        lambda op: (
+            id(op) in wanted
+            and (op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label")))
+        ),
+    )
+    run: list[Op] = []
+    for op in sorted([*tops, *waits], key=lambda op: op.start):
+        if id(op) not in waiting:
+            run.append(op)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
