@@ -229,6 +229,8 @@ class _Builder:
         for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
         points = {track: self._calls_of(some) for track, some in roots.items()}
+        for times in self.between_streams.values():
+            times.sort()
         for number, step in enumerate(steps):
             track, start, end = _on_its_thread(step)
             points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
@@ -308,7 +310,7 @@ class _Builder:
             if is_late:
                 # What was done last is what it started after, that much later.
                 time, column, _ = max(allowed, key=lambda one: one[0])
-                returned = one.launch.end if one.launch is not None else time
+                returned = one.launch.end if one.launch is not None else one.start  # before the recording
                 if one.start - max(time, returned) <= EXPLAINED_NS:
                     self.columns[column][node] = one.start - time
             recent.append(one)
