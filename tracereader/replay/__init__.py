@@ -14,12 +14,16 @@ The changes (replay/changes.py):
 - without_waits(graph, calls): runtime calls neither wait nor take time.
 - without_work(graph, work): GPU work is gone, with the ops that launch nothing else.
 - with_durations(graph, {work: us}): GPU work takes another time.
-- fused(graph, [(work, us), ...]): each group of GPU work becomes one activity, launched once.
-- cuda_graph(graph): all launches of a step become one.
+- fused(graph, [(work, us), ...]): each group of GPU work becomes one activity, launched once. The CPU time between its
+  launches is gone, too, where nothing else is launched there.
+- cuda_graph(graph): the launches between two waits become one.
 - overlapped(graph, work): GPU work runs on a stream of its own, and what waited for it waits one step longer.
 - with_cpu_time(graph, [(track, ns, us), ...]): more CPU time passes.
 
-What is modelled and what is not: replay/graph.py.
+What is modelled and what is not: replay/graph.py. Recorded before and after on an H200 (tests/test_replay.py): CUDA
+graphs come out within 10%, prefetched copies and the data loader of a GPU-bound step within 5%, a fused optimizer
+within 2% of a GPU-bound step and 15% of an overhead-bound one. An overhead-bound step's ops may run half as fast in
+one recording as in the other (the committed pairs "syncs" and "loader"), which no replay can know.
 """
 
 from tracereader.replay.changes import (

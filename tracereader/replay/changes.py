@@ -8,6 +8,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from tracereader.figures.intervals import Intervals, Lengths, union
 from tracereader.replay.graph import NOBODY, Graph, is_wait
@@ -15,9 +16,9 @@ from tracereader.trace import Op, Step, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
-# Measured in graph replays of decoders on an H200 (traces/reference/nvidia-h200/05_llm): the median gap between two
-# activities of one CUDA graph is 0.42 to 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for
-# each activity in the graph, and returns when the first one can start.
+# Measured in graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42 to
+# 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the first
+# one starts when it returns.
 GRAPH_GAP_US, GRAPH_LAUNCH_US, GRAPH_LAUNCH_US_EACH = 0.45, 10.0, 1.5
 
 
@@ -131,13 +132,25 @@ def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
 
 
 def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Graph:
-    """Each group of GPU work becomes its first activity, which takes so long (µs)."""
-    times, gone = {}, []
+    """Each group of GPU work becomes its first activity, which takes so long (µs).
+
+    The ops that launch the others are gone, and so is the CPU time between two of them where nothing else is launched:
+    the Python of a loop.
+    """
+    times, gone, spans = {}, [], []
+    launches = sorted({id(one.launch): one.launch.start for one in graph.trace.work if one.launch is not None}.values())
     for work, us in groups:
         first, *rest = sorted(work, key=lambda one: one.start)
         times[first] = us
         gone += rest
-    return with_durations(without_work(graph, gone), times)
+        calls = sorted(
+            {id(one.launch): one.launch for one in work if one.launch is not None}.values(), key=lambda call: call.start
+        )
+        for call, following in pairwise(calls):
+            beside = bisect.bisect_left(launches, following.start) - bisect.bisect_right(launches, call.start)
+            if call.track == following.track and not beside:
+                spans.append((call.track, call.end, following.end))
+    return with_durations(without_cpu_time(without_work(graph, gone), spans), times)
 
 
 def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US) -> Graph:

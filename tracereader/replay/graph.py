@@ -6,15 +6,17 @@ A node starts when the nodes that it depends on have ended, each with a lag:
     start = max(end of the node before it on its thread or stream + lag, end of `via` + delay, end of `wait` + wait_lag)
     end = start + dur
 
-The lags are as recorded. Where two nodes it depends on ended, the lag to the later one is what was recorded, and the
-lag to the earlier one is the trace's typical one, or less if less was recorded: no node can start later than it did.
+Of the nodes that it depends on, the one that ended last was what it waited for, and its lag is as recorded. The lags
+to the others are the trace's typical ones, or less where less was recorded. So an unchanged node starts when it did,
+except where it started much later than everything known allows (EXPLAINED_NS): such a delay is left out, and a trace
+whose step depends on it is refused.
 
 What is modelled:
 - A thread's CPU work: the time between two of its nodes. This includes Python between ops.
 - Launches: an activity starts after its launch call and after the activity before it on its stream.
 - A CUDA graph: one launch, many activities. Those on one stream follow each other.
 - A call that waits (cudaStreamSynchronize and its kin, a copy of pageable memory): it returns after the activity
-  that ended last before it returned. Its own time is what remains.
+  that ended last before it returned. Its own time is at most that of a call that need not wait.
 - A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity.
 - Waits between streams: the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows
   such a call, or that started late for no other reason, waits for the activity of another stream that ended last.
@@ -22,9 +24,14 @@ What is modelled:
   and goes on when that one has stopped, has waited for it.
 - Collectives: their recorded time includes waiting for peers, and stays as recorded.
 
-What is not modelled: the profiler's own time, contention (kernels that slow each other down, clocks, the GIL),
-memory allocation, other ranks, the order in which the legacy default stream waits for others, a launch queue that
-only the changed step would fill. A change of what runs beside what leaves each activity's own duration as it was.
+What is not modelled:
+- The profiler's own time: a step is priced as it would be recorded.
+- The CPU's speed: after a wait for the GPU, and beside busy data loaders, the same op takes up to twice as long.
+- Contention: kernels beside each other, clocks, the GIL. An activity's duration stays as it was.
+- Memory allocation, other ranks, a launch queue that only the changed step would fill, and the order that the legacy
+  default stream keeps with others.
+- Programmatic dependent launch that only the changed step would use.
+- A thread that no other one hands over to (a loader's) keeps its own pace.
 """
 
 import bisect
@@ -84,11 +91,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """One step: the nodes of its start and its end on the CPU, and those of its GPU activities."""
+    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that tell its pace."""
 
     start: int
     end: int
-    work: tuple[int, ...]
+    work: tuple[int, ...]  # those on the busiest stream: a stream of copies may run far ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +148,9 @@ class Graph:
         """The step's time in the steady state: from one step's start to the next one's, the upper median.
 
         On the CPU or on the GPU, whichever is longer. Of the last step its own length counts: on the CPU its
-        annotation, on the GPU from its first activity's start to its last one's end. So a CPU that runs ahead does
-        not make the step short, and the profiler's synchronization behind the last step does not make it long.
+        annotation, on the GPU from its first activity's start to its last one's end, on the stream that is the
+        busiest over all steps. So neither a CPU nor a stream of copies that runs ahead makes the step short, and the
+        profiler's synchronization behind the last step does not make it long.
         """
         return _pace_us(self.steps, *self.times(), self.aside)
 
@@ -179,9 +187,11 @@ def is_wait(call: Op) -> bool:
         return True
     if "Memcpy" not in call.name or not call.work:
         return False
-    # A small copy from pageable memory is staged: the call returns before the copy ends.
-    blocking = "Async" not in call.name or any("Pageable" in one.name for one in call.work)
-    return blocking and all(one.end <= call.end + SKEW_NS for one in call.work)
+    if "Async" in call.name and not any("Pageable" in one.name for one in call.work):
+        return False
+    # A small copy from pageable memory is staged, and the call returns before it starts; of a large one the call
+    # returns when the last part of it is staged.
+    return all(one.start + one.dur // 2 <= call.end for one in call.work)
 
 
 class _Builder:
@@ -376,8 +386,8 @@ class _Builder:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
         step_nodes = [
-            StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in step.work))
-            for step, (start, end) in zip(steps, marks, strict=True)
+            StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in work))
+            for work, (start, end) in zip(_on_busiest_stream(steps), marks, strict=True)
         ]
         ends = array("q", map(add, columns["at"], columns["dur"]))
         return Graph(
@@ -427,6 +437,17 @@ def _working(trace: Trace) -> list[Step]:
     working = [step for step in spoken_of if step.work] or [step for step in trace.steps if step.work]
     most = max(len(step.work) for step in working)
     return [step for step in working if 2 * len(step.work) >= most]
+
+
+def _on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
+    """By step, its work on the stream that is the busiest over all steps; all of its work, if a step has none there."""
+    busy: dict[tuple, int] = defaultdict(int)
+    for step in steps:
+        for one in step.work:
+            busy[one.track] += one.dur
+    busiest = max(busy, key=busy.__getitem__)
+    found = [[one for one in step.work if one.track == busiest] for step in steps]
+    return found if all(found) else [step.work for step in steps]
 
 
 def _on_its_thread(step: Step) -> tuple[tuple, int, int]:
