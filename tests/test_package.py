@@ -65,10 +65,10 @@ def test_no_circle():
 
 
 def test_imports_run_downward():
-    """show -> findings -> figures -> trace; the reader knows neither torch nor what runs it."""
-    floors = {"trace": 0, "figures": 1, "findings": 2, "show": 4}
+    """show -> findings -> replay -> figures -> trace; the reader knows neither torch nor what runs it."""
+    floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 3, "show": 5}
     for module, named in imports("tracereader").items():
-        floor = floors.get(module.split(".")[1] if "." in module else "", 3)
+        floor = floors.get(module.split(".")[1] if "." in module else "", 4)
         for name in named:
             assert name.split(".")[0] not in ("torch", "numpy", "common"), f"{module} imports {name}"
             part = name.split(".")

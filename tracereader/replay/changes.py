@@ -1,0 +1,255 @@
+"""Elementary changes of a step. Each takes a Graph and returns the changed one; they compose.
+
+Each copies the arrays that it edits and nothing else. A change of a step is to be made in all recorded steps: the
+step's time is a median over them.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from tracereader.figures.intervals import Intervals, Lengths, union
+from tracereader.replay.graph import NOBODY, Graph, is_wait
+from tracereader.trace import Op, Step, Work, outermost
+
+Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
+
+# Measured in graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42 to
+# 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the first
+# one starts when it returns.
+GRAPH_GAP_US, GRAPH_LAUNCH_US, GRAPH_LAUNCH_US_EACH = 0.45, 10.0, 1.5
+
+
+def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
+    """These stretches of threads take no time. What is launched in them is launched at once.
+
+    A call that waits does not wait any more if the whole of it is in them. A wait for another thread stays.
+    """
+    lag, delay, via, wait = graph.lag[:], graph.delay[:], graph.via[:], graph.wait[:]
+    returns = set(graph.returns.values())
+    by_track = defaultdict(list)
+    for track, start, end in spans:
+        by_track[track].append((start, end))
+    for track, some in by_track.items():
+        nodes = graph.threads.get(track, ())
+        gone = union(some)
+        lengths = Lengths(gone)
+        for node in _reached(graph, nodes, gone):
+            before = graph.before[node]
+            since = graph.at[before] if before >= 0 else graph.at[node]
+            cut = lengths.between(since, graph.at[node])
+            if node in returns:
+                if cut == graph.at[node] - since:
+                    via[node] = wait[node] = NOBODY
+                    lag[node] = 0
+            elif via[node] >= 0:  # it went on when another thread stopped
+                delay[node] -= min(delay[node], lengths.between(graph.at[node] - delay[node], graph.at[node]))
+            else:
+                lag[node] = max(0, lag[node] - cut)
+    return replace(graph, lag=lag, delay=delay, via=via, wait=wait)
+
+
+def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[int]:
+    """Those of a thread's nodes whose stretch since the node before reaches into what is gone, each once."""
+    done = 0
+    for start, end in gone:
+        first = bisect.bisect_left(nodes, start, key=graph.at.__getitem__)
+        for place in range(max(done, first), len(nodes)):
+            yield nodes[place]
+            done = place + 1
+            if graph.at[nodes[place]] >= end:
+                break
+
+
+def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
+    """These ops and calls are gone, with all that they launch."""
+    ops = list(ops)
+    work = [one for op in ops for below in op.walk() for one in below.work]
+    return _without_activities(without_cpu_time(graph, spans_of(ops)), work)
+
+
+def without_waits(graph: Graph, calls: Iterable[Op]) -> Graph:
+    """These runtime calls neither wait nor take time; what they launch stays."""
+    return without_cpu_time(graph, spans_of(calls))
+
+
+def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
+    return [(op.track, op.start, op.end) for op in ops]
+
+
+def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
+    """This GPU work is gone, with the ops that launch nothing else."""
+    work = list(work)
+    return _without_activities(without_cpu_time(graph, spans_of(_launching_only(work))), work)
+
+
+def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
+    dur, lag, via, wait = graph.dur[:], graph.lag[:], graph.via[:], graph.wait[:]
+    for one in work:
+        node = graph.activity[id(one)]
+        # What follows it on its stream still comes after what it came after.
+        dur[node] = 0
+        if graph.before[node] >= 0:
+            lag[node], via[node] = 0, NOBODY
+    return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
+
+
+def _launching_only(work: Iterable[Work]) -> Iterator[Op]:
+    """The outermost ops and calls that launch some of this work and nothing else."""
+    gone = {id(one) for one in work}
+    roots = {}
+    for one in work:
+        top = _outermost_op(one.launch) if one.launch is not None else None
+        roots[id(top)] = top
+    for root in filter(None, roots.values()):
+        of_it: dict[int, int] = {}  # by op, how much of what is launched below it is gone, and how much is not
+        others: dict[int, int] = {}
+        for op in reversed(list(root.walk())):
+            found = sum(id(one) in gone for one in op.work)
+            of_it[id(op)] = found + sum(of_it[id(child)] for child in op.children)
+            others[id(op)] = len(op.work) - found + sum(others[id(child)] for child in op.children)
+        yield from outermost([root], lambda op, some=of_it, rest=others: some[id(op)] and not rest[id(op)])
+
+
+def _outermost_op(call: Op) -> Op:
+    """The op or call around a call that lies in annotations only."""
+    top = call
+    for above in call.above():
+        if above.kind == "label":
+            break
+        top = above
+    return top
+
+
+def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
+    """This GPU work takes so long."""
+    dur = graph.dur[:]
+    for one, time in us.items():
+        dur[graph.activity[id(one)]] = round(time * 1e3)
+    return replace(graph, dur=dur)
+
+
+def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Graph:
+    """Each group of GPU work becomes its first activity, which takes so long (µs).
+
+    The ops that launch the others are gone, and so is the CPU time between two of them where nothing else is launched:
+    the Python of a loop.
+    """
+    times, gone, spans = {}, [], []
+    launches = sorted({id(one.launch): one.launch.start for one in graph.trace.work if one.launch is not None}.values())
+    for work, us in groups:
+        first, *rest = sorted(work, key=lambda one: one.start)
+        times[first] = us
+        gone += rest
+        calls = sorted(
+            {id(one.launch): one.launch for one in work if one.launch is not None}.values(), key=lambda call: call.start
+        )
+        for call, following in pairwise(calls):
+            beside = bisect.bisect_left(launches, following.start) - bisect.bisect_right(launches, call.start)
+            if call.track == following.track and not beside:
+                spans.append((call.track, call.end, following.end))
+    return with_durations(without_cpu_time(without_work(graph, gone), spans), times)
+
+
+def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US) -> Graph:
+    """The launches between two waits of a step become one launch of a CUDA graph.
+
+    On each thread the time from the first to the last op that launches is gone. The calls that wait stay, and so do
+    ops that contain one. launch_us: the launch takes so long; by the number of activities, where None. gap_us:
+    between two activities of one stream.
+    """
+    spans, added, lag = [], [], graph.lag[:]
+    for step in graph.trace.steps:
+        for run in _launches_between_waits(graph, step):
+            work = [one for op in run for below in op.walk() for one in below.work]
+            by_track = defaultdict(list)
+            for op in run:
+                by_track[op.track].append(op)
+            spans += [(track, some[0].start, max(op.end for op in some)) for track, some in by_track.items()]
+            us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
+            added.append((run[0].track, min(one.launch.start for one in work), us))
+            nodes = {graph.activity[id(one)] for one in work}
+            for node in nodes:
+                if graph.before[node] in nodes:
+                    lag[node] = min(lag[node], round(gap_us * 1e3))
+    return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
+
+
+def _launches_between_waits(graph: Graph, step: Step) -> Iterator[list[Op]]:
+    """The outermost ops that launch and do not wait, in order, parted where a call of any thread waits."""
+    launching, waiting = set(), set()  # ids
+    waits = []
+    for op in reversed(list(step.walk())):
+        node = graph.returns.get(id(op), NOBODY)
+        if node >= 0 and graph.via[node] >= 0 and is_wait(op):
+            waits.append(op)
+            waiting.add(id(op))
+        elif any(id(child) in waiting for child in op.children):
+            waiting.add(id(op))
+        if op.work or any(id(child) in launching for child in op.children):
+            launching.add(id(op))
+    wanted = launching - waiting
+    # The copy that item() waits for is launched by the op that waits, and stays with it.
+    tops = outermost(
+        step.roots,
+        lambda op: (
+            id(op) in wanted
+            and (op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label")))
+        ),
+    )
+    run: list[Op] = []
+    for op in sorted([*tops, *waits], key=lambda op: op.start):
+        if id(op) not in waiting:
+            run.append(op)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
+    """Before the first node of a thread (its track) from a time (ns) on, so much more time (µs) passes."""
+    lag = graph.lag[:]
+    for track, time, us in added:
+        nodes = graph.threads[track]
+        place = bisect.bisect_left(nodes, time, key=graph.at.__getitem__)
+        if place < len(nodes):
+            lag[nodes[place]] += round(us * 1e3)
+    return replace(graph, lag=lag)
+
+
+def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
+    """This GPU work runs on a stream of its own, and what waited for it waits one step longer.
+
+    As a copy that is prefetched, or a collective that is hidden: the step is still not shorter than all of it.
+    """
+    moved = frozenset(graph.activity[id(one)] for one in work)
+    before, lag, via, wait = graph.before[:], graph.lag[:], graph.via[:], graph.wait[:]
+    for nodes in graph.streams.values():
+        here = there = NOBODY
+        for node in nodes:
+            if node in graph.aside:
+                continue  # on a stream of its own already
+            if node in moved:
+                before[node], there = there, node
+            else:
+                before[node], here = here, node
+            if node in moved or graph.before[node] in moved:
+                lag[node] = min(max(lag[node], 0), graph.gap_ns)
+    for column in (via, wait):
+        for node, other in enumerate(column):
+            if other in moved:
+                column[node] = NOBODY
+    last: list[int] = []
+    for step in graph.steps:
+        staying = [node for node in step.work if node not in moved]
+        if last and staying:
+            first = min(staying)
+            behind = max(last)
+            if behind < first and wait[first] == NOBODY:
+                wait[first] = behind
+        last = [node for node in step.work if node in moved]
+    return replace(graph, before=before, lag=lag, via=via, wait=wait, aside=graph.aside | moved)

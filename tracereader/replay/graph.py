@@ -1,0 +1,503 @@
+"""The recorded steps as a graph of points in time, and the step's time that follows from it.
+
+A node is a point of a CPU thread (a launch, a call that waits, its return, a step's start) or one GPU activity.
+A node starts when the nodes that it depends on have ended, each with a lag:
+
+    start = max(end of the node before it on its thread or stream + lag, end of `via` + delay, end of `wait` + wait_lag)
+    end = start + dur
+
+Of the nodes that it depends on, the one that ended last was what it waited for, and its lag is as recorded. The lags
+to the others are the trace's typical ones, or less where less was recorded. So an unchanged node starts when it did,
+except where it started much later than everything known allows (EXPLAINED_NS): such a delay is left out, and a trace
+whose step depends on it is refused.
+
+What is modelled:
+- A thread's CPU work: the time between two of its nodes. This includes Python between ops.
+- Launches: an activity starts after its launch call and after the activity before it on its stream.
+- A CUDA graph: one launch, many activities. Those on one stream follow each other.
+- A call that waits (cudaStreamSynchronize and its kin, a copy of pageable memory): it returns after the activity
+  that ended last before it returned. Its own time is at most that of a call that need not wait.
+- A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity.
+- Waits between streams: the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows
+  such a call, or that started late for no other reason, waits for the activity of another stream that ended last.
+- Threads that wait for each other (the main thread during backward): a thread that pauses while another one works,
+  and goes on when that one has stopped, has waited for it.
+- Collectives: their recorded time includes waiting for peers, and stays as recorded.
+
+What is not modelled:
+- The profiler's own time: a step is priced as it would be recorded.
+- The CPU's speed: after a wait for the GPU, and beside busy data loaders, the same op takes up to twice as long.
+- Contention: kernels beside each other, clocks, the GIL. An activity's duration stays as it was.
+- Memory allocation, other ranks, a launch queue that only the changed step would fill, and the order that the legacy
+  default stream keeps with others.
+- Programmatic dependent launch that only the changed step would use.
+- A thread that no other one hands over to (a loader's) keeps its own pace.
+"""
+
+import bisect
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, pairwise
+from operator import add
+from statistics import median_high, median_low
+
+from tracereader.figures.steps import typical
+from tracereader.figures.summary import window
+from tracereader.trace import Op, Step, Trace, Work, outermost
+
+# The replay of an unchanged trace lies within this share of the recorded step, or it prices no change.
+TOLERANCE = 0.03
+# Without enough of a trace's own: from a launch call's start to the start of what it launched on an idle GPU,
+# and from the end of one activity of a stream to the start of the next. H200 traces: 6.0 to 10 and 1.0 to 1.6 µs.
+LATENCY_NS, GAP_NS = 7_000, 1_200
+ENOUGH = 10
+# No known cause delays an activity longer than this once its launch call has returned and its stream is free.
+EXPLAINED_NS = 100_000
+# The clocks of CPU and GPU agree this well.
+SKEW_NS = 3_000
+# What a call that waits takes when there is nothing to wait for.
+WAIT_CALL_NS = 3_000
+# A launch call this long, with so many activities launched and not ended, waits for room in the queue of 1,024.
+BLOCKED_NS, QUEUED = 50_000, 500
+# What a call waited for is looked for among so many activities that ended last.
+AMONG_LAST = 64
+NOBODY = -1
+COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
+LAG_OF = {"via": "delay", "wait": "wait_lag"}
+
+
+class Reason(Enum):
+    """Why a trace's changes cannot be priced."""
+
+    NO_GPU_WORK = "the trace has no GPU work"
+    NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
+    NO_TIME = "the recorded step takes no time"
+    NOT_REPRODUCED = "the replay of the unchanged trace does not give back the recorded step"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No graph, and why. off: the replayed step over the recorded one, where that is the reason."""
+
+    reason: Reason
+    off: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason.value + (f" (it gives {self.off:.0%} of it)" if self.off is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class StepNodes:
+    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that tell its pace."""
+
+    start: int
+    end: int
+    work: tuple[int, ...]  # those on the busiest stream: a stream of copies may run far ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """All recorded steps. Nodes are numbered in the order of their recorded starts; times are whole ns.
+
+    A change returns another Graph (dataclasses.replace) and copies only the arrays that it edits. before, via and
+    wait hold nodes of a lower number, or NOBODY. A node without any of them starts when it did.
+    """
+
+    at: array  # the recorded start
+    dur: array  # of a GPU activity; a point of a thread has none
+    before: array
+    lag: array
+    via: array  # an activity's launch; what a call or a thread waited for
+    delay: array
+    wait: array  # an activity of another stream
+    wait_lag: array
+    steps: tuple[StepNodes, ...]
+    threads: dict[tuple, array]  # by track, its nodes in order
+    streams: dict[tuple, array]
+    activity: dict[int, int]  # id(Work) -> its node
+    returns: dict[int, int]  # id(Op) of a call that waits -> the node of its return
+    latency_ns: int  # typical, see above
+    gap_ns: int
+    recorded_us: float
+    trace: Trace = field(repr=False)
+    aside: frozenset[int] = frozenset()  # activities on a stream of their own: no step starts with them
+
+    def times(self) -> tuple[array, array]:
+        """When each node starts and ends (ns)."""
+        starts, ends = array("q", self.at), array("q", self.at)
+        columns = (getattr(self, name) for name in COLUMNS)
+        for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
+            if before >= 0:
+                start = ends[before] + lag
+                if start < starts[before]:  # it overlaps the one before it, which has become shorter
+                    start = starts[before]
+                if via >= 0 and (other := ends[via] + delay) > start:
+                    start = other
+            else:
+                start = ends[via] + delay if via >= 0 else at
+            if wait >= 0 and (other := ends[wait] + wait_lag) > start:
+                start = other
+            starts[node] = start
+            ends[node] = start + dur
+        return starts, ends
+
+    def step_us(self) -> float:
+        """The step's time in the steady state: from one step's start to the next one's, the upper median.
+
+        On the CPU or on the GPU, whichever is longer. Of the last step its own length counts: on the CPU its
+        annotation, on the GPU from its first activity's start to its last one's end, on the stream that is the
+        busiest over all steps. So neither a CPU nor a stream of copies that runs ahead makes the step short, and the
+        profiler's synchronization behind the last step does not make it long.
+        """
+        return _pace_us(self.steps, *self.times(), self.aside)
+
+
+def _pace_us(
+    steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
+) -> float:
+    on_cpu = _pace([starts[step.start] for step in steps], ends[steps[-1].end])
+    firsts = [min(starts[node] for node in set(step.work) - aside or step.work) for step in steps]
+    return max(on_cpu, _pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
+
+
+def _pace(starts: Sequence[int], end: int) -> int:
+    return median_high([*(after - before for before, after in pairwise(starts)), end - starts[-1]])
+
+
+def graph_of(trace: Trace) -> Graph | Refused:
+    """The graph of all recorded steps, or why there is none."""
+    launched = sum(one.launch is not None for one in trace.work)
+    if not any(step.work for step in trace.steps):
+        return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
+    if 2 * launched < len(trace.work):
+        return Refused(Reason.NO_LAUNCHES)
+    graph = _Builder(trace).built()
+    if graph.recorded_us <= 0:
+        return Refused(Reason.NO_TIME)
+    off = graph.step_us() / graph.recorded_us
+    return graph if abs(off - 1) <= TOLERANCE else Refused(Reason.NOT_REPRODUCED, off)
+
+
+def is_wait(call: Op) -> bool:
+    """Whether a runtime call returns only when the GPU has done something."""
+    if "Synchronize" in call.name:
+        return True
+    if "Memcpy" not in call.name or not call.work:
+        return False
+    if "Async" in call.name and not any("Pageable" in one.name for one in call.work):
+        return False
+    # A small copy from pageable memory is staged, and the call returns before it starts; of a large one the call
+    # returns when the last part of it is staged.
+    return all(one.start + one.dur // 2 <= call.end for one in call.work)
+
+
+class _Builder:
+    """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.columns = {name: array("q") for name in COLUMNS}
+        self.order = array("q")  # what to number by: no node may come before one that it depends on
+        self.threads: dict[tuple, list[int]] = defaultdict(list)
+        self.streams: dict[tuple, list[int]] = defaultdict(list)
+        self.launched_at: dict[int, int] = {}  # id(call) -> the node from which on its work can start
+        self.calls: dict[int, tuple[Op, int]] = {}  # those that wait, by id, with the node of their return
+        self.activity: dict[int, int] = {}
+        self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # by thread, its cudaStreamWaitEvent calls
+        self.by_end = sorted(trace.work, key=lambda one: one.end)
+        self.ends = [one.end for one in self.by_end]
+        self.launches = sorted(one.launch.start for one in trace.work if one.launch is not None)
+        self.latency_ns, self.gap_ns = _typical(trace.work)
+
+    def built(self) -> Graph:
+        steps = _working(self.trace)
+        marks = self._add_threads(steps)
+        self._add_activities()
+        for call, node in self.calls.values():
+            self._tie_return(call, node)
+        return self._numbered(steps, marks)
+
+    def _add(self, time: int, dur: int, before: int) -> int:
+        columns, node = self.columns, len(self.order)
+        lag = time - columns["at"][before] - columns["dur"][before] if before >= 0 else 0
+        for column, value in zip(columns.values(), (time, dur, before, lag, NOBODY, 0, NOBODY, 0), strict=True):
+            column.append(value)
+        self.order.append(max(time, self.order[before]) if before >= 0 else time)
+        return node
+
+    def _tie(self, node: int, to: str, other: int, lag: int) -> None:
+        """One more node that this one depends on. to: via or wait."""
+        self.columns[to][node] = other
+        self.columns[LAG_OF[to]][node] = lag
+
+    def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
+        """A node for each point of a thread; those where the steps start and end."""
+        roots = defaultdict(list)
+        for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
+            roots[root.track].append(root)
+        points = {track: self._calls_of(some) for track, some in roots.items()}
+        for times in self.between_streams.values():
+            times.sort()
+        for number, step in enumerate(steps):
+            track, start, end = _on_its_thread(step)
+            points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
+        handoffs = list(_handoffs(_boundaries(roots)))
+        for number, (one, stopped, other, went_on) in enumerate(handoffs):
+            points[one].append((stopped, 0, ("stop", number)))
+            points[other].append((went_on, 0, ("go on", number)))
+        found = {}
+        for track, some in points.items():
+            thread = self.threads[track]
+            for time, _, what in sorted(some, key=lambda point: point[:2]):
+                node = found[what] = self._add(time, 0, thread[-1] if thread else NOBODY)
+                thread.append(node)
+                if what[0] == "call":
+                    self.launched_at[id(what[1])] = node
+                elif what[0] == "return":
+                    self.calls[id(what[1])] = what[1], node
+                    if not is_wait(what[1]):  # it launched when there was room
+                        self.launched_at[id(what[1])] = node
+        for number, (_, stopped, _, went_on) in enumerate(handoffs):
+            node = found["go on", number]
+            self.columns["lag"][node] = 0
+            self._tie(node, "via", found["stop", number], went_on - stopped)
+        return [(found["start", number], found["end", number]) for number in range(len(steps))]
+
+    def _calls_of(self, roots: Sequence[Op]) -> list[tuple]:
+        """The runtime calls of a thread that launch or wait: (time, what comes first at that time, what it is)."""
+        points = []
+        for root in roots:
+            for op in root.walk():
+                if op.kind != "runtime":
+                    continue
+                if "StreamWaitEvent" in op.name:
+                    self.between_streams[op.track].append(op.start)
+                    continue
+                waits = is_wait(op)
+                if op.work or waits:
+                    points.append((op.start, 1, ("call", op)))
+                    if waits or self._is_blocked(op):
+                        points.append((op.end, 0, ("return", op)))
+        return points
+
+    def _is_blocked(self, call: Op) -> bool:
+        """Whether a launch call waited for room in the launch queue. A large CUDA graph's takes long without that."""
+        if call.dur < BLOCKED_NS or "Graph" in call.name:
+            return False
+        launched = bisect.bisect_left(self.launches, call.start) + len(self.ends) - len(self.launches)
+        return launched - bisect.bisect_right(self.ends, call.start) >= QUEUED
+
+    def _add_activities(self) -> None:
+        at, lag, order = self.columns["at"], self.columns["lag"], self.order
+        latest: dict[tuple, list[Work]] = {}  # by stream, its last two activities
+        for one in self.trace.work:
+            recent = latest.setdefault(one.track, [])
+            before = recent[-1] if recent else None
+            node = self.activity[id(one)] = self._add(
+                one.start, one.dur, self.activity[id(before)] if before is not None else NOBODY
+            )
+            self.streams[one.track].append(node)
+            allowed = []  # (when what it depends on was done, the column of the lag, that lag)
+            if before is not None:
+                lag[node] = min(one.start - before.end, self.gap_ns)
+                allowed.append((before.end, "lag", lag[node]))
+            launch = self.launched_at.get(id(one.launch), NOBODY)
+            if launch >= 0:
+                latency = min(one.start - at[launch], self.latency_ns)
+                self._tie(node, "via", launch, latency)
+                order[node] = max(order[node], order[launch])
+                allowed.append((at[launch], "delay", latency))
+            is_late = bool(allowed) and one.start - max(time + least for time, _, least in allowed) > 0
+            other = self._awaited(one, latest, before, is_late)
+            if other is not None:
+                behind = self.activity[id(other)]
+                self._tie(node, "wait", behind, min(one.start - other.end, self.gap_ns))
+                order[node] = max(order[node], order[behind])
+                allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
+            if is_late:
+                # What was done last is what it started after, that much later.
+                time, column, _ = max(allowed, key=lambda one: one[0])
+                returned = one.launch.end if one.launch is not None else one.start  # before the recording
+                if one.start - max(time, returned) <= EXPLAINED_NS:
+                    self.columns[column][node] = one.start - time
+            recent.append(one)
+            del recent[:-2]
+
+    def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
+        """The activity of another stream that this one waited for: the last one to end before it started.
+
+        It waited where its thread had called cudaStreamWaitEvent since the launch before it on this stream, or where
+        it started late, and directly after that activity.
+        """
+        if len(latest) == 1:
+            return None
+        since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
+        told = one.launch is not None and _any_between(
+            self.between_streams.get(one.launch.track, ()), since, one.launch.start
+        )
+        if not told and not is_late:
+            return None
+        found = None
+        for track, recent in latest.items():
+            if track == one.track or recent[-1].device != one.device:
+                continue
+            for other in reversed(recent):
+                if other.end <= one.start + SKEW_NS and _launched_before(other, one.launch):
+                    found = other if found is None or other.end > found.end else found
+                    break
+        return found if found is not None and (told or one.start - found.end <= EXPLAINED_NS) else None
+
+    def _tie_return(self, call: Op, node: int) -> None:
+        """A call that waits returns after the activity that ended last before it returned."""
+        if call.work and is_wait(call):
+            ended = sorted(call.work, key=lambda one: one.end, reverse=True)
+        else:
+            until = bisect.bisect_right(self.ends, call.end + SKEW_NS)
+            last = reversed(self.by_end[max(0, until - AMONG_LAST) : until])
+            ended = [one for one in last if _launched_before(one, call)]
+        ended = [one for one in ended if self.order[self.activity[id(one)]] < self.order[node]]
+        if not ended:
+            return
+        awaited = ended[0]
+        waited = awaited.end > call.start
+        self._tie(node, "via", self.activity[id(awaited)], call.end - awaited.end if waited else 0)
+        if waited:
+            self.columns["lag"][node] = min(call.dur, WAIT_CALL_NS)
+        # It waits for all streams, and after a change the last one may be another.
+        beside = next((one for one in ended if one.track != awaited.track), None)
+        if "DeviceSynchronize" in call.name and beside is not None:
+            self._tie(node, "wait", self.activity[id(beside)], 0)
+
+    def _numbered(self, steps: Sequence[Step], marks: Sequence[tuple[int, int]]) -> Graph:
+        order = sorted(range(len(self.order)), key=self.order.__getitem__)
+        number = array("q", bytes(8 * len(order)))
+        for place, old in enumerate(order):
+            number[old] = place
+        columns = {name: array("q", [column[old] for old in order]) for name, column in self.columns.items()}
+        for name in ("before", "via", "wait"):
+            column = columns[name]
+            for place, old in enumerate(column):
+                column[place] = number[old] if old >= 0 and number[old] < place else NOBODY
+
+        def renumbered(nodes: dict) -> dict:
+            return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
+
+        step_nodes = [
+            StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in work))
+            for work, (start, end) in zip(_on_busiest_stream(steps), marks, strict=True)
+        ]
+        ends = array("q", map(add, columns["at"], columns["dur"]))
+        return Graph(
+            **columns,
+            steps=tuple(step_nodes),
+            threads=renumbered(self.threads),
+            streams=renumbered(self.streams),
+            activity={key: number[node] for key, node in self.activity.items()},
+            returns={key: number[node] for key, (_, node) in self.calls.items()},
+            latency_ns=self.latency_ns,
+            gap_ns=self.gap_ns,
+            recorded_us=_pace_us(step_nodes, columns["at"], ends),
+            trace=self.trace,
+        )
+
+
+def _typical(work: Iterable[Work]) -> tuple[int, int]:
+    """The median latency of launches on an idle stream, and the median gap between activities that were launched."""
+    latencies, gaps = [], []
+    last: dict[tuple, Work] = {}
+    for one in work:
+        before, last[one.track] = last.get(one.track), one
+        if one.launch is None:
+            continue
+        if before is None or before.end <= one.launch.start:
+            latencies.append(one.start - one.launch.start)
+        elif before.launch is not one.launch and one.launch.end <= before.end:
+            gaps.append(one.start - before.end)
+    return (
+        median_low(latencies) if len(latencies) >= ENOUGH else LATENCY_NS,
+        median_low(gaps) if len(gaps) >= ENOUGH else GAP_NS,
+    )
+
+
+def _launched_before(one: Work, call: Op | None) -> bool:
+    return one.launch is None or call is None or one.launch is call or one.launch.start < call.start
+
+
+def _any_between(times: Sequence[int], after: int, until: int) -> bool:
+    index = bisect.bisect_right(times, after)
+    return index < len(times) and times[index] < until
+
+
+def _working(trace: Trace) -> list[Step]:
+    """The steps that count: not a first one that is far wider, nor stubs behind the loop's last call."""
+    spoken_of, _, _ = window(trace, typical(trace))
+    working = [step for step in spoken_of if step.work] or [step for step in trace.steps if step.work]
+    most = max(len(step.work) for step in working)
+    return [step for step in working if 2 * len(step.work) >= most]
+
+
+def _on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
+    """By step, its work on the stream that is the busiest over all steps; all of its work, if a step has none there."""
+    busy: dict[tuple, int] = defaultdict(int)
+    for step in steps:
+        for one in step.work:
+            busy[one.track] += one.dur
+    busiest = max(busy, key=busy.__getitem__)
+    found = [[one for one in step.work if one.track == busiest] for step in steps]
+    return found if all(found) else [step.work for step in steps]
+
+
+def _on_its_thread(step: Step) -> tuple[tuple, int, int]:
+    """The thread that a step runs on, its start and its end there."""
+    mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
+    if mark is not None:
+        return mark.track, step.start, step.end
+    # A trace without steps: the profiler's last synchronization is none of it.
+    launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
+    own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
+    return max(own, key=lambda op: op.end).track, min(op.start for op in own), max(op.end for op in own)
+
+
+def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
+    """When each thread that runs ops enters (1) and leaves (0) an outermost op or call, in order."""
+    found = []
+    for track, some in roots.items():
+        own = list(outermost(some, lambda op: op.kind != "label"))
+        if any(op.kind == "op" for op in own):
+            found += [edge for op in own for edge in ((op.start, 1, track), (op.end, 0, track))]
+    return sorted(found, key=lambda edge: edge[:2])
+
+
+def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
+    """Where a thread went on after a pause that another one had worked in: (that one, when it stopped, it, when).
+
+    Not where the other one was at work already when the pause began, or still is.
+    """
+    depth: dict[tuple, int] = defaultdict(int)
+    stopped: dict[tuple, int] = {}
+    beside: dict[tuple, set] = defaultdict(set)  # the threads that were at work when this one stopped
+    for time, enters, track in boundaries:
+        if not enters:
+            depth[track] -= 1
+            if not depth[track]:
+                stopped[track] = time
+                beside[track] = {other for other, count in depth.items() if count}
+            continue
+        if not depth[track]:
+            paused = stopped.get(track)
+            waited_for = [
+                other
+                for other, when in stopped.items()
+                if other != track
+                and (paused is None or paused < when)
+                and when < time
+                and not depth[other]
+                and other not in beside[track]
+            ]
+            if waited_for:
+                other = max(waited_for, key=stopped.__getitem__)
+                yield other, stopped[other], track, time
+        depth[track] += 1
