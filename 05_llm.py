@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.profiler import record_function
 
 from common import decoder, screen
-from common.harness import profiler, save, warm_up
+from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 
@@ -91,6 +91,7 @@ def profiled(args, model, prompt):
             return fn()
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:  # 01_matmul_add.py writes it out
         for step in steps:
             out = step()

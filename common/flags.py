@@ -22,6 +22,8 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # which replay a CUDA graph
 # What one recorded step of few ops takes at its peak, as the trace is written: 35 (rung 1 on a CPU) to 53 kB measured.
 BYTES_A_STEP = 53_000
 DAY_MS = 24 * 60 * 60 * 1000
+# Calls at most before the profiler starts, to see what a warm step takes without it: harness.unprofiled_step_us().
+UNPROFILED_STEPS = 11
 
 WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule, in steps"
 SHOWN, RECORDED = "how it is shown", "what is recorded besides, and where"
@@ -150,13 +152,16 @@ def parse(
     file: str,
     *own: Flag,
     needs_gpu: str | None = None,
+    ranks: bool = False,
 ):
     """The flags of one run, as one frozen object with a field for each; see also prepare().
 
     doc: the script's docstring, which opens the help page; None under python -OO. file: its __file__. own: its flags
     besides COMMON, or in the place of the one there of that name. needs_gpu: why it cannot run on a CPU, if so.
-    Raises BadInput.
+    ranks: whether several processes can run it together. Raises BadInput.
     """
+    if not ranks:
+        _require_one_process(Path(file).name)
     try:
         os.getcwd()
     except OSError:  # MKL, for one, ends the program where there is none
@@ -173,7 +178,7 @@ def parse(
     given = vars(parser.parse_args(argv))
     # Which of its two defaults a flag gets is known with the device, and that with torch.
     open_ones = [one for one in declared if one.on_cpu is not None and given[one.dest] is None]
-    given |= {one.dest: one.options["default"] for one in open_ones}
+    given |= {one.dest: one.options.get("default") for one in open_ones}
     on_cpu = {one.dest: one.on_cpu for one in open_ones}
 
     first, count = given["wait"] + given["schedule_warmup"], given["active"]
@@ -202,6 +207,22 @@ def parse(
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 
+def _require_one_process(script: str) -> None:
+    """Where a launcher has started several, let rank 0 raise BadInput, and end the others without a word."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    from common.distributed import place  # here, because it quiets torch's C++ log for a run of several
+
+    here = place()
+    if here and here.rank:
+        raise SystemExit(2)
+    if here:
+        raise BadInput(
+            f"{script} is for one process, and {here.world_size} were started: start it without torchrun; "
+            "06_training.py is for several"
+        )
+
+
 def tag_of(args) -> str:
     """A run's name: shape, dtype, cold or warm, path, then what is not the default."""
     shape = "x".join(str(getattr(args, one.dest)) for one in args.declared if one.shape)
@@ -216,6 +237,12 @@ def tag_of(args) -> str:
 def profiled_flags(args) -> dict[str, Any]:
     """The flags that change what is profiled, for the trace to say what ran."""
     return {one.dest: getattr(args, one.dest) for one in args.declared if one.tag is not None}
+
+
+def calls_at_most(args) -> int:
+    """How often a run calls its step, at most: to warm up, without the profiler, and in the profiler's schedule."""
+    before = args.warmup + UNPROFILED_STEPS if args.warmup else 0
+    return before + args.wait + args.schedule_warmup + args.active
 
 
 def answer_before_torch(flags: Callable, file: str) -> None:

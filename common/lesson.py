@@ -10,7 +10,7 @@ from common import screen
 from common.flags import advice
 from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
-from common.publish import require_writable
+from common.publish import require_writable, run_of
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
 from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
@@ -99,6 +99,9 @@ def _header(run: Run) -> None:
     apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"
     out.print(f"[bold]{escape(run.title)}[/bold]{apart}{escape(run.machine)}")
     paragraph(out, escape(" · ".join([*known, right])))
+    if run.smaller:
+        taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.smaller.items())
+        paragraph(out, f"smaller than on a GPU, because this run is on a CPU: {taken}")
 
 
 def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
@@ -108,14 +111,16 @@ def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
 
     out = console()
     out.print()
-    summary, traces = ranks.opened(run.ranks, view)
+    # Of another run is what lies in this folder where the other ranks write to another one, as on two machines.
+    here = [file for file in run.ranks if run_of(file) == run.id]
+    summary, traces = ranks.opened(here, view)
     ranks.explain(summary, traces, view)
     if view.shows("guesses"):
         out.print()
         report.explain_file(run.trace, replace(view, only=("guesses",)))
     _files(run)
-    others = ", ".join(f"_rank{rank}" for rank in range(1, len(run.ranks)))
-    out.print(f"of the other ranks beside them: {others}")
+    if others := ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here):
+        out.print(f"of the other ranks beside them: {others}")
     if in_perfetto:
         perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
 
