@@ -23,7 +23,7 @@ def flags(argv=None):
     return parse(argv, __doc__, __file__, *mlp.FLAGS, needs_gpu=NEEDS_GPU)
 
 
-answer_before_torch(flags, __file__)
+answer_before_torch(flags, __file__, "kernels")
 
 from types import SimpleNamespace
 

@@ -31,7 +31,7 @@ def flags(argv=None):
     return args
 
 
-answer_before_torch(flags, __file__)
+answer_before_torch(flags, __file__, "kernels")
 
 import torch
 from kernels import get_kernel
