@@ -171,7 +171,7 @@ def parse(
     ranks: whether several processes can run it together. Raises BadInput.
     """
     if not ranks:
-        _require_one_process(Path(file).name)
+        _require_one_process()
     try:
         os.getcwd()
     except OSError:  # MKL, for one, ends the program where there is none
@@ -217,7 +217,7 @@ def parse(
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 
-def _require_one_process(script: str) -> None:
+def _require_one_process() -> None:
     """Where a launcher has started several, let rank 0 raise BadInput, and end the others without a word."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return
@@ -228,7 +228,7 @@ def _require_one_process(script: str) -> None:
         raise SystemExit(2)
     if here:
         raise BadInput(
-            f"{script} is for one process, and {here.world_size} were started: start it without torchrun; "
+            f"this script is for one process, and {here.world_size} were started: start it without torchrun; "
             "06_training.py is for several"
         )
 

@@ -3,10 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.markup import escape
 
 from common import screen
+from common.distributed import place
 from common.flags import advice
 from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
@@ -40,13 +42,17 @@ def lesson(
 
         _header(run)
         view = View.of(args, brief=True)
-        if run.ranks:
-            _explain_ranks(run, view, args.open)
+        # Where the others write to another folder, as on two machines, this one may hold older traces of theirs.
+        here = [file for file in run.ranks if run_of(file) == run.id]
+        if len(here) > 1:
+            _explain_ranks(run, here, view, args.open)
             return
         summary = report.explain_file(run.trace, view)
         if given:
             report.marked(summary, given)
         _files(run)
+        if len(run.ranks) > 1:
+            console().print("the other ranks' traces are not in this folder")
         if args.open:
             from tracereader.show import perfetto
 
@@ -62,12 +68,15 @@ def run_once(script, argv: Sequence[str]) -> Run:
 
 def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable):
     args = prepare(flags(argv), what_we_guess)
-    require_writable(args.out / args.script)  # now, and not after a long run
+    if not place():
+        require_writable(args.out / args.script)  # now, and not after a long run
     return args
 
 
 def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
     with processes(args) as args, within_memory(args.device):
+        if args.ranks:
+            require_writable(args.out / args.script)  # here, so that the others are told which rank cannot
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
@@ -104,23 +113,21 @@ def _header(run: Run) -> None:
         paragraph(out, f"smaller than on a GPU, because this run is on a CPU: {taken}")
 
 
-def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
-    """What all ranks show together, then what this one's trace says to our guesses."""
+def _explain_ranks(run: Run, here: Sequence[Path], view, in_perfetto: bool) -> None:
+    """What the ranks show together whose traces are here, then what this one's says to our guesses."""
     from tracereader.show import merged, perfetto, ranks, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
     out = console()
     out.print()
-    # Of another run is what lies in this folder where the other ranks write to another one, as on two machines.
-    here = [file for file in run.ranks if run_of(file) == run.id]
     summary, traces = ranks.opened(here, view)
     ranks.explain(summary, traces, view)
     if view.shows("guesses"):
         out.print()
         report.explain_file(run.trace, replace(view, only=("guesses",)))
     _files(run)
-    if others := ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here):
-        out.print(f"of the other ranks beside them: {others}")
+    others = ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here)
+    out.print(f"of the other ranks beside them: {others}")
     if in_perfetto:
         perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
 
