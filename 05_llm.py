@@ -4,8 +4,7 @@ On an H200 you will see 1,882 pieces of work for one token, what is left when
 they are one launch, and kernels that overlap, 44% of what the memory allows.
 Each step's report names the next step's lever.
 
-  uv run 05_llm.py --warmup --layers 4       (a laptop, too)
-  uv run 05_llm.py --warmup
+  uv run 05_llm.py --warmup           (on a laptop: its first 4 layers)
   uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
   uv run 05_llm.py --warmup --phase prefill --logits last
 """

@@ -69,14 +69,21 @@ def run_once(script, argv: Sequence[str]) -> Run:
 def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable):
     args = prepare(flags(argv), what_we_guess)
     if not place():
-        require_writable(args.out / args.script)  # now, and not after a long run
+        _require_folder(args)  # now, and not after a long run
     return args
+
+
+def _require_folder(args) -> None:
+    try:
+        require_writable(args.out / args.script)
+    except BadInput as problem:
+        raise BadInput(f"{problem}; --out names another folder") from None
 
 
 def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
     with processes(args) as args, within_memory(args.device):
         if args.ranks:
-            require_writable(args.out / args.script)  # here, so that the others are told which rank cannot
+            _require_folder(args)  # here, so that the others are told which rank cannot
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
