@@ -227,10 +227,7 @@ def _require_one_process() -> None:
     if here and here.rank:
         raise SystemExit(2)
     if here:
-        raise BadInput(
-            f"this script is for one process, and {here.world_size} were started: start it without torchrun; "
-            "06_training.py is for several"
-        )
+        raise BadInput(f"this script is for one process, and {here.world_size} were started: start it without torchrun")
 
 
 def tag_of(args) -> str:
