@@ -29,7 +29,7 @@ answer_before_torch(flags, __file__)
 
 import torch
 
-from common.harness import activities, save, warm_up
+from common.harness import activities, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 
@@ -51,6 +51,7 @@ def profiled(args, eager, x, w, b):
             return fn(x, w, b)
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)  # a recorded step takes longer: by how much?
     with torch.profiler.profile(
         activities=activities(args),  # the CPU, and the GPU where there is one
         schedule=torch.profiler.schedule(wait=args.wait, warmup=args.schedule_warmup, active=args.active, repeat=1),

@@ -23,7 +23,7 @@ def flags(argv=None):
     return parse(argv, __doc__, __file__, *mlp.FLAGS, needs_gpu=NEEDS_GPU)
 
 
-answer_before_torch(flags, __file__)
+answer_before_torch(flags, __file__, "kernels")
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from kernels import get_kernel
 from torch.profiler import record_function
 
-from common.harness import hub_errors, profiler, save, warm_up
+from common.harness import hub_errors, profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 
@@ -57,6 +57,7 @@ def profiled(args, model, x):
             return fn(x)
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:  # 01_matmul_add.py writes it out
         for step in steps:
             out = step()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from common.harness import profiler, save, warm_up
+from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 
@@ -54,6 +54,7 @@ def profiled(args, model, x):
             return fn(x)
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:  # 01_matmul_add.py writes it out
         for step in steps:
             out = step()

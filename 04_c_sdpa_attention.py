@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import record_function
 
-from common.harness import profiler, save, warm_up
+from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 from common.sdpa import all_refused, in_fp32, pinned, refuse_scores, require
 
@@ -85,6 +85,7 @@ def profiled(args, attend, q, k, v):
     facts = attention.facts(args, args.backend, all_refused(q, k, v))
     with pinned(args.backend):  # around all steps: entering it takes longer than some calls
         steps = warm_up(one_step, args)
+        steps.unprofiled_us = unprofiled_step_us(one_step, args)
         with profiler(args) as prof:  # 01_matmul_add.py writes it out
             for step in steps:
                 out = step()

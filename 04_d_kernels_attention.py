@@ -31,13 +31,13 @@ def flags(argv=None):
     return args
 
 
-answer_before_torch(flags, __file__)
+answer_before_torch(flags, __file__, "kernels")
 
 import torch
 from kernels import get_kernel
 from torch.profiler import record_function
 
-from common.harness import hub_errors, profiler, save, warm_up
+from common.harness import hub_errors, profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 from common.sdpa import in_fp32
 
@@ -61,6 +61,7 @@ def profiled(args, attend, q, k, v):
             return fn(q, k, v)
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:  # 01_matmul_add.py writes it out
         for step in steps:
             out = step()

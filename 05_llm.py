@@ -4,8 +4,7 @@ On an H200 you will see 1,882 pieces of work for one token, what is left when
 they are one launch, and kernels that overlap, 44% of what the memory allows.
 Each step's report names the next step's lever.
 
-  uv run 05_llm.py --warmup --layers 4       (a laptop, too)
-  uv run 05_llm.py --warmup
+  uv run 05_llm.py --warmup           (on a laptop: its first 4 layers)
   uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
   uv run 05_llm.py --warmup --phase prefill --logits last
 """
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from torch.profiler import record_function
 
 from common import decoder, screen
-from common.harness import profiler, save, warm_up
+from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 
@@ -91,6 +90,7 @@ def profiled(args, model, prompt):
             return fn()
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:  # 01_matmul_add.py writes it out
         for step in steps:
             out = step()

@@ -10,8 +10,9 @@ with several GPUs, who waits for whom.
 """
 
 from common.distributed import place, processes
-from common.flags import GRAPH_MODES, BadInput, answer_before_torch, flag, not_negative, parse, positive
+from common.flags import GRAPH_MODES, answer_before_torch, calls_at_most, flag, not_negative, parse, positive
 from tracereader import expect
+from tracereader.command import BadInput
 
 FLAGS = (
     flag("--layers", "decoder blocks (12; on a CPU 2)", shape=True, type=positive, default=12, on_cpu=2),
@@ -46,7 +47,7 @@ FLAGS = (
 
 
 def flags(argv=None):
-    args = parse(argv, __doc__, __file__, *FLAGS)
+    args = parse(argv, __doc__, __file__, *FLAGS, ranks=True)
     here = place()
     if args.parallel and not here:
         raise BadInput(f"--parallel {args.parallel} is for several processes: torchrun --nproc-per-node 2 {__file__} …")
@@ -89,7 +90,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from common.harness import profiler, save, warm_up
+from common.harness import profiler, save, unprofiled_step_us, warm_up
 from common.lesson import lesson
 
 VOCABULARY = 32_000
@@ -164,9 +165,8 @@ def batches(args, rank):
 
 def loaded(args, rank):
     """The same batches, made by the loader while the run goes on."""
-    calls = (args.warmup + args.wait + args.schedule_warmup + args.active) * args.accumulate
     loader = DataLoader(
-        Samples(args, rank, calls * args.batch),
+        Samples(args, rank, calls_at_most(args) * args.accumulate * args.batch),
         batch_size=args.batch,
         num_workers=args.workers,
         worker_init_fn=leave_the_end_to_the_run,
@@ -241,6 +241,7 @@ def profiled(args, model):
         return loss
 
     steps = warm_up(one_step, args)
+    steps.unprofiled_us = unprofiled_step_us(one_step, args)
     with profiler(args) as prof:
         for step in steps:
             step()

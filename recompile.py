@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common.flags import advice, load_script, one_by_one
+from common.flags import advice, declared_by, load_script, one_by_one, several_numbers
 from tracereader.command import BadInput, OneLineParser, command
 
 
@@ -74,19 +74,15 @@ def recompile(argv: Sequence[str] | None = None) -> None:
 
 
 def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
-    """one_by_one(); where that is refused, the refusal names both ways, and a flag of the script."""
-    try:
+    """one_by_one(); where no flag makes several inputs, the refusal names both ways, and a flag of the script."""
+    sizes = () if several_numbers(words) else [one for one in declared_by(file) if one.shape]
+    if not sizes:
         return one_by_one(words)
-    except BadInput:
-        declared = load_script(file, []).flags([]).declared
-        sizes = [one for one in declared if one.shape]
-        if not sizes:
-            raise
-        size, least = sizes[0].name, sizes[0].options["default"]
-        raise BadInput(
-            "say how the inputs differ: --strides, or one flag with several whole numbers, "
-            f"as in {size} {least} {2 * least}"
-        ) from None
+    size, least = sizes[0].name, sizes[0].options["default"]
+    raise BadInput(
+        "say how the inputs differ: --strides, or one flag with several whole numbers, "
+        f"as in {size} {least} {2 * least}"
+    )
 
 
 def _reference(model, inputs, name: str):

@@ -6,7 +6,9 @@ system until then: in a recorded step it does nothing.
 """
 
 import contextlib
+import json
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -65,6 +67,7 @@ class Ranks:
         self._over, self._ending = False, threading.Lock()
         self._listener = threading.Thread(target=self._listen, name="lifeline", daemon=True)
         self._listener.start()
+        self.run_id = self.of_rank_0("run id", secrets.token_hex(8))
         if hasattr(os, "register_at_fork"):  # or a loader's processes hold it for seconds after this one has died
             os.register_at_fork(after_in_child=self._let_go)
 
@@ -76,6 +79,14 @@ class Ranks:
             agreed = self._store.add("agreed", 0)
         with self._ending:
             self._over = True
+
+    def of_rank_0(self, name: str, value):
+        """What rank 0 gives for `name`, on every rank: a value that JSON can hold. Each name is used once."""
+        if self.rank == 0:
+            self._store.set(name, json.dumps(value))
+        while not self._store.check([name]):  # as long as it takes: a rank that dies ends this
+            time.sleep(LOOK_EVERY_S)
+        return json.loads(self._store.get(name))
 
     def leave(self) -> None:
         """Say goodbye. Rank 0, whose store it may be, is the last to go: when the files of all are there."""
@@ -141,7 +152,10 @@ def processes(args) -> Iterator:
     import torch.distributed as dist
 
     store = _store(here, args.timeout)
-    ranks = Ranks(here, args.tag, store, _lifelines(here, store, args.timeout))
+    store.set(f"flags/{here.rank}", json.dumps(_flags(args)))
+    lines = _lifelines(here, store, args.timeout)
+    _require_same_flags(here, store, args.timeout)
+    ranks = Ranks(here, args.tag, store, lines)
     try:
         if args.device.type != "cpu":
             _take_own_device(args.device, here)
@@ -248,6 +262,30 @@ def _all_started(store, here: Place, within_s: float) -> None:
     if missing:
         named = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
         raise RunFailed(f"rank {here.rank}: {named} not started within {within_s} s; nothing was run")
+
+
+def _flags(args) -> dict[str, str]:
+    """What the ranks of one run must have in common, as typed, by the flag's name. Folders may differ by machine."""
+    values = {one.name: getattr(args, one.dest) for one in args.declared if one.dest != "out"}
+    return {
+        name: f"without {name}"
+        if value is None or value is False
+        else f"with {name}{'' if value is True else f' {value}'}"
+        for name, value in values.items()
+    }
+
+
+def _require_same_flags(here: Place, store, within_s: float) -> None:
+    """Raise BadInput, on every rank, where one was started with other flags than rank 0. All of them have started."""
+    first, *others = (json.loads(store.get(f"flags/{rank}")) for rank in range(here.world_size))
+    deadline, read = time.monotonic() + within_s, store.add("flags read", 1)
+    while here.rank == 0 and read < here.world_size and time.monotonic() < deadline:  # the store may be its own
+        time.sleep(LOOK_EVERY_S)
+        read = store.add("flags read", 0)
+    for rank, flags in enumerate(others, 1):
+        if different := [name for name in first if flags.get(name) != first[name]]:
+            its, own = (", ".join(some.get(name, f"without {name}") for name in different) for some in (flags, first))
+            raise BadInput(f"rank {rank} was started {its}, and rank 0 {own}: start all ranks with the same flags")
 
 
 def _take_own_device(device, here: Place) -> None:

@@ -7,11 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common import not_installed
 from tracereader.command import BadInput, OneLineParser, add_view_flags, command, not_negative, positive
 from tracereader.machine import free_memory
 
@@ -21,7 +23,10 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # which replay a CUDA graph
 
 # What one recorded step of few ops takes at its peak, as the trace is written: 35 (rung 1 on a CPU) to 53 kB measured.
 BYTES_A_STEP = 53_000
+TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 DAY_MS = 24 * 60 * 60 * 1000
+# Calls at most before the profiler starts, to see what a warm step takes without it: harness.unprofiled_step_us().
+UNPROFILED_STEPS = 11
 
 WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule, in steps"
 SHOWN, RECORDED = "how it is shown", "what is recorded besides, and where"
@@ -48,6 +53,13 @@ def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("no folder is named: . is the one that you are in")
     return Path(text)
+
+
+def _dtype(text: str) -> str:
+    named = TORCH_NAMES.get(text.removeprefix("torch."))
+    if named:
+        raise argparse.ArgumentTypeError(f"{text} is written {named} here")
+    return text
 
 
 def flag(
@@ -100,7 +112,7 @@ COMMON = (
         default=0,
         type=not_negative,
     ),
-    flag("--dtype", "element type (bf16)", group=HOW, tag="", choices=("bf16", "fp16", "fp32")),
+    flag("--dtype", "element type (bf16)", group=HOW, tag="", type=_dtype, choices=("bf16", "fp16", "fp32")),
     flag("--wait", "not profiled (1)", group=SCHEDULE, tag="wait{}", default=1, type=not_negative),
     flag(
         "--schedule-warmup",
@@ -150,13 +162,16 @@ def parse(
     file: str,
     *own: Flag,
     needs_gpu: str | None = None,
+    ranks: bool = False,
 ):
     """The flags of one run, as one frozen object with a field for each; see also prepare().
 
     doc: the script's docstring, which opens the help page; None under python -OO. file: its __file__. own: its flags
     besides COMMON, or in the place of the one there of that name. needs_gpu: why it cannot run on a CPU, if so.
-    Raises BadInput.
+    ranks: whether several processes can run it together. Raises BadInput.
     """
+    if not ranks:
+        _require_one_process()
     try:
         os.getcwd()
     except OSError:  # MKL, for one, ends the program where there is none
@@ -173,7 +188,7 @@ def parse(
     given = vars(parser.parse_args(argv))
     # Which of its two defaults a flag gets is known with the device, and that with torch.
     open_ones = [one for one in declared if one.on_cpu is not None and given[one.dest] is None]
-    given |= {one.dest: one.options["default"] for one in open_ones}
+    given |= {one.dest: one.options.get("default") for one in open_ones}
     on_cpu = {one.dest: one.on_cpu for one in open_ones}
 
     first, count = given["wait"] + given["schedule_warmup"], given["active"]
@@ -202,6 +217,19 @@ def parse(
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 
+def _require_one_process() -> None:
+    """Where a launcher has started several, let rank 0 raise BadInput, and end the others without a word."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    from common.distributed import place  # here, because it quiets torch's C++ log for a run of several
+
+    here = place()
+    if here and here.rank:
+        raise SystemExit(2)
+    if here:
+        raise BadInput(f"this script is for one process, and {here.world_size} were started: start it without torchrun")
+
+
 def tag_of(args) -> str:
     """A run's name: shape, dtype, cold or warm, path, then what is not the default."""
     shape = "x".join(str(getattr(args, one.dest)) for one in args.declared if one.shape)
@@ -218,17 +246,34 @@ def profiled_flags(args) -> dict[str, Any]:
     return {one.dest: getattr(args, one.dest) for one in args.declared if one.tag is not None}
 
 
-def answer_before_torch(flags: Callable, file: str) -> None:
+def calls_at_most(args) -> int:
+    """How often a run calls its step, at most: to warm up, without the profiler, and in the profiler's schedule."""
+    before = args.warmup + UNPROFILED_STEPS if args.warmup else 0
+    return before + args.wait + args.schedule_warmup + args.active
+
+
+def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
     """Where this script is what was typed: print --help, or refuse a wrong flag, and end here.
 
-    flags: the script's function that reads them; file: its __file__.
+    Else say, at a terminal, what takes so long now. flags: the script's function that reads them; file: its __file__;
+    packages: what it imports besides torch.
     """
     if Path(sys.argv[0]).resolve() != Path(file).resolve():
         return
-    try:
+    if _asks_for_flags.get():
+        raise _Flags(flags([]))
+
+    def answered(argv):
         flags()  # --help ends the program by itself
+        if lacks := not_installed(Path(file).name, "torch", *packages):
+            raise BadInput(lacks)
+
+    try:
+        answered(None)
     except BadInput:
-        sys.exit(command(lambda argv: flags())())  # says it in one line
+        sys.exit(command(answered)())  # says it in one line
+    if "torch" not in sys.modules and sys.stderr.isatty():
+        print("importing torch, which takes up to half a minute the first time …", file=sys.stderr, flush=True)
 
 
 def advice(problem: str) -> str | None:
@@ -244,22 +289,49 @@ def advice(problem: str) -> str | None:
     return None
 
 
+def several_numbers(argv: Sequence[str]) -> list[tuple[int, int]]:
+    """Where the flags stand that are followed by several whole numbers: each one's index, and that behind its last."""
+    starts = [at for at, word in enumerate(argv) if word.startswith("--")]
+    return [
+        (at, end)
+        for at, end in itertools.pairwise([*starts, len(argv)])
+        if end - at > 2 and all(word.isdecimal() for word in argv[at + 1 : end])
+    ]
+
+
 def one_by_one(argv: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
     """The flag that is followed by several whole numbers, and for each of these the command line with it alone.
 
     Raises BadInput where no flag is, or more than one.
     """
-    starts = [at for at, word in enumerate(argv) if word.startswith("--")]
-    found = []
-    for at, end in itertools.pairwise([*starts, len(argv)]):
-        values = argv[at + 1 : end]
-        if len(values) > 1 and all(word.isdecimal() for word in values):
-            found.append((at, end))
+    found = several_numbers(argv)
     if len(found) != 1:
         named = f"; {' and '.join(argv[at] for at, _ in found)} have" if found else ""
         raise BadInput(f"one flag takes several whole numbers here, as in --size 64 128 256{named}")
     ((at, end),) = found
-    return argv[at], {int(word): [*argv[: at + 1], word, *argv[end:]] for word in argv[at + 1 : end]}
+    try:
+        return argv[at], {not_negative(word): [*argv[: at + 1], word, *argv[end:]] for word in argv[at + 1 : end]}
+    except argparse.ArgumentTypeError as problem:
+        raise BadInput(f"argument {argv[at]}: {problem}") from None
+
+
+class _Flags(Exception):
+    """What a script's flags are when none is given: all that was asked of it."""
+
+
+_asks_for_flags: ContextVar[bool] = ContextVar("asks_for_flags", default=False)
+
+
+def declared_by(file: Path) -> tuple[Flag, ...]:
+    """The flags that a numbered script declares, read before it imports torch. Raises BadInput where it is none."""
+    asked = _asks_for_flags.set(True)
+    try:
+        load_script(file, [])
+    except _Flags as found:
+        return found.args[0].declared
+    finally:
+        _asks_for_flags.reset(asked)
+    raise BadInput(f"{file} is no numbered script")
 
 
 def load_script(file: Path, argv: Sequence[str]) -> ModuleType:

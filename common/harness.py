@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from common import screen
-from common.flags import profiled_flags, tag_of
+from common.flags import UNPROFILED_STEPS, profiled_flags, tag_of
 from common.publish import finish_trace, published
 from common.speed import measured_roofs, synchronize
 from tracereader.command import BadInput, RunFailed
@@ -36,6 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4}
 TABLE_ROWS = 15
 MANY_STEPS = 10_000
+UNPROFILED_S = 0.2
 # Looked for in a trace as text: parsing it would be most of the harness's work.
 GPU_EVENT = re.compile(rb'"cat":\s*"(?:kernel|gpu_memcpy|gpu_memset)"')
 # Of what a CUDA graph replays only the kernels are recorded.
@@ -47,6 +49,7 @@ ZERO_STAMP = re.compile(rb'"ts":\s*0(?:\.0*)?\s*[,}]')
 class Run:
     """One profiled run: where its two files are (three with --code), and what is told of it as it ends."""
 
+    id: str
     title: str
     machine: str
     trace: Path
@@ -56,8 +59,9 @@ class Run:
     error: float | None  # see relative_error(); None where eager is itself the reference
     against: str  # what the error is measured against
     peak_bytes: int | None
+    smaller: dict[str, int]  # flags whose default is smaller on a CPU, where it was taken
     rank: int = 0
-    ranks: tuple[Path, ...] = ()  # the traces of all of them, where there are several
+    ranks: tuple[Path, ...] = ()  # where the traces of all of them are, if they write to one folder
 
 
 def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
@@ -131,6 +135,7 @@ class Steps:
     """
 
     first_call_s: float
+    unprofiled_us: float | None = None  # see unprofiled_step_us()
     code: list[str]  # with --code: what Inductor generated, graph by graph
 
     def __init__(self, step: Callable[[], torch.Tensor], args):
@@ -200,6 +205,42 @@ def warm_up(step: Callable[[], torch.Tensor], args) -> Steps:
     return Steps(step, args)
 
 
+def unprofiled_step_us(step: Callable[[], torch.Tensor], args) -> float | None:
+    """µs that a warm step takes without the profiler: the median of a few. None in a cold run, or with pauses.
+
+    This is measured before the profiler starts, because its hooks stay in the process and keep each step slower. The
+    device is waited for at both ends only, so that work queues up as in the recorded loop.
+    """
+    if not args.warmup or args.pause:
+        return None
+    start = time.perf_counter()
+    step()
+    synchronize(args.device)
+    on_cpu = args.device.type == "cpu"
+    # The first one only says how many there is time for. Steps that overlap on a device need three.
+    count = max(1 if on_cpu else 3, min(UNPROFILED_STEPS - 1, int(UNPROFILED_S / (time.perf_counter() - start))))
+    if args.ranks:
+        count = args.ranks.of_rank_0("unprofiled steps", count)  # or a collective would lack a rank
+
+    def mark():
+        if on_cpu:
+            return time.perf_counter()
+        # The device notes the time when it comes to the event. The CPU does not wait for it.
+        event = torch.get_device_module(args.device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    marks = [mark()]
+    for _ in range(count):
+        step()
+        marks.append(mark())
+    synchronize(args.device)
+    return statistics.median(
+        (after - before) * 1e6 if on_cpu else before.elapsed_time(after) * 1e3
+        for before, after in itertools.pairwise(marks)
+    )
+
+
 def _inductor_quiet(mode: str | None) -> contextlib.AbstractContextManager:
     # With max-autotune Inductor prints its candidates on stderr, and has no switch for all of it.
     quiet = mode is not None and mode.startswith("max-autotune")
@@ -245,8 +286,9 @@ def save(
     with screen.status(f"checking against {against} …"):
         error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
-    run_id = secrets.token_hex(8)
-    told = {"first_call_s": steps.first_call_s, "peak_bytes": peak_bytes, "relative_error": error}
+    run_id = args.ranks.run_id if args.ranks else secrets.token_hex(8)
+    told = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
+    told |= {"peak_bytes": peak_bytes, "relative_error": error}
     lesson = _lesson(args, run_id, told | {"roofs": _roofs(args)} | (facts or {}))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
@@ -264,6 +306,7 @@ def save(
             if args.ranks:
                 args.ranks.all_agree()
     return Run(
+        id=run_id,
         title=f"{args.script} · {args.tag.replace('_', ' · ')}",
         machine=f"{device_name(args.device)} · torch {torch.__version__}",
         trace=folder / names[0],
@@ -273,6 +316,7 @@ def save(
         error=error,
         against=against,
         peak_bytes=peak_bytes,
+        smaller=args.on_cpu if args.device.type == "cpu" else {},
         rank=args.ranks.rank if args.ranks else 0,
         ranks=tuple(folder / f"{tag}.json" for tag in args.ranks.tags) if args.ranks else (),
     )

@@ -3,14 +3,16 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.markup import escape
 
 from common import screen
+from common.distributed import place
 from common.flags import advice
 from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
-from common.publish import require_writable
+from common.publish import require_writable, run_of
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
 from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
@@ -40,13 +42,17 @@ def lesson(
 
         _header(run)
         view = View.of(args, brief=True)
-        if run.ranks:
-            _explain_ranks(run, view, args.open)
+        # Where the others write to another folder, as on two machines, this one may hold older traces of theirs.
+        here = [file for file in run.ranks if run_of(file) == run.id]
+        if len(here) > 1:
+            _explain_ranks(run, here, view, args.open)
             return
         summary = report.explain_file(run.trace, view)
         if given:
             report.marked(summary, given)
         _files(run)
+        if len(run.ranks) > 1:
+            console().print("the other ranks' traces are not in this folder")
         if args.open:
             from tracereader.show import perfetto
 
@@ -62,12 +68,22 @@ def run_once(script, argv: Sequence[str]) -> Run:
 
 def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable):
     args = prepare(flags(argv), what_we_guess)
-    require_writable(args.out / args.script)  # now, and not after a long run
+    if not place():
+        _require_folder(args)  # now, and not after a long run
     return args
+
+
+def _require_folder(args) -> None:
+    try:
+        require_writable(args.out / args.script)
+    except BadInput as problem:
+        raise BadInput(f"{problem}; --out names another folder") from None
 
 
 def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
     with processes(args) as args, within_memory(args.device):
+        if args.ranks:
+            _require_folder(args)  # here, so that the others are told which rank cannot
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
@@ -99,22 +115,25 @@ def _header(run: Run) -> None:
     apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"
     out.print(f"[bold]{escape(run.title)}[/bold]{apart}{escape(run.machine)}")
     paragraph(out, escape(" · ".join([*known, right])))
+    if run.smaller:
+        taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.smaller.items())
+        paragraph(out, f"smaller than on a GPU, because this run is on a CPU: {taken}")
 
 
-def _explain_ranks(run: Run, view, in_perfetto: bool) -> None:
-    """What all ranks show together, then what this one's trace says to our guesses."""
+def _explain_ranks(run: Run, here: Sequence[Path], view, in_perfetto: bool) -> None:
+    """What the ranks show together whose traces are here, then what this one's says to our guesses."""
     from tracereader.show import merged, perfetto, ranks, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
     out = console()
     out.print()
-    summary, traces = ranks.opened(run.ranks, view)
+    summary, traces = ranks.opened(here, view)
     ranks.explain(summary, traces, view)
     if view.shows("guesses"):
         out.print()
         report.explain_file(run.trace, replace(view, only=("guesses",)))
     _files(run)
-    others = ", ".join(f"_rank{rank}" for rank in range(1, len(run.ranks)))
+    others = ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here)
     out.print(f"of the other ranks beside them: {others}")
     if in_perfetto:
         perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from dataclasses import replace
 
-from common.flags import GRAPH_MODES, HOW, flag, positive
+from common.flags import GRAPH_MODES, HOW, calls_at_most, flag, positive
 from tracereader.command import BadInput
 
 
@@ -26,7 +26,13 @@ FLAGS = (
         type=ModelName,
         metavar="NAME",
     ),
-    flag("--layers", "only the first N layers (all)", tag="layers{}", type=positive),
+    flag(
+        "--layers",
+        "only the first N layers (all; on a CPU 4, unless --model names another model)",
+        tag="layers{}",
+        type=positive,
+        on_cpu=4,
+    ),
     flag(
         "--cache",
         "for keys and values: all room at once, or growing with the text (static)",
@@ -65,8 +71,7 @@ FLAGS = (
 
 def tokens_written(args) -> int:
     """By one run behind the prompt: one by the prefill, one by each decoding step, one before a graph is recorded."""
-    steps = args.warmup + args.wait + args.schedule_warmup + args.active + 1
-    return 1 + (steps if args.phase == "decode" else 0)
+    return 1 + (calls_at_most(args) + 1 if args.phase == "decode" else 0)
 
 
 def settled(args):
@@ -104,4 +109,6 @@ def settled(args):
         needs_gpu = "--attention flex --compile needs a GPU: on a CPU Inductor finds no kernel for one query"
     if needs_gpu and args.device == "cpu":
         raise BadInput(needs_gpu)
+    if args.model:
+        args = replace(args, on_cpu={})  # what was named is profiled as it is
     return replace(args, needs_gpu=needs_gpu)  # where no device was named

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 try:
     import fcntl
@@ -157,17 +158,29 @@ def finish_trace(file: Path, **more: object) -> None:
     Kineto, which wrote it, reports no error.
     """
     with contextlib.suppress(OSError, ValueError), file.open("r+b") as trace:
-        start = max(0, trace.seek(0, os.SEEK_END) - TAIL_BYTES)
-        trace.seek(start)
-        tail = trace.read()
-        at = tail.rindex(b'"traceName"')
-        last_keys = json.loads(b"{" + tail[at:]) | {"traceName": file.name} | more
-        end = json.dumps(last_keys).encode()[1:]
-        trace.seek(start + at)
+        at, last_keys = _last_keys(trace)
+        end = json.dumps(last_keys | {"traceName": file.name} | more).encode()[1:]
+        trace.seek(at)
         trace.truncate()
         trace.write(end)
         trace.flush()
         os.fsync(trace.fileno())
-        if os.fstat(trace.fileno()).st_size == start + at + len(end):
+        if os.fstat(trace.fileno()).st_size == at + len(end):
             return
     raise BadInput("the trace could not be written whole: is the disk full?")
+
+
+def run_of(file: Path) -> str | None:
+    """The id of the run that wrote this trace; None where there is no such file, or no run of ours wrote it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), file.open("rb") as trace:
+        return _last_keys(trace)[1]["lesson"]["run"]
+    return None
+
+
+def _last_keys(trace: BinaryIO) -> tuple[int, dict]:
+    """Where the top-level keys behind a Chrome trace's events begin, and these. Raises OSError and ValueError."""
+    start = max(0, trace.seek(0, os.SEEK_END) - TAIL_BYTES)
+    trace.seek(start)
+    tail = trace.read()
+    at = tail.rindex(b'"traceName"')
+    return start + at, json.loads(b"{" + tail[at:])

@@ -18,6 +18,10 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 
+def pytest_report_header():
+    return "all tests take several minutes on two cores, most of them in programs that import torch"
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_an_encoder_cold_and_warm(recipe, tmp_path):
     recipe["trace"](step, str(tmp_path / "cold"), warm=0)
     assert calls == 3  # none of them before the first recorded one
     recipe["trace"](step, str(tmp_path / "warm"))
-    assert calls == 3 + 3 + 5
+    assert calls == 3 + 3 + 10 + 5, "ten of them without the profiler"
     for file, numbers in zip(files, ([0, 1, 2], [2, 3, 4]), strict=True):
         trace = read(file)
         assert [one.name for one in trace.steps] == [f"ProfilerStep#{number}" for number in numbers]
@@ -77,3 +78,28 @@ def test_each_token_of_generate_is_a_step(recipe, tmp_path):
             query, key = op.args["Input Dims"][:2]
             assert (query[2], key[2]) == (1, 5 + passed)
     assert not model._forward_hooks
+
+
+@torch.no_grad()
+def test_the_step_without_the_profiler_is_stored_in_a_warm_trace(recipe, tmp_path):
+    slow = 0.002
+    recipe["trace"](lambda: time.sleep(slow), str(tmp_path / "warm"))
+    stored = json.loads((tmp_path / "warm.json").read_text())["unprofiled_step_us"]
+    assert stored >= slow * 1e6
+    recipe["trace"](lambda: None, str(tmp_path / "cold"), warm=0)
+    assert "unprofiled_step_us" not in json.loads((tmp_path / "cold.json").read_text())
+
+
+@torch.no_grad()
+def test_of_generate_the_time_of_a_pass_is_stored(recipe, tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            time.sleep(0.001)
+            return x + 1
+
+        def generate(self, max_new_tokens, **others):
+            for _ in range(max_new_tokens):
+                self(torch.zeros(1))
+
+    recipe["trace_tokens"](Model(), str(tmp_path / "tokens"))
+    assert json.loads((tmp_path / "tokens.json").read_text())["unprofiled_step_us"] >= 1000

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -18,6 +19,7 @@ SECTIONS = (
     "short", "guesses", "steps", "lanes", "gpu", "training", "table", "repeats", "kernels", "cpu", "work", "names",
     "starts", "series", "chain", "patterns",
 )  # fmt: skip
+LONG_WORD = 40  # characters, of which a refusal repeats no more
 
 
 class BadInput(Exception):
@@ -144,14 +146,18 @@ def not_negative(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
+    told = text if len(text) <= LONG_WORD else f"{text[:LONG_WORD]}…, of {len(text):,} characters,"
+    digits = re.fullmatch(r"\s*([-+]?)0*(\d+)\s*", text)
+    if digits and len(digits[2]) > LONG_WORD:  # Python converts at most 4,300 of them
+        raise argparse.ArgumentTypeError(f"{told} is too {'small' if digits[1] == '-' else 'large'}")
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{told!r} is not a whole number") from None
     if number < least:
-        raise argparse.ArgumentTypeError(f"{number} is too small: {least} is the least")
+        raise argparse.ArgumentTypeError(f"{told} is too small: {least} is the least")
     if number >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is too large")
+        raise argparse.ArgumentTypeError(f"{told} is too large")
     return number
 
 
