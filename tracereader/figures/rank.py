@@ -4,7 +4,6 @@ What joined() in ranks.py needs to set the ranks against each other, and no more
 """
 
 import bisect
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from tracereader.figures.places import LOADER, phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace.document import decoded
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
@@ -351,10 +351,7 @@ def kind_of(name: str) -> str | None:
 
 
 def _members(told: object) -> tuple[int, ...]:
-    try:
-        found = json.loads(told) if isinstance(told, str) else told
-    except ValueError:  # long lists are cut with dots
-        return ()
+    found = decoded(told) if isinstance(told, str) else told  # long lists are cut with dots, and are none
     return tuple(found) if isinstance(found, list) and all(type(one) is int for one in found) else ()
 
 

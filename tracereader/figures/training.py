@@ -12,6 +12,7 @@ from tracereader.figures.autograd import EVALUATED as AUTOGRAD
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace.document import decoded_as
 from tracereader.trace.families import says
 
 OPTIMIZER = "Optimizer.step#"
@@ -151,10 +152,7 @@ _numbers = msgspec.json.Decoder(_Numbers)
 
 
 def _numbers_of(op: Op) -> _Numbers:
-    try:
-        return _numbers.decode(op.raw)
-    except msgspec.MsgspecError:
-        return _Numbers()
+    return decoded_as(_numbers, op.raw) or _Numbers()
 
 
 def _ids(ops: Sequence[Op]) -> set[int]:

@@ -53,7 +53,7 @@ def recordable(make: Callable[..., Finding]) -> Callable[..., Finding]:
 
 
 def read_record(record: dict, makers: dict[str, Callable[..., Finding]]) -> Finding | None:
-    """The finding that a trace's record speaks of; None where this version knows no such one."""
+    """The finding that a trace's record speaks of; None where this version knows no such one, or cannot make it."""
     make = makers.get(record.get("guess")) if isinstance(record.get("guess"), str) else None
     if make is None:
         return None
@@ -70,7 +70,7 @@ def read_record(record: dict, makers: dict[str, Callable[..., Finding]]) -> Find
                 else:
                     positional.append(value)
         return make(*positional, **named)
-    except (KeyError, TypeError, ValueError):  # msgspec's ValidationError is a ValueError
+    except Exception:  # a file may hold anything, and no prediction is worth the report
         return None
 
 

@@ -1,6 +1,5 @@
 """A Summary, written out, with what was found in it."""
 
-import json
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +10,7 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Finding
+from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
@@ -66,4 +66,4 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     if view.only:
         wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
         document = {key: value for key, value in document.items() if key in wanted}
-    return json.dumps(document, indent=1)
+    return strict_json(document)

@@ -8,15 +8,10 @@ import msgspec
 
 from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.trace import TraceError
-from tracereader.trace.document import json_of
+from tracereader.trace.document import LARGEST, decoded, json_of
 
 # Between one rank's processes and the next one's, in the order in which Perfetto lists them.
 APART = 1000
-
-
-class _Json(msgspec.Struct):
-    events: list[dict] = msgspec.field(name="traceEvents")
-    base: int = msgspec.field(name="baseTimeNanoseconds", default=0)
 
 
 def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
@@ -29,20 +24,23 @@ def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as file:
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
         for number, one in enumerate(summary.ranks):
-            read = _read(Path(one.trace), limit)
-            bases = read.base if bases is None else bases
-            events = _of_rank(one, read.events, (read.base - bases) / 1e3 - summary.clocks.ahead_us[one.rank])
+            events, base = _read(Path(one.trace), limit)
+            bases = base if bases is None else bases
+            events = _of_rank(one, events, (base - bases) / 1e3 - summary.clocks.ahead_us[one.rank])
             file.write(b"," * bool(number) + msgspec.json.encode(events)[1:-1])
         file.write(b"]}")
     first = Path(summary.ranks[0].trace)
     return first.with_name(f"{len(summary.ranks)}_ranks_{first.name.removesuffix('.gz')}.gz"), packed.getvalue()
 
 
-def _read(path: Path, limit: int) -> _Json:
-    try:
-        return msgspec.json.decode(json_of(path, limit), type=_Json)
-    except msgspec.MsgspecError as problem:
-        raise TraceError(f"{path}: cannot be merged with others ({problem})") from None
+def _read(path: Path, limit: int) -> tuple[list[dict], int]:
+    """A trace's events, and the ns since 1970 that their stamps count from. Raises TraceError."""
+    found = decoded(json_of(path, limit))
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise TraceError(f"{path}: cannot be merged with others (its events cannot be read as text)")
+    base = found.get("baseTimeNanoseconds", 0)
+    return events, base if type(base) is int else 0
 
 
 def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict]:
@@ -51,9 +49,9 @@ def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict
         if not isinstance(event.get("pid"), (int, str)):
             event["pid"] = str(event.get("pid"))
     labels = {
-        event["pid"]: (event.get("args") or {}).get("labels")
+        event["pid"]: event["args"].get("labels")
         for event in events
-        if event.get("ph") == "M" and event.get("name") == "process_labels"
+        if event.get("ph") == "M" and event.get("name") == "process_labels" and isinstance(event.get("args"), dict)
     }
     named = ("process_name", "process_labels", "process_sort_index")
     kept = [event for event in events if not (event.get("ph") == "M" and event.get("name") in named)]
@@ -62,7 +60,7 @@ def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict
     for event in kept:
         pid = event.get("pid")
         event["pid"] = pids.setdefault(pid, one.rank * APART + len(pids) + 1)
-        if isinstance(event.get("ts"), (int, float)) and shift_us:
+        if isinstance(event.get("ts"), (int, float)) and abs(event["ts"]) < LARGEST and shift_us:
             event["ts"] = round(event["ts"] + shift_us, 3)
         if "id" in event:
             event["id"] = f"{one.rank}.{event['id']}"  # flows of two ranks are not tied to each other

@@ -1,6 +1,5 @@
 """Several ranks of one run: who waits for whom first, the evidence below it."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show import lanes
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path
+from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -82,7 +81,7 @@ def as_json(summary: RanksSummary, view: View) -> str:
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
         left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
         document = {key: value for key, value in document.items() if key not in left_out}
-    return json.dumps(document, indent=1)
+    return strict_json(document)
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:

@@ -1,6 +1,7 @@
 """How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
 
 import itertools
+import json
 import math
 import os
 import re
@@ -54,6 +55,22 @@ def head(title: str, section: str) -> str:
     """Markup of a section's head: where the terminal can, a link to what its words mean."""
     # The reader alone comes without the pages.
     return f"[bold][link={GLOSSARY.as_uri()}#{section}]{title}[/link][/bold]" if GLOSSARY.is_file() else bold(title)
+
+
+def strict_json(document: object) -> str:
+    """The document as strict JSON, indented: what is no finite number is null."""
+    try:
+        return json.dumps(document, indent=1, allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(document), indent=1, allow_nan=False)
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def bold(text: str) -> str:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -36,6 +36,10 @@ PACKED = {
     b"BZh": ("bzip2", "bzip2 -d"),
 }  # fmt: skip
 URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+)")  # as Path writes it, with one slash
+REPLACEMENT = "\ufffd"
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no encoding can write it
+_ANY = msgspec.json.Decoder()
+T = TypeVar("T")
 
 
 class TraceError(Exception):
@@ -241,15 +245,18 @@ def _any_json(path: Path, data: bytes) -> _File:
 
 
 def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(json.dumps(value, default=float).encode())
+    try:
+        return msgspec.Raw(json.dumps(value, default=float).encode())
+    except RecursionError:
+        return msgspec.Raw(b"null")
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else str(value)[:200]
+    return _SURROGATE.sub(REPLACEMENT, value if isinstance(value, str) else str(value)[:200])
 
 
 def _plain(value: object) -> int | str:
-    return value if type(value) in (int, str) else str(value)[:200]
+    return value if type(value) is int else _text(value)
 
 
 def _number(value: object) -> decimal.Decimal | None:
@@ -260,12 +267,32 @@ def _number(value: object) -> decimal.Decimal | None:
     return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else decimal.Decimal("NaN")
 
 
-def decoded(raw: msgspec.Raw) -> object:
-    """A raw value as Python's; None where it is too odd even for json."""
+def decoded(raw: bytes | str) -> object:
+    """JSON as Python's values; None where it cannot be read. All late decoding goes through here.
+
+    The values are those of strict JSON: NaN, Infinity and numbers beyond a double are None. A byte that is not UTF-8
+    and half a surrogate pair become U+FFFD, so that every string can be printed and written again.
+    """
+    found = decoded_as(_ANY, raw)
+    return _decoded_by_json(raw) if found is None else found
+
+
+def decoded_as(decoder: msgspec.json.Decoder[T], raw: bytes | str) -> T | None:
+    """What a typed decoder makes of JSON; None where it is of other types, or cannot be read."""
     try:
-        return msgspec.json.decode(raw)
-    except msgspec.MsgspecError:
-        try:
-            return json.loads(bytes(raw))
-        except (ValueError, RecursionError):
-            return None
+        return decoder.decode(raw)
+    except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
+        return None
+
+
+def _decoded_by_json(raw: bytes | str) -> object:
+    text = raw if isinstance(raw, str) else bytes(raw).decode(errors="replace")
+    try:
+        found = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+        return json.loads(_SURROGATE.sub(REPLACEMENT, json.dumps(found, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _finite(text: str) -> float | None:
+    return number if math.isfinite(number := float(text)) else None

@@ -16,7 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, decoded, load
+from tracereader.trace.document import (
+    DEFAULT_LIMIT,
+    LARGEST,
+    MISSING,
+    Document,
+    Event,
+    TraceError,
+    decoded,
+    decoded_as,
+    load,
+)
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -374,15 +384,14 @@ _ties = msgspec.json.Decoder(_Ties)
 
 
 def _ties_of(one: _Slice) -> _Ties:
-    try:
-        return _ties.decode(one.raw)
-    except msgspec.MsgspecError:
-        args = one.args
-        correlation, device = args.get("correlation"), args.get("device")
-        return _Ties(
-            correlation if type(correlation) is int else None,
-            device if type(device) in (int, str, type(None)) else str(device),
-        )
+    if ties := decoded_as(_ties, one.raw):
+        return ties
+    args = one.args
+    correlation, device = args.get("correlation"), args.get("device")
+    return _Ties(
+        correlation if type(correlation) is int else None,
+        device if type(device) in (int, str, type(None)) else str(device),
+    )
 
 
 def _link(ops: list[Op], work: list[Work]) -> int:

@@ -1,0 +1,158 @@
+"""Values in a trace that are no text, or no number: the file is read or refused in one line, and JSON stays strict."""
+
+import gzip
+import inspect
+import json
+
+import pytest
+from references import H200, ROOT
+
+from tracereader import cli, expect
+from tracereader.figures import summarize
+from tracereader.findings.finding import Finding, Verdict, read_record
+from tracereader.show.merged import merged
+from tracereader.show.ranks import opened
+from tracereader.show.view import View
+from tracereader.trace import read
+from tracereader.trace.document import decoded
+
+TRACE = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
+RANKS = [ROOT / f"tests/traces/ranks/fsdp_rank{rank}.json.gz" for rank in (0, 1)]
+# In a string: a byte that is not UTF-8, half a surrogate pair; the end of a pair that began elsewhere.
+NOT_TEXT = (b"\xff", b"\\ud83d", b"\\udc00")
+# In each of these places the first string after the key gets such a part.
+LATE = (b'"deviceProperties"', b'"lesson"', b'"flags"', b'"guesses"', b'"cat":"kernel"', b'"cat":"cpu_op"')
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(text, parse_constant=refuse)
+    text.encode()
+    return found
+
+
+def put(path, data, keys, part):
+    """The JSON with the part in the first string value behind each key, in a file."""
+    data = data.replace(b'": "', b'":"')
+    for key in keys:
+        place = data.index(b'":"', data.index(key) + len(key)) + 3
+        data = data[:place] + part + data[place:]
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data():
+    return gzip.decompress(TRACE.read_bytes()).replace(b'"cat": "', b'"cat":"')
+
+
+@pytest.mark.parametrize("part", NOT_TEXT)
+@pytest.mark.parametrize("key", LATE)
+def test_a_value_that_is_no_text_costs_no_traceback(tmp_path, capsys, data, key, part):
+    trace = put(tmp_path / "odd.json", data, [key], part)
+    status = cli.main([str(trace), "--json"])
+    screen = capsys.readouterr()
+    assert (status, screen.err) == (0, "") or (status, screen.err.count("\n")) == (2, 1)
+    assert status == 2 or strict(screen.out)
+
+
+def test_a_report_of_values_that_are_no_text(tmp_path, capsys, data):
+    trace = put(tmp_path / "odd.json", data, LATE, b"\\ud83d")
+    assert cli.main([str(trace), "--all"]) == 0
+    screen = capsys.readouterr()
+    assert "\ufffd" in screen.out and screen.out.encode() and not screen.err
+
+
+def test_one_odd_byte_costs_no_more_than_itself(tmp_path, capsys, data):
+    trace = put(tmp_path / "odd.json", data, [b'"deviceProperties"'], b"\xff")
+    assert cli.main([str(trace), "--json"]) == 0
+    assert strict(capsys.readouterr().out)["devices"] == ["\ufffdNVIDIA H200"]
+
+
+def test_an_odd_byte_in_the_args_of_a_kernel_leaves_its_launch(tmp_path, data):
+    """Its correlation and its device are read from the same args."""
+    events = json.loads(data)
+    kernels = [event for event in events["traceEvents"] if event.get("cat") == "kernel"]
+    for event in kernels:
+        event["args"]["note"] = "XX"
+    (tmp_path / "odd.json").write_bytes(json.dumps(events).encode().replace(b'"XX"', b'"\xff"'))
+    trace = read(tmp_path / "odd.json")
+    assert len(kernels) == sum(one.kind == "kernel" and one.launch is not None for one in trace.work) > 0
+    assert all(one.args["note"] == "\ufffd" and one.device == 0 for one in trace.work if one.kind == "kernel")
+
+
+@pytest.mark.parametrize("part", NOT_TEXT)
+def test_ranks_with_values_that_are_no_text(tmp_path, capsys, part):
+    keys = (b'"distributedInfo"', b'"Process Group Name', b'"dtype', b'"deviceProperties"')
+    paths = [put(tmp_path / path.stem, gzip.decompress(path.read_bytes()), keys, part) for path in RANKS]
+    assert cli.main([*map(str, paths), "--json"]) == 0
+    assert len(strict(capsys.readouterr().out)["ranks"]) == 2
+    summary, _ = opened(paths, View())
+    _, packed = merged(summary, 10**9)
+    assert len(strict(gzip.decompress(packed).decode())["traceEvents"]) > 1000
+
+
+def test_ranks_with_numbers_that_are_none_are_merged(tmp_path):
+    """NaN is read, as json reads it, and written as null."""
+    paths = []
+    for path in RANKS:
+        found = json.loads(gzip.decompress(path.read_bytes()))
+        found["traceEvents"].append({"ph": "i", "name": "odd", "pid": 0, "tid": 0, "ts": 10**400, "args": [0]})
+        found["traceEvents"].append({"ph": "M", "name": "process_labels", "pid": 9, "args": "CPU"})
+        found["traceEvents"].append({"ph": "C", "name": "power", "pid": 0, "args": {"watts": float("nan")}})
+        (tmp_path / path.stem).write_text(json.dumps(found))
+        paths.append(tmp_path / path.stem)
+    summary, _ = opened(paths, View())
+    _, packed = merged(summary, 10**9)
+    watts = [e["args"]["watts"] for e in strict(gzip.decompress(packed).decode())["traceEvents"] if e["ph"] == "C"]
+    assert watts == [None, None]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_json_is_strict_whatever_a_script_stored(tmp_path, capsys, data, number):
+    found = json.loads(data)
+    found["lesson"]["flags"]["size"] = "XX"
+    found["lesson"]["facts"] = {"peak_bytes": "XX"}
+    (tmp_path / "odd.json").write_text(json.dumps(found).replace('"XX"', number))
+    assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
+    lesson = strict(capsys.readouterr().out)["lesson"]
+    assert lesson["flags"]["size"] is None and lesson["facts"]["peak_bytes"] is None
+
+
+def test_a_prediction_with_a_huge_number_is_dropped(tmp_path, capsys, data):
+    found = json.loads(data)
+    known = len(found["lesson"]["guesses"])
+    found["lesson"]["guesses"].append({"guess": "pointwise_round_trip", "rows": 10**320, "columns": 1, "itemsize": 2})
+    (tmp_path / "odd.json").write_text(json.dumps(found))
+    assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
+    assert len(strict(capsys.readouterr().out)["guesses"]) == known
+
+
+def test_a_prediction_that_cannot_be_made_is_dropped_whatever_it_raises():
+    def make(size: int) -> Finding:
+        raise RecursionError(size)
+
+    assert read_record({"guess": "make", "size": 3}, {"make": make}) is None
+
+
+def test_every_prediction_is_made_or_dropped_and_answered():
+    """Each kind of prediction, with values that no script stores."""
+    values = (10**320, -1, 1e308, "", "\ufffd", [], [10**320], [[10**320, "a"]], {}, None, True)
+    summary = summarize(read(TRACE))
+    for name in expect._MAKERS:
+        parameters = inspect.signature(expect._MAKERS[name]).parameters
+        for value in values:
+            made = expect.from_record({"guess": name} | dict.fromkeys(parameters, value))
+            assert made is None or isinstance(made.ask(summary), Verdict)
+
+
+def test_what_json_accepts_and_strict_json_does_not():
+    assert decoded(b'{"a": NaN, "b": [1e999, -Infinity, 2.5], "c": "\\ud800x"}') == {
+        "a": None, "b": [None, None, 2.5], "c": "\ufffdx",
+    }  # fmt: skip
+    assert decoded(b'"\\ud83d\\ude00"') == "\U0001f600"
+    assert decoded(b"[" * 100_000 + b"]" * 100_000) is None
+    assert decoded("[1, 2, ...") is None
+    assert decoded(b"9" * 5000) is None
