@@ -1,7 +1,8 @@
 """What a device can do at most, by its data sheet: dense rates, without sparsity.
 
 Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce
-Ada and Blackwell), AMD's of the Instinct MI300X and MI325X, as of 2026. An unknown device has no peaks.
+Ada and Blackwell), AMD's of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has
+no peaks.
 """
 
 import re
@@ -40,6 +41,12 @@ PEAKS = (
     (r"RTX 5090(?! D| Laptop)", Peaks(209.5, 104.8, 104.8, 1792)),
     (r"RTX 4090(?! D| Laptop)", Peaks(165.2, 82.6, 82.6, 1008)),
     (r"RTX 3090(?! Ti| Laptop)", Peaks(71, 35.6, 35.6, 936)),
+    # Of the MI210's data sheet: matrix fp32 for tf32 and fp32, as CDNA 2 has no tf32. An MI250 is two dies, each a
+    # device of its own: half of the data sheet's 362.1 (MI250X: 383.0), 90.5 (95.7) and 3,276.8 GB/s. Its driver
+    # calls some boards "MI250X / MI250": the larger peaks, so that no share of them is overstated.
+    (r"MI210", Peaks(181, 45.3, 45.3, 1638)),
+    (r"MI250X", Peaks(191.5, 47.9, 47.9, 1638)),
+    (r"MI250", Peaks(181, 45.3, 45.3, 1638)),
     (r"MI325X", Peaks(1307, 654, 163, 6000)),
     (r"MI300X", Peaks(1307, 654, 163, 5300)),
 )

@@ -399,6 +399,10 @@ def _warnings(trace: Trace) -> list[str]:
         found.append(f"{other.name} beside it is the profiler table of another run")
     for category, count in trace.not_known.most_common(3):
         found.append(f"{count:,} slices of a device are of a category not known here, and left out: {category}")
+    for category, count in trace.taken.most_common(3):
+        found.append(
+            f"{count:,} slices of a device are of a category not known here, and taken for its work: {category}"
+        )
     if not trace.work and _launches(trace):
         found.append(
             "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"

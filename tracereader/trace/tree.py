@@ -38,8 +38,13 @@ KINDS = {
     "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
     "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
     "overhead": "overhead",
+    "mtia_runtime": "runtime", "glow_runtime": "runtime", "privateuse1_runtime": "runtime",
+    "privateuse1_driver": "runtime",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
+    # On a device's tracks, and none of its work: who waits for which event, and ranges of counters.
+    "cuda_sync": "mark", "cuda_event": "mark", "cuda_profiler_range": "mark",
 }  # fmt: skip
+WORK = ("kernel", "memcpy", "memset")
 STEP = "ProfilerStep#"
 MODULE = "nn.Module: "
 _start, _dur = attrgetter("start"), attrgetter("dur")
@@ -206,14 +211,15 @@ class Trace:
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
-    device_properties: dict[int, dict]  # by the device's number, as the driver told the profiler
+    device_properties: dict[object, dict]  # by the device's number, as the driver told the profiler
     lesson: Lesson | None
     rank: Rank | None
     has_shapes: bool
     zeroed: int
     crossing: Counter  # slices that overlap another of their track without nesting, by name
     unlaunched: int  # GPU work whose launch is not in the trace
-    not_known: Counter  # slices on a device, of categories that this reader does not know
+    not_known: Counter  # slices on a device, of categories that this reader does not know, left out
+    taken: Counter  # the same of a trace without any known work: taken for the device's work
 
 
 def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
@@ -241,8 +247,8 @@ def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
-    not_known = Counter()
     events, exact = document.events, document.exact
+    kinds, not_known, taken = _kinds(events)
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
@@ -251,10 +257,8 @@ def _built(path: Path, document: Document) -> Trace:
             elif event.name == "[memory]":
                 memory.append(event)
             continue
-        kind = KINDS.get(event.cat)
-        if kind is None:
-            if b'"stream"' in bytes(event.args):
-                not_known[event.cat] += 1
+        kind = kinds.get(event.cat)
+        if kind is None or kind == "mark":
             continue
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
@@ -295,8 +299,8 @@ def _built(path: Path, document: Document) -> Trace:
     for root in _nest(modules, Counter()):
         module_roots.setdefault(root.track, []).append(root)
     unlaunched = _link(ops, work)
-    properties = _properties(document.device_properties)
     work.sort(key=_start)
+    properties = _properties(document.device_properties, {one.device for one in work})
     steps, outside = _steps(ops, roots, work)
     return Trace(
         path=path,
@@ -314,7 +318,7 @@ def _built(path: Path, document: Document) -> Trace:
         op_names=frozenset(op.name for op in ops),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
-        devices=_devices(properties, work),
+        devices=_devices(properties, work, "device" if taken else "GPU"),
         device_properties=properties,
         lesson=_lesson(document.lesson),
         rank=_rank(document.distributed),
@@ -323,7 +327,38 @@ def _built(path: Path, document: Document) -> Trace:
         crossing=crossing,
         unlaunched=unlaunched,
         not_known=not_known,
+        taken=taken,
     )
+
+
+def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
+    """What each category of this file holds; the slices on a device of categories not known: left out, and taken.
+
+    An accelerator that Kineto serves by a plug-in has categories of its own. Where such slices are all that a device
+    did, they are its work; beside known kernels they may be anything.
+    """
+    categories = {event.cat for event in events if event.ph == "X"}
+    strange = categories - KINDS.keys()
+    if not strange:
+        return KINDS, Counter(), Counter()
+    devices = {
+        event.pid
+        for event in events
+        if event.ph == "M" and event.name == "process_labels" and type(event.pid) is int and not _is_cpu(event)
+    }
+    found = Counter(
+        event.cat
+        for event in events
+        if event.ph == "X" and event.cat in strange and (event.pid in devices or b'"stream"' in bytes(event.args))
+    )
+    if any(KINDS.get(category) in WORK for category in categories):
+        return KINDS, found, Counter()
+    return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
+
+
+def _is_cpu(event: Event) -> bool:
+    args = decoded(event.args)
+    return not isinstance(args, dict) or str(args.get("labels", "CPU")).startswith("CPU")
 
 
 def _is_time(us: float | decimal.Decimal | None) -> bool:
@@ -476,15 +511,21 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
     return tuple(steps), tuple(outside)
 
 
-def _properties(found: object) -> dict[int, dict]:
-    listed = found if isinstance(found, list) else []
-    return {one["id"]: one for one in listed if isinstance(one, dict) and type(one.get("id")) is int}
+def _properties(found: object, used: set) -> dict[object, dict]:
+    """What the driver told of each device, by number; of devices that did work by the number of their events, too.
+
+    A process that sees one of a machine's devices counts from 0, and its events may carry the machine's number.
+    """
+    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    by_number = {one["id"]: one for one in listed if type(one.get("id")) is int}
+    alike = len(listed) == 1 or (listed and len({str(one.get("name")) for one in listed}) == 1)
+    return by_number | {device: listed[0] for device in used if alike and device not in by_number}
 
 
-def _devices(properties: dict[int, dict], work: list[Work]) -> tuple[str, ...]:
-    """The names of the GPUs that did work; their numbers where the trace does not name them."""
-    used = {one.device for one in work if isinstance(one.device, int)}
-    return tuple(str(properties.get(device, {}).get("name", f"GPU {device}")) for device in sorted(used))
+def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tuple[str, ...]:
+    """The names of the devices that did work; their numbers where the trace does not name them."""
+    used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
+    return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
 
 
 def _lesson(found: object) -> Lesson | None:
