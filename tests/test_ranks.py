@@ -445,6 +445,52 @@ def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
     assert [one["others_waited_us"] > 0 for one in ours["ranks"]] == [True, True, False, True]
 
 
+def all_named_alike(around):
+    """As by an older NCCL: one name for the kernels of all collectives. around: the slice around each launch then."""
+
+    def change(found):
+        for event in found["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] == "kernel" and event["name"].startswith("nccl"):
+                event["name"] = "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)"
+                event["args"] = {key: event["args"][key] for key in ("device", "stream", "correlation")}
+            elif event["name"] == "record_param_comms":
+                event |= around(event["args"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("around", "sized"),
+    [
+        (lambda args: {}, True),
+        (lambda args: {"name": f"c10d::{args['Collective name']}_", "args": {}}, False),
+        (lambda args: {"name": f"nccl:{args['Collective name']}", "cat": "user_annotation", "args": {}}, False),
+    ],
+    ids=["record_param_comms", "c10d", "nccl"],
+)
+def test_what_a_collective_is_comes_from_around_its_launch(tmp_path, capsys, around, sized):
+    plain = as_json(capsys, *RUNS["fsdp"])
+    ours = as_json(capsys, *(changed(tmp_path, path, all_named_alike(around)) for path in RUNS["fsdp"]))
+    assert ours["collectives"] == plain["collectives"] == 114
+    kinds = [{(one["kind"], one["bytes"] if sized else None) for one in found["kinds"]} for found in (plain, ours)]
+    assert kinds[0] == kinds[1] and {kind for kind, _ in kinds[0]} == {"all-gather", "reduce-scatter"}
+    for one, other in zip(ours["ranks"], plain["ranks"], strict=True):
+        assert one["waited_for_others_us"] == other["waited_for_others_us"]
+
+
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (lambda args: {"args": {}}, "cannot be matched"),
+        (lambda args: {"name": "nccl:send 0->1", "args": {}}, "send to each other and receive"),
+    ],
+)
+def test_kernels_that_nothing_describes_are_no_collectives_and_not_denied(tmp_path, capsys, around, says):
+    paths = [changed(tmp_path, path, all_named_alike(around)) for path in RUNS["fsdp"]]
+    (answer,) = as_json(capsys, *paths)["in_short"]
+    assert says in answer and "no collective" not in answer
+
+
 def test_other_traces_are_still_compared(tmp_path, capsys):
     assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][0])]) == 0  # rank 0 twice
     assert "what changed" in capsys.readouterr().out

@@ -17,11 +17,15 @@ from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gap
 from tracereader.figures.places import LOADER, phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
+from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded
 
 # A collective of a CPU backend: the slice of the thread that works on it.
 ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
+# What asks for communication around a kernel's launch: torch's op, or its label of the backend's call.
+ASKS = re.compile(r"(?:nccl:|c10d::|_c10d_functional::)(\w+)")
+# The kernel of a send or a receive, where nothing else describes it: older names are those of all collectives.
+SENDS = re.compile(r"ncclDevKernel_SendRecv")
 KINDS = (
     ("reducescatter", "reduce-scatter"), ("allreduce", "all-reduce"), ("allgather", "all-gather"),
     ("alltoall", "all-to-all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("gather", "gather"),
@@ -117,7 +121,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     else:
         stretches = _on_gpu(steps, parts.device, end)
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
-    done = list(_parts_on_gpu(steps, zero) if on_gpu else _parts_on_cpu(steps, zero, trace.rank))
+    done = list(_parts_on_gpu(steps, zero, trace.rank) if on_gpu else _parts_on_cpu(steps, zero, trace.rank))
     named = [one for one in done if one is not None]
     late = _late(parts.exposed_communication, steps) if on_gpu else []
     used = dict.fromkeys(trace.devices)
@@ -286,26 +290,25 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
     return found
 
 
-def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
+def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
     """What the trace tells of each collective's kernel; None of one that it does not describe."""
     for step in steps:
         for one in step.work:
             if not is_communication(one):
                 continue
-            args = one.args
-            if "Collective name" not in args and one.launch is not None:
-                args = next((op.args for op in one.launch.above() if op.name == "record_param_comms"), {})
-            name, size = str(args.get("Collective name", "")), args.get("Group size")
-            kind = kind_of(name)
-            if kind is None and ("SendRecv" in one.name or re.match("send|recv", name)):
+            name, args = _described(one)
+            kind, size, told = kind_of(name), args.get("Group size"), args.get("Process Group Ranks")
+            if kind is None and (re.match("send|recv", name) or (not name and SENDS.search(one.name))):
                 continue  # between two ranks only: no collective
+            members = _members(told)
+            if type(size) is not int and _is_one_group(rank):
+                size, members = rank.world_size, _everyone(rank)
             if kind is None or type(size) is not int:
                 yield None
                 continue
-            told = args.get("Process Group Ranks")
             yield Part(
                 group=f"{args.get('Process Group Name', '')} {told or ''}".strip(),
-                members=_members(told),
+                members=members,
                 kind=kind,
                 step=step.name,
                 seq=args["Seq"] if type(args.get("Seq")) is int and args["Seq"] >= 0 else None,
@@ -316,10 +319,33 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int) -> Iterator[Part | None]:
             )
 
 
-def _parts_on_cpu(steps: Sequence[Step], zero: int, rank) -> Iterator[Part | None]:
-    # Such a slice does not tell its group: only where all groups are the whole world is it known.
-    known = all(size == rank.world_size for size in rank.groups)
-    members = tuple(range(rank.world_size)) if rank.world_size <= LISTED else ()
+def _described(one: Work) -> tuple[str, dict]:
+    """What torch calls the communication of a kernel, and the args that describe it: its own, else by its launch.
+
+    The kernel's name does not decide: an older NCCL calls the kernels of all collectives SendRecv.
+    """
+    args, name = one.args, ""
+    for op in one.launch.above() if one.launch and "Collective name" not in args else ():
+        if op.name == "record_param_comms":
+            args = op.args
+        elif not kind_of(name) and (match := ASKS.match(op.name)):
+            name = match[1]
+        if "Collective name" in args:
+            break
+    return str(args.get("Collective name") or name), args
+
+
+def _is_one_group(rank: Rank) -> bool:
+    """Whether every group of the run is the whole world; of two ranks each is, of more the trace has to list them."""
+    return rank.world_size == 2 or (bool(rank.groups) and all(size == rank.world_size for size in rank.groups))
+
+
+def _everyone(rank: Rank) -> tuple[int, ...]:
+    return tuple(range(rank.world_size)) if rank.world_size <= LISTED else ()
+
+
+def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
+    known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not tell its group
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = ON_CPU.match(op.name).groups()

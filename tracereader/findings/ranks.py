@@ -207,6 +207,8 @@ def _nothing_matched(summary: RanksSummary) -> str:
         return "the collectives of these ranks cannot be matched: who waits for whom is not told"
     if len(summary.ranks) == 1:
         return f"only rank {summary.ranks[0].rank} could be read: there is nothing to set it against"
+    if any(one.communication_us for one in summary.ranks):
+        return "these ranks send to each other and receive in the steps: who waits for whom is not told"
     return "no collective in the steps: these ranks work side by side, and wait for nobody"
 
 
