@@ -5,11 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
-from tracereader.figures.places import LOADER, Place, phases
+from tracereader.figures.places import Place, phases
 from tracereader.trace import Op, Step, Trace, outermost
+from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
 
-EVALUATED = "autograd::engine::evaluate_function: "
-OF_OPTIMIZERS = "Optimizer."
 FORWARD, BACKWARD, OPTIMIZER, LOADING, REST = "forward", "backward", "optimizer", "DataLoader", "outside them"
 
 
@@ -22,7 +21,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     recorded, to the last one. Labels of torch's own do not count as labels. cpu_us add up to the step's time.
     """
     labels = {label.name for label in phases(step)}
-    if len(labels) > 1 and not all(name.startswith((OF_OPTIMIZERS, LOADER)) for name in labels):
+    if len(labels) > 1 and not all(map(is_torchs_own, labels)):
         return ()
     spans = _spans(trace, step)
     if not spans[BACKWARD] or not spans[FORWARD]:
@@ -43,8 +42,8 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     """When each phase goes on, in the order of a step; no two at a time."""
-    backward = list(outermost(step.roots, lambda op: op.name.startswith(EVALUATED)))
-    labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OF_OPTIMIZERS, LOADER))))
+    backward = list(outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)))
+    labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OPTIMIZERS, LOADER))))
     marks = [(op.start, op.end, BACKWARD) for op in backward]
     marks += [(op.start, op.end, LOADING if op.name.startswith(LOADER) else OPTIMIZER) for op in labels]
     marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]

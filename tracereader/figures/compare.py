@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tracereader.figures import changed_work
 from tracereader.figures.changed_work import NAMES_SHOWN, and_more
-from tracereader.figures.side import COMPILE_ROWS, Side
+from tracereader.figures.side import Side
+from tracereader.trace.labels import COMPILE_ROWS
 
 OPS_SHOWN, FEW = 40, 6
 HASH_SHOWN = 12  # letters of 52

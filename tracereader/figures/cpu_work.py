@@ -1,6 +1,5 @@
 """What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -9,18 +8,15 @@ from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.moved import BYTES_OF, INPUTS
-from tracereader.figures.places import COLLECTIVE, LOADER
 from tracereader.figures.sizes import MATMULS, Product, sizes_of_op, tensors_of
-from tracereader.figures.steps import COMPILING, INDUCTORS_CALL
 from tracereader.trace import Lesson, Op, Step, Trace, outermost
 from tracereader.trace.kernel_names import TYPES
+from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
 
 # Times the measured roof: so far above it a rate says that the roof is none.
 MUCH_FASTER = 1.1
 # Bytes that a cache may hold: what a pointwise op moves at which rate then says nothing of the memory.
 CACHED = 2**25
-# Labels of torch's own in which it computes or waits: collectives of a CPU, a DataLoader's next batch.
-RECORDED = re.compile(rf"{COLLECTIVE}|{re.escape(LOADER)}")
 WRITTEN_BY_INDUCTOR = "cpp_fused"
 
 
@@ -68,11 +64,16 @@ def outside_ops(trace: Trace, step: Step) -> float | None:
     """
     near = [root for some in trace.steps if some.start < step.end for root in some.roots if root.end > step.start]
     roots = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
-    covered = list(outermost(roots, lambda one: is_op(one) or (one.kind == "label" and RECORDED.match(one.name))))
+    covered = list(outermost(roots, lambda one: is_op(one) or (one.kind == "label" and _is_recorded(one.name))))
     if not any(one.kind == "op" for one in covered) or step.end <= step.start:
         return None
     inside = union(clipped(((one.start, one.end) for one in covered), step.start, step.end))
     return 1 - length(inside) / (step.end - step.start)
+
+
+def _is_recorded(label: str) -> bool:
+    """Whether torch works or waits in a label of its own: in a collective, for a DataLoader's next batch."""
+    return label.startswith(LOADER) or COLLECTIVE.match(label) is not None
 
 
 def is_op(call: Op) -> bool:

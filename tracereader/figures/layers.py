@@ -4,9 +4,7 @@ from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS
 from tracereader.trace import Op, Step, Trace
 from tracereader.trace.families import says
-
-# torch.compile's and the profiler's rows, which hold many layers and are none.
-ENCLOSING = ("ProfilerStep#", "Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
+from tracereader.trace.labels import HOLDS_MANY_LAYERS
 
 
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:
@@ -35,7 +33,7 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
     for op, name in zip(ops, names, strict=True):
         outermost = None
         for one in _with_above(op):
-            if one.kind != "op" or holds[id(one)] > 1 or one.name.startswith(ENCLOSING):
+            if one.kind != "op" or holds[id(one)] > 1 or one.name.startswith(HOLDS_MANY_LAYERS):
                 break
             outermost = one
         if outermost is not None:

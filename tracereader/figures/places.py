@@ -8,11 +8,9 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import MODULE, STEP, Op, Step, Trace, outermost
+from tracereader.trace import MODULE, Op, Step, Trace, outermost
+from tracereader.trace.labels import is_phase
 
-# What torch itself labels: no phase of anybody's step.
-COLLECTIVE, LOADER = r"(nccl|gloo|mpi|xccl):", "enumerate(DataLoader)#"
-TORCHS_OWN = re.compile(rf"FSDP::|{COLLECTIVE}")
 _start = attrgetter("start")
 NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 
@@ -63,7 +61,7 @@ def by_label(step: Step) -> tuple[Place, ...]:
 
 
 def phases(step: Step) -> list[Op]:
-    """The outermost labels by start, without torch's own; where one encloses all others, those right inside it.
+    """The outermost labels by start that mark phases; where one encloses all others, those right inside it.
 
     Of the thread that runs the steps, where the trace tells: labels of several overlap in time.
     """
@@ -80,9 +78,8 @@ def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
     pending = list(reversed(ops))
     while pending:
         op = pending.pop()
-        if op.kind == "label" and not op.name.startswith(STEP):
-            if not TORCHS_OWN.match(op.name):
-                labels.append(op)
+        if op.kind == "label" and is_phase(op.name):
+            labels.append(op)
         elif op.kind == "label":
             pending.extend(reversed(op.children))
     return labels

@@ -14,16 +14,13 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, minus, union
-from tracereader.figures.places import LOADER, phases
+from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded
+from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 
-# A collective of a CPU backend: the slice of the thread that works on it.
-ON_CPU = re.compile(r"(gloo|mpi):(\w+)")
-# What asks for communication around a kernel's launch: torch's op, or its label of the backend's call.
-ASKS = re.compile(r"(?:nccl:|c10d::|_c10d_functional::)(\w+)")
 # The kernel of a send or a receive, where nothing else describes it: older names are those of all collectives.
 SENDS = re.compile(r"ncclDevKernel_SendRecv")
 KINDS = (
@@ -193,13 +190,13 @@ def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
         pending = list(step.roots)
         while pending:
             op = pending.pop()
-            if op.kind == "label" and ON_CPU.match(op.name):
+            if op.kind == "label" and collective_on_cpu(op.name):
                 communication.append((op.start, op.end))
                 continue  # what it does inside is the collective's own
             if _loads(op):
                 continue
             if op.kind == "op":
-                hands_over = op.name.startswith(("c10d::", "_c10d_functional::", "record_param_comms"))
+                hands_over = C10D.match(op.name) or op.name == DESCRIBES_COLLECTIVE
                 (handed if hands_over else computed)[op.track].append((op.start, op.end))
             pending.extend(op.children)
     compute = union(one for track, some in computed.items() for one in minus(union(some), union(handed[track])))
@@ -326,10 +323,10 @@ def _described(one: Work) -> tuple[str, dict]:
     """
     args, name = one.args, ""
     for op in one.launch.above() if one.launch and "Collective name" not in args else ():
-        if op.name == "record_param_comms":
+        if op.name == DESCRIBES_COLLECTIVE:
             args = op.args
-        elif not kind_of(name) and (match := ASKS.match(op.name)):
-            name = match[1]
+        elif not kind_of(name) and (asked := asks_for_collective(op.name)):
+            name = asked
         if "Collective name" in args:
             break
     return str(args.get("Collective name") or name), args
@@ -348,7 +345,7 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part
     known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not tell its group
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
-            backend, name = ON_CPU.match(op.name).groups()
+            backend, name = collective_on_cpu(op.name)
             kind = kind_of(name)
             if kind is None or not known:
                 yield None
@@ -367,7 +364,7 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part
 
 
 def _collectives_on_cpu(step: Step) -> Iterator[Op]:
-    return (op for op in step.walk() if op.kind == "label" and ON_CPU.match(op.name))
+    return (op for op in step.walk() if op.kind == "label" and collective_on_cpu(op.name))
 
 
 def kind_of(name: str) -> str | None:

@@ -6,11 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.summary import Call, Summary, graphs_in
 from tracereader.trace.kernel_names import KernelName, decode, short
-
-COMPILE_ROWS = ("TorchDynamo", "Torch-Compiled Region", "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
+from tracereader.trace.labels import COMPILE_ROWS
 
 
 @dataclass(frozen=True)

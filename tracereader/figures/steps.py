@@ -1,7 +1,6 @@
 """Each recorded step measured on both lanes, and what a wide one did that the others did not."""
 
 import bisect
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -9,8 +8,8 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Lengths, length, union
-from tracereader.figures.places import LOADER
 from tracereader.trace import STEP, Op, Step, Trace, Work
+from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
 
 # A step that took this many times the typical one is pointed at. On the H200 the first recorded
 # step takes 1.7 to 3.4 times the others, and the others differ among each other by up to 1.4.
@@ -21,13 +20,6 @@ GPU_STANDS_OUT = 1.3
 TELLING_US = 2.0
 # The name under which a step's own time is kept: "ProfilerStep#3" is never the same in two steps.
 OUTSIDE = "outside every call"
-# What torch.compile writes around its phases, and the annotations that say of which compilation: of the
-# frame (compiled autograd's number before it), and how often it had been compiled before.
-COMPILING = " (dynamo_timed)"
-LOOKUP, INDUCTORS_CALL = "TorchDynamo Cache Lookup", "## Call CompiledFxGraph"
-# The profiler's mark, and what torch labels in the midst of a step: a gap up to their first op is none of the step's.
-TORCHS_LABELS = (STEP, "Optimizer.", LOADER)
-COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
 
 class Excess(msgspec.Struct, frozen=True):
@@ -114,7 +106,7 @@ def spanned(work: Sequence[Work]) -> tuple[int, int]:
 
 def label_of(step: Step) -> Op | None:
     """The step's own annotation: the outermost label in it that torch itself did not set."""
-    return next((op for op in step.walk() if op.kind == "label" and not op.name.startswith(TORCHS_LABELS)), None)
+    return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:

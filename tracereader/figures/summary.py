@@ -1,6 +1,5 @@
 """Everything measured of one trace, in one object: report, findings, comparison and --json are made of it."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,10 +25,11 @@ from tracereader.figures.inputs import inputs_of
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import LOOKUP, StepFacts, first_start, label_of, self_us, spanned, step_facts, typical
+from tracereader.figures.steps import StepFacts, first_start, label_of, self_us, spanned, step_facts, typical
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
+from tracereader.trace.labels import COMPILED_AGAIN, GRAPH, LOOKUP
 
 # A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
 # the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
@@ -369,15 +369,13 @@ def _lesson(trace: Trace) -> dict | None:
 
 
 def _compiled(trace: Trace) -> tuple[list[str], list[str]]:
-    regions = {
-        match[0] for name in trace.op_names if (match := re.match(r"Torch-Compiled Region: (\d+)/[1-9]\d*", name))
-    }
+    regions = {match[0] for name in trace.op_names if (match := COMPILED_AGAIN.match(name))}
     return graphs_in(trace.op_names), sorted(regions)
 
 
 def graphs_in(names: Iterable[str]) -> list[str]:
     """The hashes of the compiled graphs that are called under these names."""
-    return sorted({match[1] for name in names if (match := re.search(r"CompiledFxGraph (\w+)", name))})
+    return sorted({match[1] for name in names if (match := GRAPH.search(name))})
 
 
 def _lookups(calls: Counter) -> int:

@@ -8,6 +8,7 @@ import msgspec
 
 from tracereader.figures.gpu_work import asking_ops
 from tracereader.trace import STEP, Op, Trace
+from tracereader.trace.labels import COLLECTIVE
 
 # What torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
 NOT_IN_IT = frozenset(
@@ -16,8 +17,6 @@ NOT_IN_IT = frozenset(
         "aten::is_leaf", "aten::output_nr", "aten::_version",
     }
 )  # fmt: skip
-# Slices that begin on one thread and end on another: torch counts their calls, and nests nothing in them.
-ASYNCHRONOUS = ("nccl:", "gloo:")
 EVERY_STEP = f"{STEP[:-1]}*"  # one row for the marks of all steps, as torch has it
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
@@ -85,7 +84,7 @@ def profiler_table(trace: Trace) -> Table:
             reached[parent] += reached[number]
         _add(rows, (_name(nodes[number]), False), own[number], nodes[number].dur, launched[number], reached[number])
     for op in _all(trace):
-        if op.name.startswith(ASYNCHRONOUS):
+        if COLLECTIVE.match(op.name):
             _add(rows, (op.name, False), 0, op.dur, 0, 0)
     for one in trace.work:
         _add(rows, (one.name, True), 0, 0, one.dur, one.dur)
@@ -120,12 +119,13 @@ def _name(one) -> str:
 def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
     """Every slice of the CPU lane, and the place of what encloses it, which comes before it.
 
-    As torch nests them: the profiler's own slices lie in the calls of the thread that runs the steps, and
-    a slice that outlasts the one it starts in is not in it.
+    As torch nests them: the profiler's own slices lie in the calls of the thread that runs the steps; nothing lies in
+    a collective, which begins on one thread and ends on another; a slice that outlasts the one it starts in is not in
+    it.
     """
     tracks: dict[tuple, list[Op]] = {}
     for op in _all(trace):
-        if op.name not in NOT_IN_IT and not op.name.startswith(ASYNCHRONOUS):
+        if op.name not in NOT_IN_IT and not COLLECTIVE.match(op.name):
             tracks.setdefault(op.track, []).append(op)
     marks = [op for ops in tracks.values() for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     main = marks[0].track if marks else max(tracks, key=lambda track: len(tracks[track]), default=None)

@@ -8,14 +8,13 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.autograd import EVALUATED as AUTOGRAD
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
-from tracereader.figures.places import LOADER, TORCHS_OWN, Place, innermost
+from tracereader.figures.places import Place, innermost
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded_as
 from tracereader.trace.families import says
+from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, is_phase
 
-OPTIMIZER = "Optimizer.step#"
 # Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
 UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
@@ -364,7 +363,7 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
 
 def _labels(ops: Iterable[Op]) -> list[str]:
     names = (op.name for op in ops if op.kind == "label")
-    return [name for name in names if not name.startswith(STEP) and not TORCHS_OWN.match(name)]
+    return [name for name in names if is_phase(name)]
 
 
 def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
-from tracereader.figures.steps import LOOKUP
 from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
 from tracereader.findings.steps import compiled, cost_of
+from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
 VIEWS = frozenset(
@@ -17,8 +17,7 @@ VIEWS = frozenset(
         "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
     }
 )  # fmt: skip
-COMPILED_ROWS = (LOOKUP, "Torch-Compiled Region", "AOTDispatcher Runtime Wrapper Prologue")
-PREGRAPH = "Pregraph bytecode"
+COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)
 
 
 def _calls(summary: Summary, name: str) -> int:

@@ -15,7 +15,6 @@ from tracereader.figures.cpu_work import CpuWork, is_op
 from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
-from tracereader.figures.steps import INDUCTORS_CALL
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import counted, duration, family_in_words, size
@@ -43,6 +42,7 @@ from tracereader.show.view import View, and_more
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.labels import INDUCTORS_CALL
 
 STEPS_SHOWN = 8
 # A step with more pieces of GPU work is folded: by name, the costliest first.

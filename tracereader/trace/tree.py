@@ -27,6 +27,7 @@ from tracereader.trace.document import (
     decoded_as,
     load,
 )
+from tracereader.trace.labels import MODULE, STEP
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -45,8 +46,6 @@ KINDS = {
     "cuda_sync": "mark", "cuda_event": "mark", "cuda_profiler_range": "mark",
 }  # fmt: skip
 WORK = ("kernel", "memcpy", "memset")
-STEP = "ProfilerStep#"
-MODULE = "nn.Module: "
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
