@@ -5,6 +5,7 @@ import re
 import msgspec
 
 from tracereader.trace import kernel_names
+from tracereader.trace.types import concrete_of
 
 # Attention ops whose first three inputs are query, key and value: the places of [batch, heads, sequence] in those, and
 # of the flag (or the number of the mask's kind) that says causal among the op's arguments.
@@ -55,7 +56,7 @@ def attention(
         return None
     (batch, heads, sequence), place = order
     query, key = dims[:2]
-    causal = _causal(args.get("Concrete Inputs"), place, says, facts)
+    causal = _causal(concrete_of(args), place, says, facts)
     if says.parts.get("window") or (causal and query[sequence] != key[sequence]):
         causal = None  # which pairs are left is not recorded
     if causal is None and order is FLEX_ORDER:
@@ -81,14 +82,14 @@ def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
     if not all(type(one) is int and 0 < one < 2**40 for one in sizes):
         return None
     batch, heads, seq, head_size = sizes
-    return Attention(batch, heads, heads, seq, seq, head_size, _causal(None, None, says, facts))
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal([], None, says, facts))
 
 
-def _causal(inputs: object, place: int | None, says: kernel_names.KernelName, facts: dict) -> bool | None:
+def _causal(inputs: list, place: int | None, says: kernel_names.KernelName, facts: dict) -> bool | None:
     """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
     if named := says.parts.get("causal"):
         return named == "yes"
-    if isinstance(inputs, list) and place is not None and len(inputs) > place and inputs[place] in CAUSAL:
+    if place is not None and len(inputs) > place and inputs[place] in CAUSAL:
         return CAUSAL[inputs[place]]
     told = facts.get("attention")
     causal = told.get("causal") if isinstance(told, dict) else None

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tracereader.figures.gpu_work import asking_ops
-from tracereader.figures.moved import BYTES_OF
-from tracereader.figures.sizes import MATMULS, dims_of, product
+from tracereader.figures.sizes import MATMULS, product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.types import dims_of, dtype_of, types_of
 
 # What makes a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
@@ -176,9 +176,10 @@ def cast_products(step: Step) -> CastProducts | None:
 
 
 def _casts_to_fp32(one: Work, op: Op) -> bool:
-    types = op.args.get("Input type")
-    if isinstance(types, list) and len(types) > 1:
-        return types[0] == "float" and BYTES_OF.get(types[1] if isinstance(types[1], str) else "") == 2
+    types = types_of(op.args)
+    if len(types) > 1:
+        to, source = dtype_of(types[0]), dtype_of(types[1])
+        return bool(to and source) and to.name == "fp32" and source.bytes == 2
     # LoadWithCast: what it reads is of another type than what it computes with, and that is written.
     parts = says(one).parts
     return parts.get("does") == "copy" and parts.get("types") == "fp32" and "LoadWithCast" in one.name

@@ -29,7 +29,7 @@ class Convolution(msgspec.Struct, frozen=True):
         return math.prod(self.data) + math.prod(self.filter) + math.prod(self.result)
 
 
-def convolution(op: str, shapes: Sequence[list[int]], concrete: object) -> Convolution | None:
+def convolution(op: str, shapes: Sequence[list[int]], concrete: list) -> Convolution | None:
     """By the op's tensor shapes and its other arguments as text; None where these do not tell."""
     if op == "aten::convolution_backward" and len(shapes) >= 3:
         result, data, weight = shapes[:3]
@@ -56,11 +56,11 @@ def _numbers(concrete: object, place: int) -> list[int]:
     """The list of numbers that was passed as that argument."""
     try:
         found = ast.literal_eval(concrete[place])
-    except (TypeError, KeyError, IndexError, ValueError, SyntaxError, MemoryError, RecursionError):
+    except (TypeError, IndexError, ValueError, SyntaxError, MemoryError, RecursionError):
         return []
     return found if isinstance(found, list) and all(type(one) is int for one in found) else []
 
 
 def _flag(concrete: object, place: int) -> bool:
     # Not recorded is taken for transposed: less is said then.
-    return not (isinstance(concrete, list) and len(concrete) > place and concrete[place] == "False")
+    return not (len(concrete) > place and concrete[place] == "False")

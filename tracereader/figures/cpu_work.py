@@ -7,11 +7,11 @@ import msgspec
 from tracereader.figures.attention import ATTENTION, Attention
 from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
-from tracereader.figures.moved import BYTES_OF, INPUTS
-from tracereader.figures.sizes import MATMULS, Product, sizes_of_op, tensors_of
+from tracereader.figures.moved import INPUTS
+from tracereader.figures.sizes import MATMULS, Product, sizes_of_op
 from tracereader.trace import Lesson, Op, Step, Trace, outermost
-from tracereader.trace.kernel_names import TYPES
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
+from tracereader.trace.types import dtype_of, tensors_of
 
 # Times the measured roof: so far above it a rate says that the roof is none.
 MUCH_FASTER = 1.1
@@ -140,7 +140,7 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
         flops=flops,
         tflops=flops / op.us / 1e6 if flops and op.dur else None,
         bytes_moved=moved,
-        least_bytes=shape.elements * BYTES_OF[given] if shape else moved,
+        least_bytes=shape.elements * first.item if shape else moved,
         gb_s=moved / op.us / 1e3 if moved and op.dur else None,
         roof=None,
         of_roof=None,
@@ -149,13 +149,13 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
 
 def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
     """Each with its share of the roof that it meets first: below the ridge the memory's, else the arithmetic one."""
-    of_type = [one.tflops for one in found if one.tflops and TYPES.get(one.type) == roofs.type]
+    of_type = [one.tflops for one in found if one.tflops and _is_of(one.type, roofs.type)]
     # A roof that the run itself breaks was measured while something else ran.
     holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
     # Factors that a cache cannot hold together are read from memory in every step, small as each may be.
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
-        known = TYPES.get(one.type) == roofs.type and not (one.attention and one.attention.causal is None)
+        known = _is_of(one.type, roofs.type) and not (one.attention and one.attention.causal is None)
         least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
         roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
         if roof == "compute":
@@ -165,3 +165,8 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
         else:
             told = False
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one
+
+
+def _is_of(written: str, name: str) -> bool:
+    dtype = dtype_of(written)
+    return dtype is not None and dtype.name == name

@@ -13,6 +13,7 @@ from tracereader.figures.gpu_work import GpuWork, asking_ops
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.types import dims_at, shapes_as_recorded, types_of
 
 # Ops that write an expanded tensor out, and those that are attention, or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
@@ -223,7 +224,7 @@ def _signature(work: Sequence[Work]) -> list:
     found = []
     for one, op in zip(work, asking_ops(work), strict=True):
         args = one.args
-        found.append((args.get("grid"), args.get("bytes"), op.args.get("Input Dims") if op is not None else None))
+        found.append((args.get("grid"), args.get("bytes"), shapes_as_recorded(op.args) if op is not None else None))
     return found
 
 
@@ -253,8 +254,8 @@ def _cast(asked_by: Op) -> Op | None:
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":
-            types = op.args.get("Input type")
-            if isinstance(types, list) and len(types) > 1 and types[0] == types[1]:
+            types = types_of(op.args)
+            if len(types) > 1 and types[0] == types[1]:
                 return None  # another layout, or another device: no cast
         elif op.name == "aten::to" and casts:
             found = op
@@ -303,20 +304,13 @@ def _copies(op: Op) -> list[Work]:
 
 def _adds_a_dimension(expand: Op) -> bool:
     """Whether it is [batch, heads, 1, keys, size] that is expanded; so taken where no shapes are recorded."""
-    dims = _dims_of(expand, 0)
+    dims = dims_at(expand.args, 0)
     return dims is None or (len(dims) == 5 and dims[2] == 1)
 
 
 def _second(op: Op, which: int = 0) -> int | None:
-    dims = _dims_of(op, which)
+    dims = dims_at(op.args, which)
     return dims[1] if dims and len(dims) > 3 else None
-
-
-def _dims_of(op: Op, which: int) -> list[int] | None:
-    dims = op.args.get("Input Dims")
-    if not isinstance(dims, list) or len(dims) <= which or not isinstance(dims[which], list):
-        return None
-    return dims[which] if all(type(size) is int and size >= 0 for size in dims[which]) else None
 
 
 def _expanded_by_inductor(measured: Sequence[GpuWork]) -> Asked | None:

@@ -4,10 +4,9 @@ from collections import Counter, defaultdict
 from itertools import groupby
 
 from tracereader.figures.moved import INPUTS
-from tracereader.figures.sizes import tensors_of
-from tracereader.trace import Step, kernel_names
+from tracereader.trace import Step
+from tracereader.trace.types import Tensor, dtype_of, tensors_of
 
-TYPES = {**kernel_names.TYPES, "long int": "int64", "short int": "int16"}
 # Tensors that an op reads: behind them, called with out= as compiled code does, stands the one that it writes.
 READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
 
@@ -24,5 +23,10 @@ def inputs_of(step: Step) -> dict[str, dict[str, int]]:
 def _words(op: str, args: dict) -> str:
     """fp32 [8, 64] [64, 64] of two tensors of one type."""
     read = [one for one in tensors_of(args)[: READ.get(op)] if one.type]
-    by_type = groupby(read, key=lambda tensor: TYPES.get(tensor.type, tensor.type))
+    by_type = groupby(read, key=_type)
     return ", ".join(f"{name} {' '.join(str(one.shape) for one in some)}" for name, some in by_type)
+
+
+def _type(tensor: Tensor) -> str:
+    dtype = dtype_of(tensor.type)
+    return dtype.name if dtype else tensor.type

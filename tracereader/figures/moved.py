@@ -8,30 +8,20 @@ import ast
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tracereader.trace import Op
-from tracereader.trace.kernel_names import TYPES, KernelName
+from tracereader.trace.kernel_names import KernelName
+from tracereader.trace.types import (
+    BYTES_BY_CODE,
+    Tensor,
+    concrete_of,
+    dtype_of,
+    inputs_of,
+    is_shape,
+    shapes_as_recorded,
+)
 
-BYTES_OF = {
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "float": 4,
-    "double": 8,
-    "int": 4,
-    "long int": 8,
-    "short int": 2,
-    "signed char": 1,
-    "unsigned char": 1,
-    "bool": 1,
-}
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
-# A dtype among an op's arguments is recorded as its number in c10::ScalarType.
-SCALAR_TYPES = {
-    "0": 1, "1": 1, "2": 2, "3": 4, "4": 8, "5": 2, "6": 4, "7": 8, "8": 4, "9": 8, "10": 16, "11": 1, "15": 2, "23": 1,
-    "24": 1, "25": 1, "26": 1,
-}  # fmt: skip
-
 # Pointwise ops by how many of their first arguments may be tensors that they read; a tensor behind those is out=.
 _OPERANDS = (
     (1, "abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh "
@@ -78,45 +68,6 @@ REDUCES = {
 }  # fmt: skip
 
 
-class Tensor(NamedTuple):
-    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known.
-
-    type: as torch writes it; "" where it was not recorded.
-    """
-
-    shape: list[int]
-    stored: int
-    item: int | None
-    type: str
-
-    @property
-    def bytes(self) -> int:
-        return self.stored * self.item
-
-
-def inputs_of(args: dict) -> list[Tensor | None]:
-    """An op's arguments in their places: tensors as they were recorded, None for anything else."""
-    dims, types, strides = (args.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
-    if not isinstance(dims, list):
-        return []
-    types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
-    strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
-    found: list[Tensor | None] = []
-    for shape, type_name, stride in zip(dims, types, strides, strict=True):
-        if not _is_shape(shape):
-            found.append(None)
-            continue
-        same = isinstance(stride, list) and len(stride) == len(shape)
-        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
-        given = type_name if isinstance(type_name, str) else ""
-        found.append(Tensor(shape, math.prod(distinct), BYTES_OF.get(given), given))
-    return found
-
-
-def _is_shape(found: object) -> bool:
-    return isinstance(found, list) and bool(found) and all(type(size) is int and 0 <= size < 2**40 for size in found)
-
-
 def moved(op: Op, kernel: str, says: KernelName) -> int | None:
     """What the only kernel of an op has to move, in bytes; None where the record does not tell."""
     args = op.args
@@ -133,8 +84,7 @@ def moved(op: Op, kernel: str, says: KernelName) -> int | None:
         return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # read where it is broadcast from: once
     if name in ("aten::fill_", "aten::zero_"):
         return inputs[0].bytes if inputs[0] else None
-    concrete = args.get("Concrete Inputs")
-    concrete = concrete if isinstance(concrete, list) else []
+    concrete = concrete_of(args)
     for names, find in (
         (("aten::_softmax", "aten::_log_softmax"), _softmax),
         (("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"), _softmax_backward),
@@ -188,9 +138,9 @@ def _result_item(op: str, operands: Sequence[Tensor | None]) -> int | None:
     if floats := types & {*FLOATS}:
         if len(floats) > 1 and floats <= {"c10::BFloat16", "c10::Half"}:
             return 4
-        return max(BYTES_OF[one] for one in floats)
+        return max(dtype_of(one).bytes for one in floats)
     # Of whole numbers: with a fraction among the numbers the result has fractions, too.
-    return BYTES_OF[types.pop()] if len(types) == 1 and op in STAY_WHOLE and None not in valued else None
+    return dtype_of(types.pop()).bytes if len(types) == 1 and op in STAY_WHOLE and None not in valued else None
 
 
 def _argument(concrete: list, place: int) -> str | None:
@@ -209,7 +159,7 @@ def _softmax(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int 
 
 def _softmax_backward(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | None:
     tensors = [one for one in inputs if one is not None]
-    item = SCALAR_TYPES.get(_argument(concrete, 3) or "")
+    item = BYTES_BY_CODE.get(_argument(concrete, 3) or "")
     if len(tensors) != 2 or not item:
         return None
     return sum(one.bytes for one in tensors) + math.prod(tensors[0].shape) * item
@@ -257,10 +207,10 @@ def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> in
         asked = _argument(concrete, 1 if everything else dtype_place)
         if asked is None:
             return None
-        if asked and asked not in SCALAR_TYPES:
+        if asked and asked not in BYTES_BY_CODE:
             return None
         if asked:
-            item = SCALAR_TYPES[asked]
+            item = BYTES_BY_CODE[asked]
         elif given.type not in FLOATS:
             item = 8  # whole numbers add up to int64
     return given.bytes + left * item
@@ -281,17 +231,12 @@ def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int]
 
 def _cat(args: dict, kernel: str, says: KernelName) -> int | None:
     """Of a list of tensors the record has the shapes; their type is told by the kernel that copies them."""
-    dims = args.get("Input Dims")
-    shapes = dims[0] if isinstance(dims, list) and dims and isinstance(dims[0], list) else []
-    if not shapes or not all(_is_shape(one) for one in shapes):
+    dims = shapes_as_recorded(args)
+    shapes = dims[0] if dims and isinstance(dims[0], list) else []
+    if not shapes or not all(one and is_shape(one) for one in shapes):
         return None
     opaque = re.search(r"OpaqueType<(\d{1,2})u?>", kernel)
     named = re.search(r"CatArrayBatchedCopy\w*<((?:unsigned )?[\w:]+(?:<\w+>)?)[,>]", kernel)
-    item = int(opaque[1]) if opaque else ITEMS.get(TYPES.get(named[1], "")) if named else None
+    dtype = dtype_of(named[1]) if named else None
+    item = int(opaque[1]) if opaque else dtype.bytes if dtype else None
     return 2 * sum(map(math.prod, shapes)) * item if item else None
-
-
-ITEMS = {
-    "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "bool": 1,
-}  # fmt: skip

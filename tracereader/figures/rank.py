@@ -4,6 +4,7 @@ What joined() in ranks.py needs to set the ranks against each other, and no more
 """
 
 import bisect
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
+from tracereader.trace.types import dims_at, dtype_of, shapes_as_recorded, types_of
 
 # The kernel of a send or a receive, where nothing else describes it: older names are those of all collectives.
 SENDS = re.compile(r"ncclDevKernel_SendRecv")
@@ -30,10 +32,6 @@ KINDS = (
 )  # fmt: skip
 # Ranks of a group that are kept by number; of a larger group those that have a part in a collective are its members.
 LISTED = 4096
-BYTES_OF = {
-    "double": 8, "long": 8, "longint": 8, "complexfloat": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2,
-    "short": 2, "char": 1, "signedchar": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
-}  # fmt: skip
 _start = attrgetter("start")
 
 
@@ -298,9 +296,9 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part
             if kind is None and (re.match("send|recv", name) or (not name and SENDS.search(one.name))):
                 continue  # between two ranks only: no collective
             members = _members(told)
-            if type(size) is not int and _is_one_group(rank):
+            if not _is_size(size) and _is_one_group(rank):
                 size, members = rank.world_size, _everyone(rank)
-            if kind is None or type(size) is not int:
+            if kind is None or not _is_size(size):
                 yield None
                 continue
             yield Part(
@@ -308,7 +306,7 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part
                 members=members,
                 kind=kind,
                 step=step.name,
-                seq=args["Seq"] if type(args.get("Seq")) is int and args["Seq"] >= 0 else None,
+                seq=args["Seq"] if type(args.get("Seq")) is int and 0 <= args["Seq"] < 2**53 else None,
                 bytes=_bytes(kind, args),
                 size=size,
                 start=zero + one.start,
@@ -330,6 +328,11 @@ def _described(one: Work) -> tuple[str, dict]:
         if "Collective name" in args:
             break
     return str(args.get("Collective name") or name), args
+
+
+def _is_size(found: object) -> bool:
+    """Whether it can be a number of ranks, or a rank's."""
+    return type(found) is int and 0 <= found < 2**31
 
 
 def _is_one_group(rank: Rank) -> bool:
@@ -375,27 +378,24 @@ def kind_of(name: str) -> str | None:
 
 def _members(told: object) -> tuple[int, ...]:
     found = decoded(told) if isinstance(told, str) else told  # long lists are cut with dots, and are none
-    return tuple(found) if isinstance(found, list) and all(type(one) is int for one in found) else ()
+    return tuple(found) if isinstance(found, list) and all(map(_is_size, found)) else ()
 
 
 def _bytes(kind: str, args: dict) -> int | None:
-    item = BYTES_OF.get(str(args.get("dtype")).lower())
+    dtype = dtype_of(args.get("dtype"))
     counts = [args.get("In msg nelems"), args.get("Out msg nelems")]
-    if item is None or any(type(one) is not int or not 0 < one < 2**50 for one in counts):
+    if dtype is None or any(type(one) is not int or not 0 < one < 2**50 for one in counts):
         return None
-    return item * (counts[1] if kind == "all-gather" else max(counts) if kind == "broadcast" else counts[0])
+    return dtype.bytes * (counts[1] if kind == "all-gather" else max(counts) if kind == "broadcast" else counts[0])
 
 
 def _bytes_on_cpu(kind: str, args: dict, size: int) -> int | None:
-    dims, types = args.get("Input Dims"), args.get("Input type")
-    if not (isinstance(dims, list) and len(dims) == 1 and isinstance(types, list) and len(types) == 1):
+    if len(shapes_as_recorded(args)) != 1 or len(types_of(args)) != 1:
         return None
-    item, count = BYTES_OF.get(str(types[0]).removeprefix("c10::").replace(" ", "").lower()), 1
-    for one in dims[0] if isinstance(dims[0], list) else [None]:
-        if type(one) is not int or not 0 < one < 2**50:
-            return None
-        count *= one
-    return item and item * count * (size if kind == "all-gather" else 1)
+    dims, dtype = dims_at(args, 0), dtype_of(types_of(args)[0])
+    if dims is None or dtype is None or not 0 < (count := math.prod(dims)) < 2**50:
+        return None
+    return dtype.bytes * count * (size if kind == "all-gather" else 1)
 
 
 def _lane(

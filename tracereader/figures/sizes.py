@@ -7,9 +7,10 @@ import msgspec
 
 from tracereader.figures.attention import ATTENTION, Attention, attention, stored
 from tracereader.figures.convolution import Convolution, convolution
-from tracereader.figures.moved import BYTES_OF, Tensor, inputs_of, moved, pointwise_bytes
+from tracereader.figures.moved import moved, pointwise_bytes
 from tracereader.trace import Lesson, Op, Work, families, kernel_names
 from tracereader.trace.kernel_names import KernelName
+from tracereader.trace.types import Dtype, concrete_of, dtype_of, inputs_of, tensors_of, types_of
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 
@@ -52,16 +53,14 @@ def sizes_of(
     tensors = tensors_of(op.args)
     if says.family not in ("GEMM", "attention", "convolution"):
         return None, moved(op, work.name, says) if _only_kernel(work, op) else None, ""
-    shapes, given = [one.shape for one in tensors], op.args.get("Input type")
-    first = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
-    item = BYTES_OF.get(first)
-    # Of fp32 inputs only the name tells whether they are multiplied as TF32.
-    found, types = None, {"c10::BFloat16": "bf16", "c10::Half": "fp16"}.get(first, "")
+    shapes, first = [one.shape for one in tensors], dtype_of(next(iter(types_of(op.args)), None))
+    item = first.bytes if first and first.is_plain else None
+    found, types = None, _half(first)
     if says.family == "GEMM":
         found = product(op.name, shapes) if says.multiplies else None
     elif says.family == "convolution":
         if _convolves(work) and _alone(work, op, says):
-            found = convolution(op.name, shapes, op.args.get("Concrete Inputs"))
+            found = convolution(op.name, shapes, concrete_of(op.args))
     elif says.parts.get("does", "forward") != "forward":
         pass  # it only puts parts together, or goes backward: other arithmetic
     elif shapes:
@@ -71,7 +70,7 @@ def sizes_of(
             else attention(op.name, op.args, shapes, says, lesson.facts if lesson else {})
         )
     elif lesson and (found := stored(lesson.facts, says)):
-        types = {"bf16": "bf16", "fp16": "fp16"}.get(str(lesson.flags.get("dtype")), "")
+        types = _half(dtype_of(lesson.flags.get("dtype")))
         item = 2 if types else None
     return found, found.elements * item if found and item else None, types
 
@@ -88,6 +87,11 @@ def _convolves(work: Work) -> bool:
     if name.family not in ("convolution", "GEMM") or does.startswith(kernel_names.SPLIT_K):
         return False
     return does in kernel_names.CONVOLVING.values() or not BESIDE_A_CONVOLUTION.search(does.replace(" ", ""))
+
+
+def _half(dtype: Dtype | None) -> str:
+    """Its name, if it is multiplied as what it is. Of fp32 only the kernel's name tells whether it is as TF32."""
+    return dtype.name if dtype and dtype.name in ("bf16", "fp16") else ""
 
 
 def _alone(work: Work, op: Op, says: KernelName) -> bool:
@@ -122,16 +126,6 @@ def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
     if op.name in ATTENTION:
         return attention(op.name, op.args, shapes, kernel_names.decode(""), {}), None
     return None, pointwise_bytes(op.name, inputs_of(op.args))
-
-
-def dims_of(args: dict) -> list[list[int]]:
-    """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
-    return [one.shape for one in tensors_of(args)]
-
-
-def tensors_of(args: dict) -> list[Tensor]:
-    """An op's tensor inputs, as far as they were recorded."""
-    return [one for one in inputs_of(args) if one is not None]
 
 
 def count_of(value: object) -> int | None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import msgspec
 
 from tracereader.figures.gpu_work import asking_ops
-from tracereader.figures.sizes import MATMULS, dims_of, product, tensors_of
+from tracereader.figures.sizes import MATMULS, product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
+from tracereader.trace.types import dims_of, shapes_as_recorded, tensors_of
 
 BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
 # What may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
@@ -184,7 +185,7 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
         return [], []
     if name == "copy_":
         return items[1:], items[:1]  # the source comes second
-    if len(op.args["Input Dims"]) > ARGUMENTS.get(name, math.inf):
+    if len(shapes_as_recorded(op.args)) > ARGUMENTS.get(name, math.inf):
         return items[:-1], items[-1:]
     if op.name == kernel:  # Inductor's own row names its output among its inputs, unless it works in place
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)

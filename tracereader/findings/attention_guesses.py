@@ -8,8 +8,8 @@ from tracereader.figures.summary import Call
 from tracereader.findings import attention
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
+from tracereader.trace.types import dtype_of
 
-BYTES_OF_FLAG = {"bf16": 2, "fp16": 2, "fp32": 4}
 # cuBLAS's workspace on the H200; a peak is read as so many matrices of scores only where these are larger.
 WORKSPACE_BYTES = 32 * 2**20
 
@@ -154,12 +154,12 @@ def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
     lesson = summary.lesson or {}
     facts = lesson.get("facts", {})
     known, peak = facts.get("attention"), facts.get("peak_bytes")
-    itemsize = BYTES_OF_FLAG.get(str(lesson.get("flags", {}).get("dtype")))
-    if not isinstance(known, dict) or type(peak) is not int or itemsize is None:
+    dtype = dtype_of(lesson.get("flags", {}).get("dtype"))
+    if not isinstance(known, dict) or type(peak) is not int or dtype is None:
         return None
     sizes = [known.get(name) for name in ("batch", "heads", "seq", "head_dim")]
     if not all(type(one) is int and one > 0 for one in sizes):
         return None
     batch, heads, seq, head_dim = sizes
-    one_side = batch * heads * seq * itemsize
+    one_side = batch * heads * seq * dtype.bytes
     return one_side * seq, peak - 4 * one_side * head_dim

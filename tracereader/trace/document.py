@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from tracereader.machine import free_memory
+from tracereader.trace.types import SHAPES
 
 DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
 DEFLATE_MOST = 1032  # to one, by the format
@@ -114,7 +115,7 @@ def load(path: Path, limit: int) -> Document:
         distributed=decoded(found.distributed),
         base=decoded(found.base),
         host=decoded(found.host),
-        shapes_recorded=b'"Input Dims"' in data,
+        shapes_recorded=f'"{SHAPES}"'.encode() in data,
     )
 
 

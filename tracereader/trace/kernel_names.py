@@ -15,6 +15,8 @@ import functools
 import re
 from dataclasses import dataclass
 
+from tracereader.trace.types import WRITTEN as TYPES
+
 UNKNOWN = "unknown"
 LOOKED_AT = 2_000
 # The words a family can be.
@@ -35,13 +37,6 @@ EPILOGUES = {
     "bgradb": "gradient of the bias",
     "splitK": "split K",
 }
-TYPES = {
-    "c10::BFloat16": "bf16", "cutlass::bfloat16_t": "bf16", "__nv_bfloat16": "bf16", "__hip_bfloat16": "bf16",
-    "c10::Half": "fp16", "cutlass::half_t": "fp16", "__half": "fp16", "float": "fp32", "double": "fp64",
-    "cutlass::float_e4m3_t": "fp8", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
-    "c10::complex<float>": "complex fp32", "c10::complex<double>": "complex fp64", "unsigned char": "uint8",
-    "signed char": "int8", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

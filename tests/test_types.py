@@ -1,0 +1,69 @@
+"""Element types in all their spellings, and what torch recorded of an op's inputs."""
+
+import json
+
+import pytest
+import torch
+
+from tracereader.trace import kernel_names
+from tracereader.trace.types import DTYPES, WRITTEN, dims_at, dims_of, dtype_of, inputs_of, tensors_of, types_of
+
+# torch's own types by the names that are used here.
+TORCHS = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
+    "complex fp32": torch.complex64, "complex fp64": torch.complex128, "uint8": torch.uint8, "int8": torch.int8,
+    "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.collectives)
+def test_each_type_has_torchs_size_in_every_spelling(dtype):
+    torchs = TORCHS.get(dtype.name) or getattr(torch, dtype.collectives.lower())
+    assert dtype.bytes == torchs.itemsize
+    for spelling in (*dtype.written, dtype.collectives, dtype.collectives.lower(), dtype.name):
+        assert dtype_of(spelling).bytes == dtype.bytes and dtype_of(spelling).name == dtype.name
+
+
+def test_what_torch_writes_into_a_trace_is_known(tmp_path):
+    """Input type, as this machine's torch records it of one op on each type."""
+    made = [torch.ones(2, 3, dtype=dtype) for dtype in TORCHS.values()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for one in made:
+            one.clone()
+    recorded.export_chrome_trace(str(tmp_path / "t.json"))
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    clones = sorted((e for e in events if e["name"] == "aten::clone"), key=lambda e: e["ts"])
+    assert [dtype_of(types_of(e["args"])[0]).name for e in clones] == list(TORCHS)
+    assert all(dims_of(e["args"]) == [[2, 3]] for e in clones)
+
+
+def test_no_type():
+    assert [dtype_of(one) for one in ("", "Scalar", "ScalarList", "GenericList", None, 3, "TensorList")] == [None] * 7
+
+
+def test_the_names_in_kernels_are_the_same():
+    assert kernel_names.TYPES is WRITTEN
+
+
+def test_inputs_keep_their_places():
+    args = {
+        "Input Dims": [[4, 8], [], [8], [[1], [2]], [2, -1], "x", [3, 5]],
+        "Input type": ["c10::BFloat16", "Scalar", "float", "TensorList", "float", 3, "c10::complex<float>"],
+        "Input Strides": [[0, 1], [], [1], [], [], [], [5, 1]],
+    }
+    first, scalar, second, several, broken, text, complex_ = inputs_of(args)
+    assert (first.shape, first.stored, first.item, first.type) == ([4, 8], 8, 2, "c10::BFloat16")
+    assert (second.shape, second.bytes) == ([8], 32) and not any((scalar, several, broken, text))
+    assert (complex_.item, complex_.stored) == (None, 15)  # its product is more FLOPs than its shape says
+    assert tensors_of(args) == [first, second, complex_] and dims_of(args) == [[4, 8], [8], [3, 5]]
+    assert [dims_at(args, place) for place in range(8)] == [[4, 8], [], [8], None, None, None, [3, 5], None]
+
+
+@pytest.mark.parametrize("args", [{}, {"Input Dims": None}, {"Input Dims": "x", "Input type": 3}])
+def test_nothing_recorded(args):
+    assert inputs_of(args) == types_of(args) == [] and dims_at(args, 0) is None
+
+
+def test_recorded_without_types():
+    (only,) = inputs_of({"Input Dims": [[2, 3]]})
+    assert (only.stored, only.item, only.type) == (6, None, "")

@@ -1,0 +1,132 @@
+"""Element types and recorded shapes: the one reader of what torch notes of an op's inputs with record_shapes."""
+
+import math
+from typing import NamedTuple
+
+SHAPES = "Input Dims"
+
+
+class Dtype(NamedTuple):
+    """An element type. code: its number in c10::ScalarType, as an op's arguments record a dtype."""
+
+    name: str
+    bytes: int
+    code: int
+    written: tuple[str, ...]  # in kernels' names and in "Input type"
+    collectives: str  # in the args of collectives
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one operation on it is one FLOP at a peak that is known here: not of complex numbers, not of fp8."""
+        return not self.name.startswith(("complex", "fp8"))
+
+
+DTYPES = (
+    Dtype("bf16", 2, 15, ("c10::BFloat16", "cutlass::bfloat16_t", "__nv_bfloat16", "__hip_bfloat16"), "BFloat16"),
+    Dtype("fp16", 2, 5, ("c10::Half", "cutlass::half_t", "__half"), "Half"),
+    Dtype("fp32", 4, 6, ("float",), "Float"),
+    Dtype("fp64", 8, 7, ("double",), "Double"),
+    Dtype("fp8", 1, 24, ("c10::Float8_e4m3fn", "cutlass::float_e4m3_t"), "Float8_e4m3fn"),
+    Dtype("fp8", 1, 23, ("c10::Float8_e5m2",), "Float8_e5m2"),
+    Dtype("complex fp32", 8, 9, ("c10::complex<float>",), "ComplexFloat"),
+    Dtype("complex fp64", 16, 10, ("c10::complex<double>",), "ComplexDouble"),
+    Dtype("uint8", 1, 0, ("unsigned char",), "Byte"),
+    Dtype("int8", 1, 1, ("signed char",), "Char"),
+    Dtype("int16", 2, 2, ("short int", "short"), "Short"),
+    Dtype("int32", 4, 3, ("int",), "Int"),
+    Dtype("int64", 8, 4, ("long int", "long"), "Long"),
+    Dtype("bool", 1, 11, ("bool",), "Bool"),
+)
+# The short name by each spelling of C++.
+WRITTEN = {spelling: one.name for one in DTYPES for spelling in one.written}
+
+
+# The size of an element by what an op's arguments record of a dtype.
+BYTES_BY_CODE = {str(one.code): one.bytes for one in DTYPES}
+
+
+def _key(spelling: str) -> str:
+    return spelling.removeprefix("c10::").replace(" ", "").lower()
+
+
+_BY_SPELLING = {_key(spelling): one for one in DTYPES for spelling in (*one.written, one.collectives, one.name)}
+
+
+def dtype_of(spelling: object) -> Dtype | None:
+    """The type, however it is written: c10::BFloat16, BFloat16 or bf16; None where it is not known."""
+    return _BY_SPELLING.get(_key(spelling)) if isinstance(spelling, str) else None
+
+
+class Tensor(NamedTuple):
+    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known.
+
+    type: as torch writes it; "" where it was not recorded.
+    """
+
+    shape: list[int]
+    stored: int
+    item: int | None
+    type: str
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory; only where item is known."""
+        return self.stored * self.item
+
+
+def inputs_of(args: dict) -> list[Tensor | None]:
+    """An op's inputs in their places: tensors of one dimension or more as recorded, None for anything else."""
+    dims = shapes_as_recorded(args)
+    types, strides = (args.get(key) for key in ("Input type", "Input Strides"))
+    types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
+    strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
+    found: list[Tensor | None] = []
+    for shape, type_name, stride in zip(dims, types, strides, strict=True):
+        if not shape or not is_shape(shape):
+            found.append(None)
+            continue
+        same = isinstance(stride, list) and len(stride) == len(shape)
+        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
+        dtype = dtype_of(type_name)
+        item = dtype.bytes if dtype and dtype.is_plain else None
+        found.append(Tensor(shape, math.prod(distinct), item, type_name if isinstance(type_name, str) else ""))
+    return found
+
+
+def tensors_of(args: dict) -> list[Tensor]:
+    """An op's tensor inputs, as far as they were recorded."""
+    return [one for one in inputs_of(args) if one is not None]
+
+
+def dims_of(args: dict) -> list[list[int]]:
+    """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
+    return [one.shape for one in tensors_of(args)]
+
+
+def dims_at(args: dict, place: int) -> list[int] | None:
+    """The shape of the input in that place, [] of a single number; None where it was not recorded."""
+    dims = shapes_as_recorded(args)
+    return dims[place] if len(dims) > place and is_shape(dims[place]) else None
+
+
+def types_of(args: dict) -> list[str]:
+    """The types of all inputs as torch writes them; none unless recorded."""
+    types = args.get("Input type")
+    return [one if isinstance(one, str) else "" for one in types] if isinstance(types, list) else []
+
+
+def shapes_as_recorded(args: dict) -> list:
+    """What stands in each input's place, checked by nobody; of a list of tensors their shapes."""
+    dims = args.get(SHAPES)
+    return dims if isinstance(dims, list) else []
+
+
+def concrete_of(args: dict) -> list:
+    """The inputs that are no tensors, in their places, as text."""
+    concrete = args.get("Concrete Inputs")
+    return concrete if isinstance(concrete, list) else []
+
+
+def is_shape(found: object) -> bool:
+    """Whether it is a list of sizes."""
+    return isinstance(found, list) and all(type(size) is int and 0 <= size < 2**40 for size in found)
