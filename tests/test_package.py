@@ -2,33 +2,111 @@
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import pytest
 from references import H200, ROOT
+
+import tracereader
 
 TRACE = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
 
 
-def test_the_wheel_installs_without_torch_and_reads_a_trace(tmp_path):
-    """What `uvx --from . read-trace TRACE` does, step by step, in an empty environment."""
+RANKS = sorted((ROOT / "tests/traces/ranks").glob("fsdp_rank*.json.gz"))
+DECLARED = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
-    def uv(*arguments):
-        subprocess.run(["uv", *map(str, arguments)], cwd=ROOT, check=True, capture_output=True)
 
-    uv("build", "--wheel", "--out-dir", tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    uv("venv", "--python", sys.executable, tmp_path / "empty")
+def uv(*arguments):
+    subprocess.run(["uv", *map(str, arguments)], cwd=ROOT, check=True, capture_output=True)
+
+
+def interpreter(version):
+    """A Python of this version on this machine; skips the test where there is none."""
+    if sys.version.startswith(f"{version}."):
+        return sys.executable
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for candidate in (shutil.which(f"python{version}"), *sorted(root.glob(f"versions/{version}.*/bin/python"))):
+        say = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+        # pyenv's own python3.x is there for versions that are not active, too, and fails then.
+        if (
+            candidate
+            and subprocess.run([candidate, "-c", say], capture_output=True, text=True).stdout.strip() == version
+        ):
+            return candidate
+    pytest.skip(f"no Python {version} here")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    uv("build", "--wheel", "--out-dir", folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+REPORTS = ([str(TRACE), "--all"], [*map(str, RANKS), "--only", "short,gpu,work"])
+
+
+# Large ranks are read in processes of their own.
+IN_PROCESSES = """
+import sys
+from pathlib import Path
+from tracereader.figures import reading
+reading._processes = lambda sizes: 2
+kept, not_read = reading.read_ranks([Path(name) for name in sys.argv[1:]], 10**9, None)
+print(len(kept), not_read)
+"""
+
+
+def printed(*command):
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return [printed(sys.executable, "-m", "tracereader", *words) for words in REPORTS]
+
+
+@pytest.mark.parametrize("version", DECLARED)
+def test_the_wheel_installs_without_torch_and_reads_traces(tmp_path, wheel, ours, version):
+    """What `uvx --from . read-trace TRACE` does, step by step, in an empty environment of each Python that is here."""
+    uv("venv", "--python", interpreter(version), tmp_path / "empty")
     python = tmp_path / "empty/bin/python"
     uv("pip", "install", "--python", python, wheel)
     packages = {path.name.split("-")[0].lower() for path in (tmp_path / "empty").rglob("*.dist-info")}
     assert packages == {"profiling_in_pytorch", "rich", "msgspec", "markdown_it_py", "mdurl", "pygments"}
     size = sum(file.stat().st_size for file in (tmp_path / "empty").rglob("*") if file.is_file())
     assert size < 30e6
+
     read_trace = python.parent / "read-trace"
-    done = subprocess.run([read_trace, TRACE, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["devices"] == ["NVIDIA H200"]
+    assert json.loads(printed(read_trace, TRACE, "--json"))["devices"] == ["NVIDIA H200"]
+    assert printed(read_trace, "--version") == f"read-trace {tracereader.__version__}\n"
+    assert [printed(read_trace, *words) for words in REPORTS] == ours  # every Python says the same
+    assert printed(python, "-c", IN_PROCESSES, *RANKS) == "2 {}\n"
+
+
+def test_the_version_and_the_pythons_are_those_that_are_declared():
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert said["project"]["version"] == tracereader.__version__
+    first, last = (int(version.removeprefix("3.")) for version in (DECLARED[0], DECLARED[-1]))
+    assert said["project"]["requires-python"] == f">=3.{first},<3.{last + 1}"
+
+
+def test_the_scripts_groups_say_which_python_they_need():
+    """Without it uv resolves torch for every Python of the reader, and finds that there is none."""
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = said["tool"]["uv"]["dependency-groups"]
+    asked = (ROOT / ".python-version").read_text().strip()
+    assert groups.keys() == said["dependency-groups"].keys()
+    assert all(group["requires-python"].startswith(f">={asked},") for group in groups.values())
 
 
 def imports(folder):

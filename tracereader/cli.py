@@ -7,6 +7,7 @@ import gc
 import sys
 from pathlib import Path
 
+from tracereader import __version__
 from tracereader.command import BadInput, OneLineParser, add_view_flags, command, positive, printable
 
 
@@ -19,6 +20,7 @@ def main(argv=None):
         "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same\n"
         "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run: who waits",
     )
+    parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
     parser.add_argument("--name", metavar="KERNEL", help="say what this kernel's name says, instead of reading a trace")
     parser.add_argument(

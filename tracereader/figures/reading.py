@@ -136,12 +136,16 @@ class _Reader:
 
     def __init__(self):
         root = str(Path(__file__).resolve().parents[2])
+        # The folder that the user stands in is no place to import from; Python 3.10 has no flag to say so.
+        program = (
+            "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
+            "from tracereader.figures.reading import serve; serve()"
+        )
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from tracereader.figures.reading import serve; serve()"],
+            [sys.executable, "-c", program, root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
             start_new_session=True,  # Ctrl-C is answered once, here
         )
         self.is_alive = True

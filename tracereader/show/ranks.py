@@ -1,5 +1,6 @@
 """Several ranks of one run: who waits for whom first, the evidence below it."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -197,7 +198,8 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     _print(out, heads, rows)
     if len(shown) < len(summary.ranks):
         out.print(f"… and {len(summary.ranks) - len(shown):,} more; these are waited for most, or wait most")
-    before = {one.rank: max(0.0, one.compute_us - sum(step.compute_us for step in one.steps)) for one in shown}
+    # fsum: before Python 3.12 sum() leaves a rest where there is none.
+    before = {one.rank: max(0.0, one.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown}
     if summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
         said = f"the window's compute holds work launched before the first step, no load of these steps: {told}"
