@@ -395,12 +395,10 @@ def _warnings(trace: Trace) -> list[str]:
         )
     if other := _table_of_another_run(trace):
         found.append(f"{other.name} beside it is the profiler table of another run")
-    for category, count in trace.not_known.most_common(3):
-        found.append(f"{count:,} slices of a device are of a category not known here, and left out: {category}")
-    for category, count in trace.taken.most_common(3):
-        found.append(
-            f"{count:,} slices of a device are of a category not known here, and taken for its work: {category}"
-        )
+    for some, what in ((trace.not_known, "left out"), (trace.taken, "taken for its work")):
+        for category, count in some.most_common(3):
+            slices = f"{count:,} slices" if count > 1 else "1 slice"
+            found.append(f"{slices} on a device of a category not known here, {category}: {what}")
     if not trace.work and _launches(trace):
         found.append(
             "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
