@@ -284,6 +284,205 @@ def conv_layout(variant):
     return torch.no_grad()(lambda: model(images))
 
 
+def bert(variant):
+    """BERT-base reads four short texts."""
+    config = transformers.BertConfig(attn_implementation="sdpa")
+    model = transformers.BertModel(config, add_pooling_layer=False).cuda().to(torch.bfloat16).eval()
+    tokens = torch.randint(30000, (4, 64), device="cuda")
+    mask = torch.zeros(4, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
+    step = torch.no_grad()(lambda: model(input_ids=tokens, attention_mask=mask).last_hidden_state)
+    return graphed(step) if variant == "graph" else step
+
+
+def unet(variant):
+    """Residual blocks of a diffusion model: group normalization, SiLU and convolutions in bf16."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = torch.nn.ModuleList(torch.nn.GroupNorm(32, 320) for _ in range(2))
+            self.convs = torch.nn.ModuleList(torch.nn.Conv2d(320, 320, 3, padding=1) for _ in range(2))
+
+        def forward(self, x):
+            h = x
+            for norm, conv in zip(self.norms, self.convs, strict=True):
+                h = conv(F.silu(norm(h)))
+            return x + h
+
+    torch.backends.cudnn.benchmark = True
+    layout = torch.channels_last if variant == "channels_last" else torch.contiguous_format
+    model = torch.nn.Sequential(*(Block() for _ in range(6))).cuda().to(torch.bfloat16).to(memory_format=layout)
+    x = torch.randn(16, 320, 64, 64, device="cuda", dtype=torch.bfloat16).to(memory_format=layout)
+    model = torch.compile(model) if variant == "compile" else model
+    return torch.no_grad()(lambda: model(x))
+
+
+def lstm(variant):
+    """An LSTM, cell by cell; as one call of cuDNN; or as a CUDA graph."""
+    x = torch.randn(100, 32, 512, device="cuda")
+    cell, whole = torch.nn.LSTMCell(512, 512).cuda(), torch.nn.LSTM(512, 512).cuda()
+
+    def cells():
+        h = c = torch.zeros(32, 512, device="cuda")
+        for one in x:
+            h, c = cell(one, (h, c))
+        return h
+
+    if variant == "cudnn":
+        return torch.no_grad()(lambda: whole(x)[0])
+    step = torch.no_grad()(cells)
+    return graphed(step) if variant == "graph" else step
+
+
+def llama(variant):
+    """Prefill of a small Llama."""
+    attention = "eager" if variant == "eager_attention" else "sdpa"
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=6, num_attention_heads=16,
+        num_key_value_heads=16, attn_implementation=attention, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda().to(torch.bfloat16).eval()
+    tokens = torch.randint(30000, (8, 1024), device="cuda")
+    run = torch.compile(model) if variant == "compile" else model
+    return torch.no_grad()(lambda: run(input_ids=tokens, logits_to_keep=1).logits)
+
+
+def convnet(variant):
+    """A training step of a ConvNeXt in fp32, whose optimizer goes through the parameters one by one."""
+    model = torchvision.models.convnext_tiny().cuda()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    images, labels = torch.randn(8, 3, 224, 224, device="cuda"), torch.randint(1000, (8,), device="cuda")
+    how = {"forloop": {"foreach": False}, "fused": {"fused": True}}[variant]
+    optimizer = torch.optim.Adam(model.parameters(), **how)
+
+    def step():
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def selection(variant):
+    """Rows chosen by a mask: each choice waits for the number of rows, or a multiplication takes its place."""
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    layers = [torch.nn.Linear(1024, 1024).cuda().to(torch.bfloat16) for _ in range(20)]
+
+    def step():
+        h = x
+        for layer in layers:
+            h = layer(h)
+            keep = h[:, 0] > 0
+            if variant == "chosen":
+                h[keep] = h[keep].tanh()
+            else:
+                h = torch.where(keep[:, None], h.tanh(), h)
+        return h
+
+    return torch.no_grad()(step)
+
+
+def pinned(variant):
+    """A pinned batch is copied on the stream that computes, or a step ahead on another one."""
+    weights = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    batches = [torch.randn(8192, 4096).to(torch.bfloat16).pin_memory() for _ in range(2)]
+    side, ready = torch.cuda.Stream(), []
+
+    def compute(x):
+        for _ in range(6):
+            x = x @ weights
+        return x
+
+    if variant == "same_stream":
+        number = iter(range(10**9))
+        return torch.no_grad()(lambda: compute(batches[next(number) % 2].cuda(non_blocking=True)))
+
+    def fetch(number):
+        with torch.cuda.stream(side):
+            ready.append(batches[number % 2].cuda(non_blocking=True))
+
+    fetch(0)
+    number = iter(range(1, 10**9))
+
+    def step():
+        torch.cuda.current_stream().wait_stream(side)
+        x = ready.pop()
+        x.record_stream(torch.cuda.current_stream())
+        fetch(next(number))
+        return compute(x)
+
+    return torch.no_grad()(step)
+
+
+def attention32(variant):
+    """Attention in fp32 with TF32 products, forward only, written out or fused."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    q, k, v = (torch.randn(4, 12, 1024, 64, device="cuda") for _ in "qkv")
+
+    def step():
+        if variant == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v)
+        return ((q @ k.transpose(-2, -1)) / 8).softmax(-1) @ v
+
+    return torch.no_grad()(step)
+
+
+def odd_width(variant):
+    """An MLP in bf16 whose hidden width is no multiple of 8, forward and backward."""
+    width = 5456 if variant == "padded" else 5461
+    up, down = (torch.nn.Linear(*size).cuda().to(torch.bfloat16) for size in ((2048, width), (width, 2048)))
+    x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        down(F.gelu(up(x))).sum().backward()
+        for layer in (up, down):
+            layer.weight.grad = layer.bias.grad = None
+
+    return step
+
+
+def experts(variant):
+    """Sixty-four experts, one product after the other or one batched product."""
+    weights = torch.randn(64, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 128, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def loop():
+        out = torch.empty_like(x)
+        for expert in range(64):
+            out[expert] = x[expert] @ weights[expert]
+        return out
+
+    return torch.no_grad()(loop if variant == "loop" else lambda: torch.bmm(x, weights))
+
+
+def trained(variant):
+    """A training step of a GPT-2 whose vocabulary is a multiple of 8, eager or compiled."""
+    config = transformers.GPT2Config(
+        vocab_size=50304, n_layer=6, n_embd=768, n_head=12, n_positions=512, attn_implementation="sdpa", use_cache=False
+    )
+    model = transformers.GPT2LMHeadModel(config).cuda().to(torch.bfloat16).train()
+    tokens = torch.randint(50000, (16, 512), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model) if variant == "compile" else model
+
+    def step():
+        run(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def images(variant):
+    """ResNet-50 reads one image in bf16."""
+    model = torchvision.models.resnet50().cuda().to(torch.bfloat16).to(memory_format=torch.channels_last).eval()
+    x = torch.randn(1, 3, 224, 224, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    if variant == "compile":
+        model = torch.compile(model)
+    step = torch.no_grad()(lambda: model(x))
+    return graphed(step) if variant == "graph" else step
+
+
 WORKLOADS = {
     vit: ("eager", "graph", "compile"),
     pointwise: ("eager", "compile"),
@@ -300,6 +499,19 @@ WORKLOADS = {
     python: ("loop", "ahead"),
     products: ("eager", "compile"),
     conv_layout: ("contiguous", "channels_last"),
+    # Recorded after the predictions had been written, to check them on what they were not fitted to.
+    bert: ("eager", "graph"),
+    unet: ("contiguous", "channels_last", "compile"),
+    lstm: ("cells", "graph", "cudnn"),
+    llama: ("sdpa", "eager_attention", "compile"),
+    convnet: ("forloop", "fused"),
+    selection: ("chosen", "multiplied"),
+    pinned: ("same_stream", "prefetched"),
+    attention32: ("naive", "sdpa"),
+    odd_width: ("odd", "padded"),
+    experts: ("loop", "batched"),
+    trained: ("eager", "compile"),
+    images: ("eager", "graph", "compile"),
 }
 
 
