@@ -1,6 +1,7 @@
 """The figures of both articles: how to see each in one's own trace, and the lines that tell it.
 
-docs/make.py makes docs/figures.md of this, by running every command on the reference traces of both machines.
+docs/make.py makes two tables of docs/articles.md from this list. It runs every command on the reference traces of both
+machines.
 """
 
 from dataclasses import dataclass

@@ -3,11 +3,11 @@
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
-and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
-<!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
-figures (figures.py); <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). A block without a command
-is typed, and says so.
+A console block whose command is `uv run read-trace …` on a committed trace gets that command's output, and a block
+whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
+cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
+(figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
+one threshold of the code, by its name in THRESHOLDS.
 """
 
 import contextlib
@@ -26,18 +26,38 @@ import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, summarize  # noqa: E402
-from tracereader.findings import cheatsheet  # noqa: E402
+from tracereader.figures import compare, cpu_work, ranks, summarize, summary  # noqa: E402
+from tracereader.figures import steps as step_figures  # noqa: E402
+from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.show.guesses import guesses_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
+
+# The thresholds that the pages name, as the code has them.
+THRESHOLDS = {
+    "idle": f"{steps.MUCH_IDLE:.0%}",
+    "busy": f"{1 - steps.MUCH_IDLE:.0%}",
+    "some-idle": f"{steps.SOME_IDLE:.0%}",
+    "exposed": f"{steps.MUCH_EXPOSED:.0%}",
+    "near-peak": f"{steps.NEAR_THE_ROOF:.0%}",
+    "known": f"{steps.MUCH_KNOWN:.0%}",
+    "wide-step": f"{step_figures.STANDS_OUT:g}",
+    "left-out": f"{summary.FAR_WIDER:g}",
+    "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",
+    "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
+    "reading": f"{decoding.MUCH_READING:.0%}",
+    "clocks-off": f"{ranks.CLOCKS_OFF / 1e9:.0f} s",
+    "ends-apart": f"{ranks.FAR_APART / 1e6:g} ms",
+}
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -280,7 +300,7 @@ ABOUT_THE_SUITE = (
      "its call has changed: version 0.2 wants `-f traces -b <user>/traces`, which a test puts to its own parser; "
      "nothing was uploaded"),
     ("40", "the closing table: per setup, what changed and what stayed the same",
-     "yes: `read-trace` on several traces prints it; README shows the MLP's"),
+     "yes: `read-trace` on several traces prints it; docs/03_mlp.md shows the MLP's"),
 )  # fmt: skip
 
 
@@ -324,6 +344,7 @@ def tables() -> str:
 def refreshed(text: str) -> str:
     """A page with everything in it that is made, made again."""
     text = CONSOLE.sub(lambda found: found[1] + output_of(found[2], found[3]) + found[5], text)
+    text = VALUE.sub(lambda found: found[1] + THRESHOLDS[found[2]] + found[4], text)
     makers = {
         "cheatsheet": lambda: cheatsheet.markdown() + "\n",
         "verdicts": verdicts,
@@ -338,7 +359,7 @@ def refreshed(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in PAGES:
         before = page.read_text()
         after = refreshed(before)
         if after != before:
