@@ -107,6 +107,11 @@ def test_the_names_that_agents_may_rely_on_are_in_json(capsys):
     one, several = documents
     of_ranks = STABLE[STABLE.index("world_size") :]
     assert len(STABLE) >= 10 and set(of_ranks) <= set(several) and set(STABLE) - set(of_ranks) <= set(one)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/for-agents.md").read_text(), re.M)
+    for name, meaning in rows:
+        inside = [] if name == "waits_for" else re.findall(r"`(\w+)`", meaning)
+        written = json.dumps(several[name] if name in of_ranks else one[name])
+        assert [word for word in inside if f'"{word}":' not in written and word != "null"] == [], name
 
 
 def test_every_console_block_is_one_that_is_made():
