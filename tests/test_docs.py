@@ -38,6 +38,26 @@ def test_readme_has_fewer_than_2000_words():
     assert len((ROOT / "README.md").read_text().split()) < 2_000
 
 
+# Words of our own that the field does not use. The reference may have them as terms, as long as a report prints them.
+RETIRED = re.compile(
+    r"pieces? of GPU work|calls? of the driver|own time|computed again|its roof|not launched yet"
+    r"|whole or not at all|dispatch chain|\bthe label\b"
+)
+
+
+def prose_of(page: Path) -> str:
+    """What somebody wrote by hand on a page: without generated blocks, code, and the terms that a table explains."""
+    text = make.MADE.sub("", page.read_text())
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    text = re.sub(r"^\| [^|]* \|", "", text, flags=re.M)
+    return " ".join(re.sub(r"`[^`]*`", "", text).split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_the_fields_words(page):
+    assert RETIRED.findall(prose_of(page)) == []
+
+
 def test_the_pages_thresholds_are_those_of_the_code(monkeypatch):
     page = (ROOT / "docs/reference.md").read_text()
     used = {name for _, name, _, _ in make.VALUE.findall(page)}
