@@ -67,14 +67,19 @@ def test_the_pages_thresholds_are_those_of_the_code(monkeypatch):
     assert changed != page and changed.count("99%") == page.count("<!-- =idle -->")
 
 
+RUNS = r"(?<![\w-])(?:uv run|uvx --from \S+) "
+
+
 def commands_of(page: Path) -> set[str]:
-    """What follows `uv run` in the page's blocks and in its text. A comment after three blanks is no part of it."""
+    """What follows `uv run` and `uvx --from …` on the page. A comment after three blanks is not part of a command."""
     text = page.read_text()
-    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", text, re.S | re.M)
-    lines = [re.split(r" {3,}| #| \| |'", line[found.end() :])[0] for block in blocks for line in block.splitlines()
-             for found in re.finditer(r"(?<![\w-])uv run ", line)]  # fmt: skip
-    inline = re.findall(r"`[^`]*?\buv run ([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
-    return {" ".join(one.split()) for one in (*lines, *inline)}
+    found = set()
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
+        for line in block.splitlines():
+            found |= {re.split(r" {3,}| #| \| |'", line[run.end() :])[0] for run in re.finditer(RUNS, line)}
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    found |= {code for quoted in re.findall(r"`([^`]+)`", outside) for code in re.split(RUNS, quoted)[1:]}
+    return {" ".join(command.split()) for command in found}
 
 
 COMMANDS = [(page.name, command) for page in PAGES for command in sorted(commands_of(page))]
