@@ -29,6 +29,7 @@ from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, cpu_work, ranks, summarize, summary  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
+from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.show.guesses import guesses_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
@@ -55,6 +56,10 @@ THRESHOLDS = {
     "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",
     "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
     "reading": f"{decoding.MUCH_READING:.0%}",
+    "waited": f"{rank_findings.MUCH_WAITED:.0%}",
+    "causes": f"{rank_findings.CAUSES_IT:.0%}",
+    "reason": f"{rank_findings.A_REASON:.0%}",
+    "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
     "clocks-off": f"{ranks.CLOCKS_OFF / 1e9:.0f} s",
     "ends-apart": f"{ranks.FAR_APART / 1e6:g} ms",
 }
