@@ -12,7 +12,7 @@ import torch
 from references import H200, ROOT
 
 from common.flags import tag_of
-from tracereader.findings import cheatsheet
+from tracereader.findings import cheatsheet, steps
 from tracereader.trace import read
 
 LONG = H200 / "01_matmul_add/4096_bf16_cold_eager_wait0_schedwarmup0_active20.json.gz"
@@ -133,6 +133,7 @@ def test_the_names_that_agents_may_rely_on_are_in_json(capsys):
     of_ranks = STABLE[STABLE.index("world_size") :]
     assert len(STABLE) >= 10 and set(of_ranks) <= set(several) and set(STABLE) - set(of_ranks) <= set(one)
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/for-agents.md").read_text(), re.M)
+    assert {key for key in steps.WORDS if key} <= set(re.findall(r"`([\w-]+)`", dict(rows)["waits_for"]))
     for name, meaning in rows:
         inside = [] if name == "waits_for" else re.findall(r"`(\w+)`", meaning)
         written = json.dumps(several[name] if name in of_ranks else one[name])
