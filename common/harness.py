@@ -124,7 +124,7 @@ def hub_errors(repo: str) -> Iterator[None]:
             f"{repo} could not be loaded ({said}). Without a way to the "
             "Hub: run this once on a machine with a connection and copy its ~/.cache/huggingface here, "
             "then set HF_HUB_OFFLINE=1; or set "
-            f"LOCAL_KERNELS={repo}=FOLDER. docs/troubleshooting.md has both, step by step"
+            f"LOCAL_KERNELS={repo}=FOLDER. docs/setup.md has both, step by step"
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""The decoder's climbs: one run after the other, each with the sentence of its report that names the next lever.
+"""The decoder's climbs: one run after the other, each with the line of its report that names the next change.
 
-docs/make.py makes the tables of docs/05_llm.md of this, from the reference traces.
+docs/make.py makes the tables of docs/05_llm.md from this list and the reference traces.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "traces/reference/nvidia-h200/
 
 @dataclass(frozen=True)
 class Row:
-    """flags: of the run; trace: its reference; names: by this expression the line of its report that names the
-    lever of the next row."""
+    """flags: of the run; trace: its reference; names: an expression for the line of its report that names the change
+    which the next row makes."""
 
     flags: str
     trace: str
@@ -67,8 +67,8 @@ CLIMBS = {
 }  # fmt: skip
 
 HEADS = (
-    "`05_llm.py --warmup …`", "tokens a second, profiled", "the GPU's work alone", "launches", "pieces of GPU work",
-    "share of the roof", "what its report says",
+    "`05_llm.py --warmup …`", "tokens a second, profiled", "by the GPU's work alone", "launches", "GPU activities",
+    "share of the limit", "what its report says",
 )  # fmt: skip
 
 

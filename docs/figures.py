@@ -1,6 +1,7 @@
-"""The figures of both articles: how to see each in one's own trace, and the lines that tell it.
+"""The figures of both articles: how to see each in your own trace, and the lines that show it.
 
-docs/make.py makes docs/figures.md of this, by running every command on the reference traces of both machines.
+docs/make.py makes two tables of docs/articles.md from this list. It runs every command on the reference traces of both
+machines.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 class Figure:
     """title: what the article shows. run: a numbered script with its flags; trace: the reference of that run.
 
-    look: what follows `read-trace TRACE`. see: the answer, in a sentence. lines: by this expression the
-    lines of what is printed that a reader looks at; on_cpu: the same for a run on the CPU, or why it tells nothing.
+    look: the flags after `read-trace TRACE`. see: the answer, in a sentence. lines: an expression for the printed lines
+    that show it. on_cpu: the same for a run on the CPU, or the reason why such a run shows nothing.
     """
 
     number: str
@@ -24,7 +25,7 @@ class Figure:
     on_cpu: str | None = None
 
 
-# The heads of a report's tables, which say what the figures below them are.
+# The heads of a report's tables.
 HEADS = r"(?:profiler table|step, in µs|GPU work of one step|before the GPU work|(?:ops' own, )?\d+ steps, µs).*"
 
 RUN_64, TRACE_64 = "01_matmul_add.py --size 64", "01_matmul_add/64_bf16_cold_eager"
@@ -36,39 +37,39 @@ GPU_ONLY = "only a GPU's trace has it: "
 
 PART_1 = (
     Figure("1", "the profiler table, 64 x 64", RUN_64, TRACE_64, "--only table",
-           "The last row: far more CPU time than GPU time, so the GPU waits for the CPU. Above it, a label's total is "
-           "large because of what it calls: its self time is not.", r"self times of all.*|matmul_add .*"),
+           "The last row: far more CPU time than GPU time, so the GPU waits for the CPU. The annotation's total time "
+           "is large because of what it calls; its self time is small.", r"self times of all.*|matmul_add .*"),
     Figure("2", "the profiler table, 4096 x 4096", "01_matmul_add.py --size 4096",
            "01_matmul_add/4096_bf16_cold_eager", "--only table",
-           "The GPU's sum is near the CPU's or above it now, and one kernel has nearly all of it.",
+           "Now the GPU's sum is near the CPU's or above it, and one kernel takes nearly all of it.",
            r"self times of all.*|aten::mm .*|nvjet.*"),
     Figure("3", "the trace, 64 x 64", RUN_64, TRACE_64, "--only short,lanes",
-           "Width is time, nesting is who called whom, the GPU's lane lies below and is nearly empty.",
+           "Width is time and nesting is the call tree. The GPU's lane is at the bottom and nearly empty.",
            r"in short .*"),
     Figure("4", "the two lanes and the recorded steps", RUN_64, TRACE_64, "--only steps",
-           "wait and warm-up let two steps pass: the first one recorded is #2.", r".* 3 steps, median .*"),
+           "wait and warm-up skip two steps, so the first recorded one is #2.", r".* 3 steps, median .*"),
     Figure("5", "the first step is wider", RUN_64, TRACE_64, "--only steps",
-           "The line with a star says by how much, and what the trace can tell of the cause.", r"#2 .*|\* #2.*"),
+           "The line with a star says by how much, and gives the cause as far as the trace tells.", r"#2 .*|\* #2.*"),
     Figure("6", "the gap before the first op", RUN_64, TRACE_64, "--only guesses",
-           "The guess that the gap from the label to its first op explains the wide step, against figures.",
+           "The prediction that the gap before the first op explains the wide step, compared with the figures.",
            r".*are in the gap.*"),
     Figure("7", "warmed up, the steps are alike", "01_matmul_add.py --size 64 --warmup",
            "01_matmul_add/64_bf16_warm_eager", "--only guesses",
-           "On the H200 they are not: the pause before the first recorded step does it, not first use; "
+           "On the H200 they are not. The cause is the pause before the first recorded step and not first use: "
            "[the experiment](01_matmul_add.md#why-is-the-first-recorded-step-so-wide).", r".*the longest is.*"),
     Figure("8", "the offset between the lanes", RUN_64_ALL, TRACE_64_ALL, "--step 0 --only starts",
-           "`wait` is that offset, kernel by kernel, and its parts add up to it: the call, the queue, the profiler's "
-           "and the driver's own slices (`own`), the way. In the first step the launch calls themselves take long.",
+           "`wait` is this offset for each kernel. Its parts add up to it: the call, the queue, slices of the profiler "
+           "and the driver (`own`), the way. In the first step the launch calls themselves take long.",
            r"nvjet.*|vectorized.*|own, before.*", GPU_ONLY + "there is one lane"),
     Figure("9", "an Activity Buffer Request", RUN_64_ALL, TRACE_64_ALL, "--only guesses",
-           "The profiler allocates room for GPU records, once, before the first kernel.",
+           "The profiler allocates memory for GPU records once, before the first kernel.",
            r".*before the first kernel$", GPU_ONLY + "there are no GPU records"),
     Figure("10", "a gap between matmul and add", RUN_64_ALL, TRACE_64_ALL, "--step 0 --only starts",
-           "The gap is told by what the launching thread was in: aten::add itself and its launch, on their first call. "
-           "No buffer request lies in it.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),
+           "During the gap the launching thread is in aten::add itself and in its launch, on their first call. There "
+           "is no buffer request in it.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),
     Figure("11", "with 20 steps, the gap shows once", f"{RUN_64_ALL} --active 20", f"{TRACE_64_ALL}_active20",
            "--step 1 --only steps,patterns",
-           "`span` less `GPU busy` is the gap of each step; one buffer request in all.",
+           "`span` minus `GPU busy` is the gap of each step; there is one buffer request in all.",
            r"#[0-3] .*|.*Activity Buffer Request.*", r"#[0-3] .*"),
     Figure("12", "the chain of dispatch", RUN_64, TRACE_64, "--only chain",
            "Python calls aten::matmul, which calls aten::mm, which launches; aten::add launches by itself.",
@@ -82,7 +83,7 @@ PART_1 = (
            "its kernel needs no shared memory, so there is nothing to choose.", r".*none in the others",
            GPU_ONLY + "a CPU has no occupancy"),
     Figure("15", "the matmul's footprint", RUN_64, TRACE_64, "--only work,names",
-           "Registers a thread, shared memory a block, grid x block; and what limits its occupancy on this device.",
+           "Registers per thread, shared memory per block, grid x block; and what limits the occupancy on this device.",
            r"nvjet.*KB.*|.*GEMM \(.*", GPU_ONLY + "registers and shared memory"),
     Figure("16", "the add's footprint", RUN_64, TRACE_64, "--only work,names",
            "A few registers, no shared memory.", r"vectorized.*KB.*|.*pointwise \(.*",
@@ -93,13 +94,13 @@ PART_1 = (
            r"aten::m.*|.*too few.*"),
     Figure("18", "the same over 20 steps", f"01_matmul_add.py --size 4096 {FIRST_STEPS} --active 20",
            "01_matmul_add/4096_bf16_cold_eager_wait0_schedwarmup0_active20", "--only series",
-           "A bar a step; median, mean, range, and the ramp from the first steps to the last.",
+           "One bar per step; median, mean, range, and the ramp from the first steps to the last.",
            r"nvjet.*|vectorized.*", r"aten::mm .*|aten::add .*"),
     Figure("19", "torch.compile's rows", *COMPILED, "--only chain",
-           "Dynamo checks its guards, AOTAutograd wraps, Inductor's code runs in ## Call: each with its time a step.",
+           "Dynamo checks its guards, AOTAutograd wraps, Inductor's code runs in ## Call. Each has its time per step.",
            r" +(TorchDynamo|Torch-C|Pregraph|AOT|## Call).*"),
     Figure("20", "one aten::addmm", *COMPILED, "--only chain", "Product and add became one op.", r" +aten::addmm.*"),
-    Figure("21", "and still two pieces of GPU work", *COMPILED, "--only work,chain",
+    Figure("21", "and still two GPU activities", *COMPILED, "--only work,chain",
            "The bias is copied into the output, and the GEMM adds to it.", r"Memcpy.*|nvjet.*", r" +aten::copy_.*"),
 )  # fmt: skip
 
@@ -121,10 +122,10 @@ PART_2 = (
     Figure("4", "the eager chain", *LINEAR_WARM, "--only chain", "linear, t, transpose, as_strided, addmm.",
            r" +aten::.*"),
     Figure("5", "the compiled chain", "02_linear.py --warmup --compile", "02_linear/1024x32x64_bf16_warm_compile",
-           "--only chain", "addmm is called directly: the strides were worked out when it was compiled.",
+           "--only chain", "addmm is called directly, because compilation resolved the strides.",
            r" +aten::addmm.*"),
     Figure("6", "GLU variants: why this MLP", *MLP_WARM, "--only guesses",
-           "The article shows a paper's conclusion here. What its layer consists of is guessed before the run.",
+           "The article shows a paper's conclusion here. The script predicts what the layer consists of.",
            r".*3 aten::linear.*|.*5 kernels.*"),
     Figure("7", "the MLP's trace", *MLP_WARM, "--only work,chain",
            "Five kernels: gate_proj, up_proj, gelu, mul, down_proj.", r"nvjet.*|vectorized.*",
@@ -136,7 +137,7 @@ PART_2 = (
            "Views have calls and CPU time, and 0.0 on the GPU.",
            r"aten::(t|transpose|reshape|view|as_strided|_unsafe_view) .*"),
     Figure("10", "the compiled MLP", *MLP_COMPILED, "--only chain",
-           "Three bare aten::mm, and one kernel that Inductor wrote, between them.",
+           "Three aten::mm without wrappers, and one kernel that Inductor wrote between them.",
            r" +(aten::mm|triton_poi|graph_0_cpp).*"),
     Figure("11", "the fused Triton kernel", *MLP_COMPILED, "--only names,chain",
            "The name says what was fused; on a CPU Inductor writes C++ and names it likewise.",
@@ -144,17 +145,17 @@ PART_2 = (
     Figure("12", "Liger's MLP", *LIGER, "--only work", "The same fusion by hand, between the same GEMMs.",
            r"nvjet.*|_geglu.*", NEEDS_TRITON),
     Figure("13", "what a compiled run does before the first GEMM", *MLP_COMPILED, "--only chain",
-           "Look-up, region, prologue: paid in every call.", r" +(TorchDynamo|Torch-C|Pregraph|AOT|## Call).*"),
+           "Lookup, region and prologue: every call pays for them.", r" +(TorchDynamo|Torch-C|Pregraph|AOT|## Call).*"),
     Figure("14", "and Liger's does not", *LIGER, "--only guesses", "None of those rows.", r".*such rows.*",
            NEEDS_TRITON),
 )  # fmt: skip
 
-# What stands beside the figures: tables of the articles.
+# The tables of the articles.
 TABLES = (
     ("part 2, the table per op", "`uv run 03_simple_mlp.py --warmup`", "`read-trace TRACE --only work`",
-     "op and layer, kernel, time, launch and footprint of each piece of GPU work"),
+     "op and layer, kernel, time, launch and footprint of each GPU activity"),
     ("part 2, why two kinds of GEMM", "`uv run 03_simple_mlp.py --warmup --record-shapes`",
      "`read-trace TRACE --only names`", "M · K · N, FLOPs and rate of each product"),
     ("both closing tables", "each setup in turn", "`read-trace A B C …`, and with `--previous`",
-     "each setup against the first, or against the one before it: what changed, what stayed the same"),
+     "each setup against the first one or against the previous one: what changed, what stayed the same"),
 )  # fmt: skip

@@ -3,11 +3,11 @@
     uv run docs/make.py          rewrites README.md and docs/*.md
     uv run docs/make.py --check  says what is out of date, with exit status 1
 
-A console block whose command is `uv run read-trace …` on a committed trace gets that command's output,
-and one whose command is `cat …` or `sed -n …` of a file there what that prints. <!-- cheatsheet -->, <!-- verdicts -->,
-<!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the cheatsheet, the table of claims and those of the articles'
-figures (figures.py); <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). A block without a command
-is typed, and says so.
+A console block whose command is `uv run read-trace …` on a committed trace gets that command's output, and a block
+whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
+cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
+(figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
+one threshold of the code, by its name in THRESHOLDS.
 """
 
 import contextlib
@@ -26,18 +26,43 @@ import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, summarize  # noqa: E402
-from tracereader.findings import cheatsheet  # noqa: E402
+from tracereader.figures import compare, cpu_work, ranks, summarize, summary  # noqa: E402
+from tracereader.figures import steps as step_figures  # noqa: E402
+from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
+from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.show.guesses import guesses_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = ROOT / "traces/reference"
 MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
 MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
+
+# The thresholds that the pages name, as the code has them.
+THRESHOLDS = {
+    "idle": f"{steps.MUCH_IDLE:.0%}",
+    "busy": f"{1 - steps.MUCH_IDLE:.0%}",
+    "some-idle": f"{steps.SOME_IDLE:.0%}",
+    "exposed": f"{steps.MUCH_EXPOSED:.0%}",
+    "near-peak": f"{steps.NEAR_THE_ROOF:.0%}",
+    "known": f"{steps.MUCH_KNOWN:.0%}",
+    "wide-step": f"{step_figures.STANDS_OUT:g}",
+    "left-out": f"{summary.FAR_WIDER:g}",
+    "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",
+    "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
+    "reading": f"{decoding.MUCH_READING:.0%}",
+    "waited": f"{rank_findings.MUCH_WAITED:.0%}",
+    "causes": f"{rank_findings.CAUSES_IT:.0%}",
+    "reason": f"{rank_findings.A_REASON:.0%}",
+    "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
+    "clocks-off": f"{ranks.CLOCKS_OFF / 1e9:.0f} s",
+    "ends-apart": f"{ranks.FAR_APART / 1e6:g} ms",
+}
 
 # What the articles claim and report, on an NVIDIA A100-SXM4-80GB with PyTorch 2.13.
 A100 = {
@@ -55,7 +80,7 @@ A100 = {
     "56": "214 against 138 and 117 µs", "57": "not reported", "58": "yes", "59": "yes",
 }  # fmt: skip
 
-# The claims that a guess bears on, by the guess's kind; a list where it depends on more than that.
+# The claims that a prediction checks, by the prediction's kind. claims_of decides the other kinds.
 CLAIMS = {
     "records_steps": "05", "self_time_excludes_children": "04", "first_step_is_wider": "06", "steps_are_alike": "07",
     "one_buffer_request": "08", "occupancy_asked_once": "11 28", "gemm_is_heavy": "12", "long_final_sync": "13",
@@ -69,7 +94,7 @@ CLAIMS = {
 
 
 def claims_of(record: dict, script: str, flags: dict) -> str:
-    """The claims of the articles that one guess bears on; "" where it is of none."""
+    """The claims of the articles that one prediction checks, "" if there are none."""
     kind, compiled = record["guess"], bool(flags.get("compile"))
     if kind in CLAIMS:
         return CLAIMS[kind]
@@ -104,13 +129,13 @@ MARK = {True: "yes", False: "**no**", None: "–"}
 
 
 def output_of(command: str, arguments: str) -> str:
-    """What a command prints into a pipe."""
+    """What a command prints to a pipe."""
     if command != "uv run read-trace":
         words = [*command.split(), *shlex.split(arguments)]
         return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip("\n") + "\n"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.chdir(ROOT):
-        words = shlex.split(arguments)  # and each * as the shell has it
+        words = shlex.split(arguments)  # each * is expanded as a shell does it
         status = cli.main([name for word in words for name in sorted(glob.glob(word)) or [word]])
     if status:
         raise SystemExit(f"docs/make.py: read-trace {arguments}: exit status {status}")
@@ -118,12 +143,12 @@ def output_of(command: str, arguments: str) -> str:
 
 
 def single_runs() -> dict[tuple[str, str], dict[str, str]]:
-    """(claims, guess) -> machine -> verdict, from every reference trace in turn."""
+    """The verdicts of all reference traces: (claims, prediction) -> machine -> verdict."""
     table: dict[tuple[str, str], dict[str, str]] = {}
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
-            if trace.lesson.script == "06_training":  # whose claims are our own: training()
+            if trace.lesson.script == "06_training":  # it checks no claim of the articles: see training()
                 continue
             summary = summarize(trace)
             for guess in guesses_of(trace):
@@ -137,7 +162,7 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def training() -> str:
-    """What rung 6 guesses of its runs, and what one rank's trace says to it: rank 0's, where there are several."""
+    """The predictions of rung 6, and the verdicts of one trace per run: rank 0's where there are several."""
     rows = []
     for machine in ("nvidia-h200-x2", "cpu"):
         for file in sorted((REFERENCE / machine / "06_training").glob("*.json.gz"), key=lambda file: file.name):
@@ -147,18 +172,18 @@ def training() -> str:
                 summary = summarize(trace)
                 asked = [guess for guess in guesses_of(trace) if guess.record["guess"] != "records_steps"]
                 rows += [(machine, run.removesuffix("_rank0"), guess.text, guess.ask(summary)) for guess in asked]
-    lines = ["| machine | run | our guess | its trace |", "|---|---|---|---|"]
+    lines = ["| machine | run | prediction | its trace |", "|---|---|---|---|"]
     lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
     return "\n".join(lines) + "\n"
 
 
 def order(file: Path) -> tuple:
-    """The plain runs first, the large before the small: a claim is shown by the simplest trace that bears on it."""
+    """Sorts plain runs first and large ones before small ones: the simplest trace shows a claim."""
     return file.parent.name, len(file.name.split("_")), -int(re.match(r"\d+", file.name)[0]), file.name
 
 
 def two_runs() -> list[tuple[str, str, str]]:
-    """Claims that set one run against another: claim, sentence, what the H200's traces show."""
+    """Claims that compare two runs: claim, sentence, what the H200's traces show."""
 
     def side(name: str) -> compare.Side:
         return compare.Side(summarize(read(REFERENCE / "nvidia-h200" / f"{name}.json.gz")))
@@ -218,14 +243,14 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
         return min(fused, key=lambda name: figure(fused[name]))
 
     def misleads(better) -> bool:
-        """Two of them, of which the one that looks better by this figure, larger being better, is the slower one."""
+        """Whether of two backends the one with the better (larger) figure is the slower one."""
         return any(better(one) > better(two) and gpu_us(one) > gpu_us(two)
                    for one in fused.values() for two in fused.values())  # fmt: skip
 
     slower, fastest, dearest = gpu_us(named["math"]) / gpu_us(in_place), best(gpu_us), best(lambda one: -one.cpu_us)
     picked = ", ".join(backends(auto))
     looks = {
-        "occupancy": occupancy, "fewer pieces of GPU work": lambda one: -len(one.gpu_work),
+        "occupancy": occupancy, "fewer GPU activities": lambda one: -len(one.gpu_work),
         "fewer ops": lambda one: -ops(one),
     }  # fmt: skip
     misleading = [name for name, better in looks.items() if misleads(better)]
@@ -241,20 +266,20 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
          f"{MARK[dearest == 'cudnn']}: {each(lambda one: f'{one.cpu_us:.1f}', ' µs a step')}"),
         ("57", "left to itself, SDPA picks the fastest backend",
          f"{MARK[picked == fastest]}: it takes {picked}, {gpu_us(auto):.1f} µs"),
-        ("59", "higher occupancy, fewer pieces of GPU work, fewer ops: none of them is speed",
+        ("59", "higher occupancy, fewer GPU activities, fewer ops: none of them is speed",
          f"{MARK[len(misleading) == len(looks)]}: in {', '.join(misleading) or 'none'} one looks better and is slower; "
          f"{times}; occupancy at most {each(lambda one: f'{occupancy(one):.1%}')}; {each(ops)} ops; "
-         f"{each(lambda one: len(one.gpu_work))} pieces"),
+         f"{each(lambda one: len(one.gpu_work))} GPU activities"),
     ]  # fmt: skip
 
 
 def verdicts() -> str:
-    lines = ["| claim | our guess | A100, as the articles report | H200 | CPU |", "|---|---|---|---|---|"]
+    lines = ["| claim | prediction | A100, as the articles report | H200 | CPU |", "|---|---|---|---|---|"]
     for (claims, text), cells in sorted(single_runs().items(), key=lambda one: (one[0][0] or "none", one[0][1])):
         reported = "; ".join(dict.fromkeys(A100[claim] for claim in claims.split())) or "not asked"
         shown = (cells.get(machine, "not asked") for machine in MACHINES)
         lines.append(f"| {claims or '–'} | {text} | {reported} | {' | '.join(shown)} |")
-    lines += ["", "Claims that set one run against another, on the H200:", "",
+    lines += ["", "Claims that compare two runs, on the H200:", "",
               "| claim | sentence | A100, as the articles report | H200 |", "|---|---|---|---|"]  # fmt: skip
     lines += [f"| {claim} | {text} | {A100[claim]} | {seen} |" for claim, text, seen in two_runs()]
     for claim, text, file in (
@@ -264,7 +289,7 @@ def verdicts() -> str:
     ):
         screen = (REFERENCE / "nvidia-h200" / f"{file}.screen.txt").read_text().rstrip()
         lines += ["", f"Claim {claim}: {text}. On the H200:", "", "```", screen, "```"]
-    lines += ["", "Claims about the suite itself, and where they are checked:", ""]
+    lines += ["", "Claims about the programs themselves, and where they are checked:", ""]
     lines += ["| claim | sentence | A100 | here |", "|---|---|---|---|"]
     lines += [f"| {claim} | {text} | {A100[claim]} | {here} |" for claim, text, here in ABOUT_THE_SUITE]
     return "\n".join(lines) + "\n"
@@ -274,18 +299,18 @@ ABOUT_THE_SUITE = (
     ("01", "`--size 64` writes traces/01_matmul_add/64_bf16_cold_eager.json and .txt",
      "yes: tests/test_scripts.py runs it, and traces/reference holds what it wrote on an H200"),
     ("38", "`get_kernel(…, version=1)` loads a pinned package whose `.layers` has drop-in modules",
-     "yes, through LOCAL_KERNELS; the Hub itself was out of reach. From version 2 on `LigerGEGLUMLP(config)` raises "
-     "a TypeError"),
+     "yes, through LOCAL_KERNELS; the Hub itself could not be reached. From version 2 on `LigerGEGLUMLP(config)` "
+     "raises a TypeError"),
     ("39", "trace-util uploads traces/ to a bucket and prints Perfetto links",
-     "its call has changed: version 0.2 wants `-f traces -b <user>/traces`, which a test puts to its own parser; "
-     "nothing was uploaded"),
+     "its call has changed: version 0.2 needs `-f traces -b <user>/traces`, and a test checks this call with the "
+     "program's own parser; nothing was uploaded"),
     ("40", "the closing table: per setup, what changed and what stayed the same",
-     "yes: `read-trace` on several traces prints it; README shows the MLP's"),
+     "yes: `read-trace` on several traces prints it; docs/03_mlp.md shows the MLP's"),
 )  # fmt: skip
 
 
 def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
-    """The lines that tell a figure on a machine, of what its command prints there; or why there are none."""
+    """The lines of a command's output that show a figure on a machine, or the reason why there are none."""
     told = (figure.on_cpu or figure.lines) if machine == "cpu" else figure.lines
     trace = REFERENCE / machine / f"{figure.trace}.json.gz"
     if machine == "cpu" and (told.startswith(GPU_ONLY) or told == NEEDS_TRITON):
@@ -297,12 +322,12 @@ def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
 
 
 def cell(line: str) -> str:
-    """Columns keep apart in a table's cell, and a bar ends none."""
+    """A line as the cell of a table in Markdown: columns stay two blanks apart, and bars are escaped."""
     return re.sub(r" {2,}", "  ", line.strip()).replace("|", "\\|")
 
 
 def figures(some: tuple[Figure, ...]) -> str:
-    """A table row for each figure of a part."""
+    """A table with one row for each figure of a part."""
     lines = ["| figure | your run, and `read-trace TRACE …` | what to see | H200 | CPU |", "|---|---|---|---|---|"]
     for one in some:
         cells = []
@@ -322,8 +347,9 @@ def tables() -> str:
 
 
 def refreshed(text: str) -> str:
-    """A page with everything in it that is made, made again."""
+    """A page in which everything that is generated is generated again."""
     text = CONSOLE.sub(lambda found: found[1] + output_of(found[2], found[3]) + found[5], text)
+    text = VALUE.sub(lambda found: found[1] + THRESHOLDS[found[2]] + found[4], text)
     makers = {
         "cheatsheet": lambda: cheatsheet.markdown() + "\n",
         "verdicts": verdicts,
@@ -338,7 +364,7 @@ def refreshed(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in PAGES:
         before = page.read_text()
         after = refreshed(before)
         if after != before:

@@ -1,22 +1,26 @@
-"""The pages say what the code and the reference traces say, and point at what is there."""
+"""The pages say what the code and the reference traces say, and their links and commands work."""
 
 import doctest
 import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from references import H200, ROOT
 
 from common.flags import tag_of
-from tracereader.findings import cheatsheet
+from tracereader.findings import cheatsheet, steps
+from tracereader.trace import read
 
 LONG = H200 / "01_matmul_add/4096_bf16_cold_eager_wait0_schedwarmup0_active20.json.gz"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 spec = importlib.util.spec_from_file_location("make", ROOT / "docs/make.py")
 make = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make)
+PAGES = make.PAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -26,9 +30,114 @@ def test_what_is_made_is_up_to_date(page):
     assert make.refreshed(text) == text, "uv run docs/make.py"
 
 
-def test_readme_holds_the_whole_cheatsheet():
-    readme = (ROOT / "README.md").read_text()
-    assert cheatsheet.markdown() in readme
+def test_the_whole_cheatsheet_has_a_page():
+    assert cheatsheet.markdown() in (ROOT / "docs/cheatsheet.md").read_text()
+
+
+def test_readme_has_fewer_than_2000_words():
+    assert len((ROOT / "README.md").read_text().split()) < 2_000
+
+
+# Words of our own that the field does not use. The reference may have them as terms, as long as a report prints them.
+RETIRED = re.compile(
+    r"pieces? of GPU work|calls? of the driver|own time|computed again|its roof|not launched yet"
+    r"|whole or not at all|dispatch chain|\bthe label\b"
+)
+
+
+def prose_of(page: Path) -> str:
+    """What somebody wrote by hand on a page: without generated blocks, code, and the terms that a table explains."""
+    text = make.MADE.sub("", page.read_text())
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    text = re.sub(r"^\| [^|]* \|", "", text, flags=re.M)
+    return " ".join(re.sub(r"`[^`]*`", "", text).split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_the_fields_words(page):
+    assert RETIRED.findall(prose_of(page)) == []
+
+
+def test_the_pages_thresholds_are_those_of_the_code(monkeypatch):
+    page = (ROOT / "docs/reference.md").read_text()
+    used = {name for _, name, _, _ in make.VALUE.findall(page)}
+    assert used == set(make.THRESHOLDS), "each threshold is named on the page, and no other"
+    monkeypatch.setitem(make.THRESHOLDS, "idle", "99%")
+    changed = make.VALUE.sub(lambda found: found[1] + make.THRESHOLDS[found[2]] + found[4], page)
+    assert changed != page and changed.count("99%") == page.count("<!-- =idle -->")
+
+
+RUNS = r"(?<![\w-])(?:uv run|uvx --from \S+) "
+
+
+def commands_of(page: Path) -> set[str]:
+    """What follows `uv run` and `uvx --from …` on the page. A comment after three blanks is not part of a command."""
+    text = page.read_text()
+    found = set()
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
+        for line in block.splitlines():
+            found |= {re.split(r" {3,}| #| \| |'", line[run.end() :])[0] for run in re.finditer(RUNS, line)}
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    found |= {code for quoted in re.findall(r"`([^`]+)`", outside) for code in re.split(RUNS, quoted)[1:]}
+    return {" ".join(command.split()) for command in found}
+
+
+COMMANDS = [(page.name, command) for page in PAGES for command in sorted(commands_of(page))]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda one: one)
+def test_every_command_is_one_that_its_program_takes(page, command, scripts, monkeypatch, capsys):
+    """The program reads its flags. What runs is left to make.py and to the tests of each script."""
+    words = [word for word in shlex.split(command.replace("\\|", "|")) if word not in ("…", "--offline")]
+    if words[0] == "torchrun":
+        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+        torchruns = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        for name, value in torchruns.items():
+            monkeypatch.setenv(name, value)
+    program, *flags = [word.replace("…", "x") for word in words]
+    if program == "read-trace":
+        from tracereader import cli
+
+        if "traces/reference" not in command and "tests/traces" not in command:
+            cli.main(flags)
+            assert "--help lists the flags" not in capsys.readouterr().err
+    elif Path(program).stem in scripts:
+        scripts[Path(program).stem].flags(flags)
+    else:
+        known = ("pytest", "ruff", "trace-util", "python", "sweep.py", "recompile.py")
+        assert program in known or (program.startswith(("docs/", "benchmarks/")) and (ROOT / program).is_file())
+
+
+def test_the_recipe_of_readme_records_three_steps(tmp_path, monkeypatch):
+    (recipe,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(recipe, {"step": lambda: torch.ones(8, 8) @ torch.ones(8, 8)})
+    trace = read(tmp_path / "my_step.json")
+    assert [step.name for step in trace.steps] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    assert trace.has_shapes
+
+
+STABLE = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/for-agents.md").read_text(), re.M)
+
+
+def test_the_names_that_agents_may_rely_on_are_in_json(capsys):
+    from tracereader import cli
+
+    folder = H200.parent / "nvidia-h200-x2/06_training"
+    ranks = sorted(str(file) for file in folder.glob("4x1024x1024x16_bf16_warm_eager_ddp_slow1_x2_rank*.json.gz"))
+    documents = []
+    for files in ([str(LONG)], ranks):
+        assert cli.main([*files, "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    one, several = documents
+    of_ranks = STABLE[STABLE.index("world_size") :]
+    assert len(STABLE) >= 10 and set(of_ranks) <= set(several) and set(STABLE) - set(of_ranks) <= set(one)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/for-agents.md").read_text(), re.M)
+    assert {key for key in steps.WORDS if key} <= set(re.findall(r"`([\w-]+)`", dict(rows)["waits_for"]))
+    for name, meaning in rows:
+        inside = [] if name == "waits_for" else re.findall(r"`(\w+)`", meaning)
+        written = json.dumps(several[name] if name in of_ranks else one[name])
+        assert [word for word in inside if f'"{word}":' not in written and word != "null"] == [], name
 
 
 def test_every_console_block_is_one_that_is_made():
@@ -76,7 +185,7 @@ FIGURES = [("part 1", figure) for figure in make.PART_1] + [("part 2", figure) f
 def test_no_figure_of_the_articles_is_missing():
     assert [figure.number for figure in make.PART_1] == [str(number) for number in range(1, 22)]
     assert [figure.number for figure in make.PART_2] == [str(number) for number in range(1, 15)]
-    page = (ROOT / "docs/figures.md").read_text()
+    page = (ROOT / "docs/articles.md").read_text()
     for _, figure in FIGURES:
         assert f"| **{figure.number}** {figure.title} | `uv run {figure.run}`<br>" in page
 
@@ -95,13 +204,13 @@ def test_a_figures_command_shows_it_on_the_reference_traces(scripts, part, figur
     assert lines or why
 
 
-def test_the_glossary_has_every_section_and_every_head_of_a_table(monkeypatch, capsys):
+def test_the_reference_has_every_section_and_every_head_of_a_table(monkeypatch, capsys):
     from tracereader import cli
     from tracereader.command import SECTIONS
     from tracereader.findings.steps import WORDS
     from tracereader.show import report, series, starts, table, text
 
-    page = (ROOT / "docs/glossary.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     for section in SECTIONS:
         assert f'<a id="{section}"></a>{section} |' in page
     for word in WORDS.values():
@@ -124,17 +233,20 @@ def test_the_glossary_has_every_section_and_every_head_of_a_table(monkeypatch, c
     assert missing <= plain_words | of_two_words, missing - plain_words - of_two_words
 
 
-def test_a_sections_head_leads_to_the_glossary(monkeypatch):
+def test_a_sections_title_links_to_its_row_of_the_reference(monkeypatch):
+    from tracereader.command import SECTIONS
     from tracereader.show import text
 
-    page = (ROOT / "docs/glossary.md").as_uri()
+    anchors = re.findall(r'<a id="(\w+)"></a>', text.REFERENCE.read_text())
+    assert set(SECTIONS) <= set(anchors) and len(anchors) == len(set(anchors))
+    page = text.REFERENCE.as_uri()
     assert text.head("steps", "steps") == f"[bold][link={page}#steps]steps[/link][/bold]"
-    monkeypatch.setattr(text, "GLOSSARY", ROOT / "docs/none.md")
-    assert text.head("steps", "steps") == "[bold]steps[/bold]", "the reader alone comes without the pages"
+    monkeypatch.setattr(text, "REFERENCE", ROOT / "docs/none.md")
+    assert text.head("steps", "steps") == "[bold]steps[/bold]", "the reader can be installed without the pages"
 
 
 def test_every_claim_of_the_articles_has_a_row():
-    rows = re.findall(r"^\| ([\d ]+) \|", (ROOT / "docs/claims.md").read_text(), re.M)
+    rows = re.findall(r"^\| ([\d ]+) \|", (ROOT / "docs/articles.md").read_text(), re.M)
     named = {claim for row in rows for claim in row.split()}
     told_in_a_screen = {"26", "36"}
     assert named | told_in_a_screen == {f"{number:02}" for number in range(1, 60)}

@@ -49,7 +49,7 @@ def decode(run, folder, tmp_path, capsys):
 
 
 def test_without_transformers_one_line_says_so(tmp_path):
-    """As after docs/first-steps.md's shorter list: -S leaves out what is installed, torch too."""
+    """As in an environment that was made by hand: -S leaves out what is installed, torch too."""
     command = [sys.executable, "-S", str(ROOT / "05_llm.py"), "--warmup", "--layers", "1"]
     rich = tmp_path / "site"
     rich.mkdir()

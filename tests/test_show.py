@@ -78,11 +78,11 @@ def test_a_step_that_is_not_there(capsys):
     assert screen.err.count("\n") == 1 and screen.out == ""
 
 
-def test_readmes_trace_util_call_is_one_that_it_takes():
-    """The articles' call rotted: this runs the pinned version's own parser on exactly README's words."""
+def test_the_pages_trace_util_call_is_one_that_it_takes():
+    """The articles' call no longer works. This runs the pinned version's own parser on exactly the page's words."""
     from trace_util.cli import build_parser
 
-    (call,) = set(re.findall(r"uv run trace-util ([^\n`]+)", (ROOT / "README.md").read_text()))
+    (call,) = set(re.findall(r"uv run trace-util ([^\n`]+)", (ROOT / "docs/running.md").read_text()))
     words = shlex.split(call.replace("<user>", "someone"))
     args = build_parser().parse_args(words)
     assert str(args.folder_path) == "traces"

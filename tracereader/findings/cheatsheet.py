@@ -1,6 +1,6 @@
 """The cheatsheet: what one sees in a trace, what it usually means, and the finding that tells it.
 
-README's cheatsheet is made from PATTERNS, by markdown(). A pattern that costs nothing measurable is
+The page docs/cheatsheet.md is made from PATTERNS, by markdown(). A pattern that costs nothing measurable is
 not found.
 """
 
@@ -166,7 +166,7 @@ def reveals(summary: Summary) -> list[str]:
 
 
 def markdown() -> str:
-    """The whole cheatsheet, as README holds it."""
+    """The whole cheatsheet, as docs/cheatsheet.md holds it."""
     lines = ["| where | what you see | what it usually means |", "|---|---|---|"]
     lines += [f"| {one.where} | {one.see} | {one.means} |" for one in PATTERNS]
     return "\n".join(lines)

@@ -48,13 +48,13 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-GLOSSARY = Path(__file__).resolve().parents[2] / "docs/glossary.md"
+REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference.md"
 
 
 def head(title: str, section: str) -> str:
-    """Markup of a section's head: where the terminal can, a link to what its words mean."""
-    # The reader alone comes without the pages.
-    return f"[bold][link={GLOSSARY.as_uri()}#{section}]{title}[/link][/bold]" if GLOSSARY.is_file() else bold(title)
+    """Markup of a section's title, linked to the section's row on the reference page where that page exists."""
+    # The reader can be installed without the pages.
+    return f"[bold][link={REFERENCE.as_uri()}#{section}]{title}[/link][/bold]" if REFERENCE.is_file() else bold(title)
 
 
 def strict_json(document: object) -> str:
