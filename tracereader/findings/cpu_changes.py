@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from tracereader.figures.places import LOADER
-from tracereader.figures.training import OPTIMIZER, asking
+from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
@@ -19,6 +18,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step
+from tracereader.trace.labels import LOADER, OPTIMIZER
 
 # While the profiler records, the step of a fused optimizer with 120 to 150 tensors takes the CPU 800 to 1,400 µs on
 # an H200's machine.
@@ -62,10 +62,9 @@ def cuda_graph(case: Case) -> Proposal | None:
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         )
     # An optimizer counts its steps on the CPU, and is not captured as it is.
-    stays = [
-        op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith((OPTIMIZER, LOADER))
-    ]
-    left_out = case.launched_in(OPTIMIZER, LOADER)
+    eager = (OPTIMIZER, LOADER)
+    stays = [op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith(eager)]
+    left_out = case.launched_in(*eager)
     captured = [one for one in case.step.work if id(one) not in left_out]
     return Proposal(
         as_cuda_graph(case.graph, stays),

@@ -5,14 +5,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.hardware import Peaks, peak_tflops
-from tracereader.figures.sizes import dims_of, tensors_of
-from tracereader.figures.training import OPTIMIZER, recomputed_ops
+from tracereader.figures.hardware import Peaks
+from tracereader.figures.training import recomputed_ops
 from tracereader.findings.finding import counted, duration, listed, size
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import overlapped, with_durations, without_cpu_time, without_ops, without_waits, without_work
 from tracereader.trace import Op, Work
-from tracereader.trace.kernel_names import short
+from tracereader.trace.kernel_names import decode, short
+from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.types import dims_of, dtype_of, tensors_of
 
 # Of the data sheet's peaks, what good kernels reach on an H200: products in bf16 74 to 83%, in TF32 40 to 72%,
 # convolutions in TF32 about 30%; pointwise kernels 80 to 92% of the memory bandwidth. cuDNN's and FlashAttention's
@@ -34,6 +35,7 @@ BACKWARD_FLOPS = 2.5  # of attention, for each FLOP of its forward pass: five pr
 # scaled_dot_product_attention or of its backward.
 COMPILED_CALL_US, ATTENTION_CALL_US = 30, 150
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
+TWO_BYTES = ("bf16", "fp16")
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
@@ -54,7 +56,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     kernels = sum(len(chain) for chain, _ in chains)
     return Proposal(
         graph,
-        f"{kernels} kernels in {counted(len(chains), 'chain')} take {duration(before)}; fused, at least {duration(after)}",
+        f"{kernels} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
+        f"fused, they take at least {duration(after)}",
         "torch.compile(model)",
         assumed=True,
     )
@@ -93,6 +96,12 @@ def _chains(case: Case) -> list[tuple[list[tuple[Work, GpuWork, Op | None]], flo
             if len(some) > 1:
                 chains.append((some, _fused_us(some, elements, case.peaks)))
     return chains
+
+
+def _type_of(op: Op) -> str:
+    """The element type of an op's first tensor; "" where it was not recorded."""
+    given = [dtype for tensor in tensors_of(op.args) if (dtype := dtype_of(tensor.type))]
+    return given[0].name if given else ""
 
 
 def _elements(entry: tuple[Work, GpuWork, Op | None]) -> object:
@@ -138,8 +147,7 @@ def fused_attention(case: Case) -> Proposal | None:
             continue
         one, op = products[0]
         per = min(item.product.flops for item, _ in products) * 2 / 1e6
-        first = tensors_of(op.args)[0].type if tensors_of(op.args) else ""
-        tflops = case.peaks.bf16 if first in ("c10::BFloat16", "c10::Half") else case.peaks.fp32
+        tflops = case.peaks.bf16 if _type_of(op) in TWO_BYTES else case.peaks.fp32
         # A mask of queries x keys is the causal one, mostly, and a fused kernel skips what it hides.
         masked = any(op.name in MASKS for _, _, op in run)
         us = per / (ATTENTION * tflops) * (f + BACKWARD_FLOPS * b) / (1 + masked)
@@ -175,8 +183,8 @@ def tensor_cores(case: Case) -> Proposal | None:
     if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
-    for work, one, _ in case.activities:
-        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(one):
+    for work, one, op in case.activities:
+        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(work, one, op):
             continue
         reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
         if one.flops:
@@ -202,11 +210,15 @@ def tensor_cores(case: Case) -> Proposal | None:
     )
 
 
-def _on_cuda_cores(one: GpuWork) -> bool:
-    types = (one.name_says.get("types") or "").lower()
-    if types in ("bf16", "fp16", "tf32") or "tensorop" in one.name or "tf32" in one.name:
+def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
+    """Whether it multiplies fp32 without tensor cores: by its name, and where that is silent by its inputs' type."""
+    name = decode(work.name)
+    if name.family not in ("GEMM", "convolution", "unknown") or "tensorop" in one.name or "tf32" in one.name:
         return False
-    return any(word in one.name for word in FP32_MAKERS) or types == "fp32" or "<float" in one.name
+    types = (one.name_says.get("types") or "").lower()
+    if types:
+        return types == "fp32"
+    return any(word in one.name for word in FP32_MAKERS) or (op is not None and _type_of(op) == "fp32")
 
 
 def align_shapes(case: Case) -> Proposal | None:
@@ -217,9 +229,7 @@ def align_shapes(case: Case) -> Proposal | None:
         shape = one.product
         if one.family != "GEMM" or shape is None or not one.flops:
             continue
-        tensors = tensors_of(op.args) if op is not None else []
-        types = {tensor.type for tensor in tensors}
-        if not types & {"c10::BFloat16", "c10::Half"}:
+        if op is None or _type_of(op) not in TWO_BYTES:
             continue
         bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64]
         if not bad:
@@ -267,7 +277,8 @@ def layout_copies(case: Case) -> Proposal | None:
     names = sorted({_changes_layout(op) for work, _, op in case.activities if op is not None} - {""})
     return Proposal(
         without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
-        f"{counted(len(copies), 'copy', 'copies')} by {listed(names)} take {duration(sum(one.us for _, one in copies))}",
+        f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
+        f"{duration(sum(one.us for _, one in copies))}",
         "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only what is contiguous",
     )
 
@@ -343,7 +354,8 @@ def small_grids(case: Case) -> Proposal | None:
     name, blocks = next(iter(names.items()))
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
-        f"{counted(len(times), 'kernel')} fill a part of {sms} SMs ({name}: {counted(blocks, 'block')}): {duration(spent)}",
+        f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
+        f"({name}: {counted(blocks, 'block')})",
         "give these kernels more rows or a larger batch, or another algorithm (split K, split the reduction)",
         assumed=True,
     )
@@ -360,4 +372,3 @@ GPU_CHANGES = (
     Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
     Change("small_grids", "give small kernels more blocks", small_grids),
 )
-__all__ = ["GPU_CHANGES", "peak_tflops"]

@@ -17,6 +17,7 @@ from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.labels import AUTOGRAD
 
 # What is saved of a step has to be more than this share of it to be shown.
 WORTH_SHOWING = 0.02
@@ -90,7 +91,7 @@ class Case:
     @cached_property
     def trains(self) -> bool:
         """Whether autograd's backward runs in the steps."""
-        return any(name.startswith("autograd::engine::evaluate_function") for name in self.trace.op_names)
+        return any(name.startswith(AUTOGRAD) for name in self.trace.op_names)
 
     @cached_property
     def peaks(self) -> Peaks | None:

@@ -162,8 +162,8 @@ def cuda_graph(
     """The launches between two waits of a step become one launch of a CUDA graph.
 
     On each thread the time from the first to the last op that launches is gone. The calls that wait stay, and so do
-    ops that contain one. left_out: ops, or annotations, that stay as they are. launch_us: the launch takes so long; by the number of activities, where None. gap_us:
-    between two activities of one stream.
+    ops that contain one. left_out: ops, or annotations, that stay as they are. launch_us: the launch takes so long; by
+    the number of activities, where None. gap_us: between two activities of one stream.
     """
     spans, added, lag = [], [], graph.lag[:]
     stays = {id(op): op for op in left_out}
