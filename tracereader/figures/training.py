@@ -104,7 +104,7 @@ def training(trace: Trace, step: Step) -> Training:
     """What the step does besides computing forward."""
     ops = list(step.walk())
     idle = _idle(trace.work, step)
-    again = _again(step)
+    again = recomputed_ops(step)
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
@@ -159,7 +159,7 @@ def _ids(ops: Sequence[Op]) -> set[int]:
     return {id(op) for one in ops for op in one.walk()}
 
 
-def _again(step: Step) -> list[Op]:
+def recomputed_ops(step: Step) -> list[Op]:
     """Ops that autograd records inside a backward that it does not record itself: forward ops, run once more.
 
     Of a backward that is to be differentiated (create_graph) it records every op, and nothing tells which of
@@ -287,7 +287,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync,
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     reached = step.start
     for call in sorted((op for op in ops if _waits_in(op)), key=_start):
-        asked_by = _asking(call)
+        asked_by = asking(call)
         following = bisect.bisect_left(launches, (call.end, 0))
         stop = launches[following][1] if following < len(launches) else step.end
         sums = found[asked_by, call.name]
@@ -299,7 +299,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync,
     return tuple(sorted(every, key=lambda one: -one.idle_us))
 
 
-def _asking(call: Op) -> str:
+def asking(call: Op) -> str:
     """The outermost of the aten ops right around a call, as aten::item; else the innermost op, or label."""
     name = label = None
     for op in call.above():

@@ -82,7 +82,7 @@ def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
     """This GPU work is gone, with the ops that launch nothing else."""
     work = list(work)
-    return _without_activities(without_cpu_time(graph, spans_of(_launching_only(work))), work)
+    return _without_activities(without_cpu_time(graph, spans_of(launching_only(work))), work)
 
 
 def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
@@ -96,7 +96,7 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
 
 
-def _launching_only(work: Iterable[Work]) -> Iterator[Op]:
+def launching_only(work: Iterable[Work]) -> Iterator[Op]:
     """The outermost ops and calls that launch some of this work and nothing else."""
     gone = {id(one) for one in work}
     roots = {}
@@ -153,16 +153,22 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
     return with_durations(without_cpu_time(without_work(graph, gone), spans), times)
 
 
-def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRAPH_GAP_US) -> Graph:
+def cuda_graph(
+    graph: Graph,
+    left_out: Iterable[Op] = (),
+    launch_us: float | None = None,
+    gap_us: float = GRAPH_GAP_US,
+) -> Graph:
     """The launches between two waits of a step become one launch of a CUDA graph.
 
     On each thread the time from the first to the last op that launches is gone. The calls that wait stay, and so do
-    ops that contain one. launch_us: the launch takes so long; by the number of activities, where None. gap_us:
-    between two activities of one stream.
+    ops that contain one. left_out: ops, or annotations, that stay as they are. launch_us: the launch takes so long; by
+    the number of activities, where None. gap_us: between two activities of one stream.
     """
     spans, added, lag = [], [], graph.lag[:]
+    stays = {id(op): op for op in left_out}
     for step in graph.trace.steps:
-        for run in _launches_between_waits(graph, step):
+        for run in _launches_between_waits(graph, step, stays):
             work = [one for op in run for below in op.walk() for one in below.work]
             by_track = defaultdict(list)
             for op in run:
@@ -177,11 +183,16 @@ def cuda_graph(graph: Graph, launch_us: float | None = None, gap_us: float = GRA
     return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
 
 
-def _launches_between_waits(graph: Graph, step: Step) -> Iterator[list[Op]]:
-    """The outermost ops that launch and do not wait, in order, parted where a call of any thread waits."""
+def _launches_between_waits(graph: Graph, step: Step, stays: Mapping[int, Op]) -> Iterator[list[Op]]:
+    """The outermost ops that launch and do not wait, in order, parted where a call of any thread waits or stays."""
     launching, waiting = set(), set()  # ids
     waits = []
+    inside = set()  # what stays
     for op in reversed(list(step.walk())):
+        if id(op) in stays:
+            waits.append(op)
+            waiting.add(id(op))
+            inside |= {id(below) for below in op.walk()}
         node = graph.returns.get(id(op), NOBODY)
         if node >= 0 and graph.via[node] >= 0 and is_wait(op):
             waits.append(op)
@@ -190,7 +201,7 @@ def _launches_between_waits(graph: Graph, step: Step) -> Iterator[list[Op]]:
             waiting.add(id(op))
         if op.work or any(id(child) in launching for child in op.children):
             launching.add(id(op))
-    wanted = launching - waiting
+    wanted = launching - waiting - inside
     # The copy that item() waits for is launched by the op that waits, and stays with it.
     tops = outermost(
         step.roots,

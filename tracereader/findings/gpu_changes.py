@@ -1,0 +1,374 @@
+"""Changes of the GPU's work: what can be fused, aligned, laid out in another way, or left out."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.hardware import Peaks
+from tracereader.figures.training import recomputed_ops
+from tracereader.findings.finding import counted, duration, listed, size
+from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.replay import overlapped, with_durations, without_cpu_time, without_ops, without_waits, without_work
+from tracereader.trace import Op, Work
+from tracereader.trace.kernel_names import decode, short
+from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.types import dims_of, dtype_of, tensors_of
+
+# Of the data sheet's peaks, what good kernels reach on an H200: products in bf16 74 to 83%, in TF32 40 to 72%,
+# convolutions in TF32 about 30%; pointwise kernels 80 to 92% of the memory bandwidth. cuDNN's and FlashAttention's
+# kernels reach 18 to 33% by the FLOPs of a causal mask, which are half of those of the whole matrix of scores.
+PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
+# Memory that is not pinned is copied at 8 GB/s there, pinned memory at 55.
+PINNED_GB_S = 50
+# FLOPs of fp32 that one element costs: a chain of ten tanh and twenty products and sums, compiled into one kernel,
+# takes 466 µs for 67 million elements on an H200.
+TRANSCENDENTAL, OTHER = 40, 3
+COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
+# Ops that copy a tensor to give it another layout.
+LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
+FUSABLE = ("pointwise", "normalization", "reduction", "copy")
+# A product below this share of its peak is slow; one above it has little to gain.
+SLOW = 0.4
+BACKWARD_FLOPS = 2.5  # of attention, for each FLOP of its forward pass: five products in place of two
+# What a call takes the CPU while the profiler records, on an H200's machine (µs): a compiled kernel's, and that of
+# scaled_dot_product_attention or of its backward.
+COMPILED_CALL_US, ATTENTION_CALL_US = 30, 150
+MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
+TWO_BYTES = ("bf16", "fp16")
+FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
+
+
+def fuse_pointwise(case: Case) -> Proposal | None:
+    chains = _chains(case)
+    if not chains:
+        return None
+    before = sum(one.us for chain, _ in chains for _, one, _ in chain)
+    after = sum(us for _, us in chains)
+    in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
+    if case.trains:  # the compiled backward launches the fused kernels without autograd's ops
+        graph = case.condensed(in_typical, COMPILED_CALL_US)
+    else:  # guards cost about what the ops cost that are gone
+        times = {}
+        for (first, *rest), us in case.groups_in_all_steps(in_typical):
+            times |= {first: us, **dict.fromkeys(rest, 0.0)}
+        graph = with_durations(case.graph, times)
+    kernels = sum(len(chain) for chain, _ in chains)
+    return Proposal(
+        graph,
+        f"{kernels} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
+        f"fused, they take at least {duration(after)}",
+        "torch.compile(model)",
+        assumed=True,
+    )
+
+
+def _chains(case: Case) -> list[tuple[list[tuple[Work, GpuWork, Op | None]], float]]:
+    """Runs of kernels on one stream, of equally many elements each, and the time (µs) of one kernel in their place."""
+    runs: list[list[tuple[Work, GpuWork, Op | None]]] = []
+    open_runs: dict[tuple, list] = {}
+    of_optimizer = case.launched_in(OPTIMIZER)
+    for entry in case.activities:
+        work, one, op = entry
+        if work.kind == "memset":
+            continue
+        name = (op.name if op else "").removeprefix("aten::")
+        if (
+            one.family not in FUSABLE
+            or id(work) in of_optimizer
+            or "HtoD" in one.name
+            or "DtoH" in one.name
+            or name.startswith("_foreach")
+            or (one.maker == "Inductor")
+        ):
+            open_runs.pop(work.track, None)
+            continue
+        if work.track not in open_runs:
+            open_runs[work.track] = []
+            runs.append(open_runs[work.track])
+        open_runs[work.track].append(entry)
+    chains = []
+    for run in runs:
+        alike = defaultdict(list)
+        for entry in run:
+            alike[_elements(entry)].append(entry)
+        for elements, some in alike.items():
+            if len(some) > 1:
+                chains.append((some, _fused_us(some, elements, case.peaks)))
+    return chains
+
+
+def _type_of(op: Op) -> str:
+    """The element type of an op's first tensor; "" where it was not recorded."""
+    given = [dtype for tensor in tensors_of(op.args) if (dtype := dtype_of(tensor.type))]
+    return given[0].name if given else ""
+
+
+def _elements(entry: tuple[Work, GpuWork, Op | None]) -> object:
+    """How many elements a kernel works on, by its op's largest input; else its grid, which is as large."""
+    _, one, op = entry
+    shapes = dims_of(op.args) if op is not None else []
+    return max(map(math.prod, shapes)) if shapes else (tuple(one.grid or ()), tuple(one.block or ()))
+
+
+def _fused_us(chain: Sequence[tuple[Work, GpuWork, Op | None]], elements: object, peaks: Peaks | None) -> float:
+    """The longest of them reads and writes as much as all of them as one; arithmetic comes beside it."""
+    memory = max(one.us for _, one, _ in chain)
+    if not isinstance(elements, int) or peaks is None:
+        return memory
+    flops = sum(
+        TRANSCENDENTAL if any(word in op.name for word in COSTLY) else OTHER for _, _, op in chain if op is not None
+    )
+    return min(sum(one.us for _, one, _ in chain), max(memory, flops * elements / peaks.fp32 / 1e6))
+
+
+def fused_attention(case: Case) -> Proposal | None:
+    """The scores' products and softmax, forward and backward, become one kernel each."""
+    scores = {one.scores.batch * one.scores.queries * one.scores.keys: one.scores for one in case.summary.unfused
+              if one.scores}  # fmt: skip
+    if not scores or case.peaks is None:
+        return None
+    runs: list[list[tuple[Work, GpuWork, Op]]] = []
+    for entry in case.activities:
+        _, one, op = entry
+        touched = _touched(one, op, scores)
+        if touched:
+            if not runs:
+                runs.append([])
+            runs[-1].append(entry)
+        elif one.family in ("GEMM", "attention", "convolution", "communication") and runs and runs[-1]:
+            runs.append([])
+    groups, before, after, forward, backward = [], 0.0, 0.0, 0, 0
+    for run in runs:
+        f = len({id(op) for _, _, op in run if op.name == "aten::_softmax"})
+        b = len({id(op) for _, _, op in run if op.name == "aten::_softmax_backward_data"})
+        products = [(one, op) for _, one, op in run if one.product]
+        if not (f or b) or not products:
+            continue
+        one, op = products[0]
+        per = min(item.product.flops for item, _ in products) * 2 / 1e6
+        tflops = case.peaks.bf16 if _type_of(op) in TWO_BYTES else case.peaks.fp32
+        # A mask of queries x keys is the causal one, mostly, and a fused kernel skips what it hides.
+        masked = any(op.name in MASKS for _, _, op in run)
+        us = per / (ATTENTION * tflops) * (f + BACKWARD_FLOPS * b) / (1 + masked)
+        spent = sum(one.us for _, one, _ in run)
+        if us < spent:
+            groups.append(([work for work, _, _ in run], us))
+            before, after, forward, backward = before + spent, after + us, forward + f, backward + b
+    if not groups:
+        return None
+    which = f"{counted(forward, 'softmax', 'softmaxes')} between batched products"
+    backwards = " and their backward" if backward else ""
+    one = next(iter(scores.values()))
+    return Proposal(
+        case.condensed(groups, ATTENTION_CALL_US * (1 + bool(backward))),
+        f"{which}{backwards} take {duration(before)}; the scores of {one.queries} x {one.keys} go through memory",
+        "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
+        assumed=True,
+    )
+
+
+def _touched(one: GpuWork, op: Op | None, scores: dict) -> bool:
+    """Whether it reads or writes a whole matrix of scores."""
+    if op is None:
+        return False
+    if one.product is not None:
+        product = one.product
+        sides = (product.m * product.n, product.m * product.k, product.k * product.n)
+        return any(product.batch * side in scores for side in sides)
+    return one.family in FUSABLE and any(math.prod(shape) in scores for shape in dims_of(op.args))
+
+
+def tensor_cores(case: Case) -> Proposal | None:
+    if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
+        return None
+    times, spent, kinds = {}, 0.0, set()
+    for work, one, op in case.activities:
+        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(work, one, op):
+            continue
+        reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
+        if one.flops:
+            us = one.flops / (reach * case.peaks.tf32) / 1e6
+        else:  # FP32 kernels reach 50 to 75% of their peak
+            us = one.us * 0.6 * case.peaks.fp32 / (reach * case.peaks.tf32)
+        if one.bytes_moved:
+            us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
+        if us < one.us:
+            times[work], spent = us, spent + one.us
+            kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
+    if not times:
+        return None
+    flags = {
+        "matrix products": "torch.set_float32_matmul_precision('high')",
+        "convolutions": "torch.backends.cudnn.allow_tf32 = True",
+    }
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"fp32 {listed(sorted(kinds))} on CUDA cores: {len(times)} kernels, {duration(spent)}",
+        "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
+        assumed=True,
+    )
+
+
+def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
+    """Whether it multiplies fp32 without tensor cores: by its name, and where that is silent by its inputs' type."""
+    name = decode(work.name)
+    if name.family not in ("GEMM", "convolution", "unknown") or "tensorop" in one.name or "tf32" in one.name:
+        return False
+    types = (one.name_says.get("types") or "").lower()
+    if types:
+        return types == "fp32"
+    return any(word in one.name for word in FP32_MAKERS) or (op is not None and _type_of(op) == "fp32")
+
+
+def align_shapes(case: Case) -> Proposal | None:
+    if case.peaks is None:
+        return None
+    times, spent, odd = {}, 0.0, {}
+    for work, one, op in case.activities:
+        shape = one.product
+        if one.family != "GEMM" or shape is None or not one.flops:
+            continue
+        if op is None or _type_of(op) not in TWO_BYTES:
+            continue
+        bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64]
+        if not bad:
+            continue
+        us = one.flops / (PRODUCT * case.peaks.bf16) / 1e6
+        if one.bytes_moved:
+            us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
+        if us < SLOW / PRODUCT * one.us:
+            times[work], spent = us, spent + one.us
+            for dimension in bad:
+                odd[dimension] = -(-dimension // 8) * 8
+    if not times:
+        return None
+    padded = listed(f"{dimension:,} to {better:,}" for dimension, better in odd.items())
+    slowest = max((one for work, one, _ in case.activities if work in times), key=lambda one: one.us)
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{counted(len(times), 'product')} with a dimension of {listed(f'{one:,}' for one in odd)} "
+        f"take {duration(spent)}, at {slowest.tflops or 0:,.0f} TFLOP/s at worst",
+        f"pad {padded} (a multiple of 8)",
+        assumed=True,
+        title=f"pad {padded}",
+    )
+
+
+def channels_last(case: Case) -> Proposal | None:
+    conversions = [
+        (work, one) for work, one, _ in case.activities if "nchwToNhwc" in one.name or "nhwcToNchw" in one.name
+    ]
+    if not conversions:
+        return None
+    gone = case.in_all_steps(dict.fromkeys((work for work, _ in conversions), 0.0))
+    us = sum(one.us for _, one in conversions)
+    return Proposal(
+        without_work(case.graph, gone),
+        f"{counted(len(conversions), 'kernel')} between layouts around convolutions: {duration(us)}",
+        "model.to(memory_format=torch.channels_last), and the images, too",
+    )
+
+
+def layout_copies(case: Case) -> Proposal | None:
+    copies = [(work, one) for work, one, op in case.activities if op is not None and _changes_layout(op)]
+    if not copies:
+        return None
+    names = sorted({_changes_layout(op) for work, _, op in case.activities if op is not None} - {""})
+    return Proposal(
+        without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
+        f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
+        f"{duration(sum(one.us for _, one in copies))}",
+        "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only what is contiguous",
+    )
+
+
+def _changes_layout(op: Op) -> str:
+    """The op that copies a tensor to another layout, if this one does."""
+    if op.name != "aten::copy_":
+        return ""
+    above = [one.name for one in op.above() if one.kind == "op"]
+    if len(set(tensor.type for tensor in tensors_of(op.args))) > 1 or "aten::clone" not in above:
+        return ""
+    return next((name for name in above if name in LAYOUT_OPS), "")
+
+
+def no_recompute(case: Case) -> Proposal | None:
+    ops = [op for step in case.steps for op in recomputed_ops(step)]
+    told = case.summary.training.recomputed
+    if not ops or told is None:
+        return None
+    return Proposal(
+        without_cpu_time(without_ops(case.graph, ops), _stretches(ops)),
+        f"{counted(told.calls, 'forward op')} run again in backward: {duration(told.gpu_us or 0.0)} of GPU time",
+        "checkpoint fewer blocks, as far as memory allows",
+    )
+
+
+def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
+    """From the first to the last of ops that follow each other within one op of backward's."""
+    by_parent = defaultdict(list)
+    for op in ops:
+        by_parent[id(op.parent)].append(op)
+    return [(some[0].track, min(op.start for op in some), max(op.end for op in some)) for some in by_parent.values()]
+
+
+def overlap_copies(case: Case) -> Proposal | None:
+    copies = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
+    if not copies:
+        return None
+    pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
+    times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
+    graph = with_durations(case.graph, case.in_all_steps(times))
+    moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
+    us = sum(one.us for _, one in copies)
+    amount = sum(one.bytes_moved or 0 for _, one in copies)
+    how = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
+    return Proposal(
+        overlapped(
+            without_waits(graph, {id(work.launch): work.launch for work in moved if work.launch}.values()), moved
+        ),
+        f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU take {duration(us)}"
+        + (", from memory that is not pinned" if pageable else ""),
+        how if pageable else "copy the next batch on a stream of its own while this one is computed",
+        assumed=bool(pageable),
+    )
+
+
+def small_grids(case: Case) -> Proposal | None:
+    sms = max((count for one in case.trace.device_properties.values() if type(count := one.get("numSms")) is int),
+              default=0)  # fmt: skip
+    if not sms:
+        return None
+    times, spent, names = {}, 0.0, {}
+    for work, one, _ in case.activities:
+        blocks = math.prod(one.grid) if one.grid else 0
+        # What takes a few µs is launched and gone before more blocks would help.
+        if work.kind != "kernel" or not 0 < blocks < sms / 2 or one.us < 10 or one.family == "communication":
+            continue
+        times[work] = one.us * blocks / sms
+        spent += one.us
+        names[short(one.name, 40)] = blocks
+    if not times:
+        return None
+    name, blocks = next(iter(names.items()))
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
+        f"({name}: {counted(blocks, 'block')})",
+        "give these kernels more rows or a larger batch, or another algorithm (split K, split the reduction)",
+        assumed=True,
+    )
+
+
+GPU_CHANGES = (
+    Change("fuse_pointwise", "compile the model, so that chains of pointwise kernels are fused", fuse_pointwise),
+    Change("fused_attention", "use a fused attention kernel", fused_attention),
+    Change("tensor_cores", "let tensor cores multiply fp32 as TF32, or use bf16", tensor_cores),
+    Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
+    Change("channels_last", "keep images in the channels_last layout", channels_last),
+    Change("layout_copies", "drop copies that only change a tensor's layout", layout_copies),
+    Change("no_recompute", "keep activations instead of recomputing them", no_recompute),
+    Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
+    Change("small_grids", "give small kernels more blocks", small_grids),
+)

@@ -1,0 +1,143 @@
+"""An opportunity: one change of the program, and the step's time after it.
+
+A change is declared as a Change: its name, its title, and a function that proposes it where a trace gives reason to.
+The function names the change and never computes what it saves: it returns an edited graph, and the replay of that
+graph gives the step's time.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork, asking_ops, numbered
+from tracereader.figures.hardware import Peaks, common_peaks
+from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time
+from tracereader.replay.changes import launching_only
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.labels import AUTOGRAD
+
+# What is saved of a step has to be more than this share of it to be shown.
+WORTH_SHOWING = 0.02
+
+
+class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
+    """A change and what it saves of a step (µs), as recorded.
+
+    basis: `replay` where only times and dependencies of this trace are used, `bound` where a hardware limit or a
+    typical rate is assumed. how: how to try it, in one line.
+    """
+
+    change: str
+    title: str
+    step_us: float
+    step_us_after: float
+    saves_us: float
+    basis: str
+    evidence: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The graph after a change, the figures that give reason to it, and how to try it.
+
+    assumed: whether a hardware limit or a typical rate is in the graph. title: where it says more than the change's.
+    shared: how many of today's batches the changed step serves; its time is told for one of them.
+    """
+
+    graph: Graph
+    evidence: str
+    how: str
+    assumed: bool = False
+    title: str | None = None
+    shared: int = 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that can be proposed. name: its id in --json. propose: None where a trace gives no reason to."""
+
+    name: str
+    title: str
+    propose: Callable[["Case"], Proposal | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a proposal is made from: the trace, what was measured of it, and its graph."""
+
+    trace: Trace
+    summary: Summary
+    graph: Graph
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.trace.steps
+
+    @cached_property
+    def step(self) -> Step:
+        """The typical step, which the summary's GPU work is of."""
+        return self.trace.steps[self.summary.typical_index]
+
+    @cached_property
+    def activities(self) -> list[tuple[Work, GpuWork, Op | None]]:
+        """The GPU activities of the typical step: the slice, what was measured of it, and the op that launched it."""
+        work = self.step.work
+        return list(zip(work, self.summary.gpu_work, asking_ops(work), strict=True))
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether autograd's backward runs in the steps."""
+        return any(name.startswith(AUTOGRAD) for name in self.trace.op_names)
+
+    @cached_property
+    def peaks(self) -> Peaks | None:
+        return common_peaks(self.trace.devices)
+
+    def launched_in(self, *labels: str) -> set[int]:
+        """The ids of the typical step's activities that are launched inside annotations whose names begin so."""
+        calls = {
+            id(call)
+            for op in self.step.walk()
+            if op.kind == "label" and op.name.startswith(labels)
+            for call in op.walk()
+        }
+        return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
+
+    def in_all_steps(self, us: Mapping[Work, float]) -> dict[Work, float]:
+        """Times of activities of the typical step, as those of the same activities of every step."""
+        wanted = {key: us[one] for key, one in numbered(self.step.work) if one in us}
+        return {one: wanted[key] for step in self.steps for key, one in numbered(step.work) if key in wanted}
+
+    def groups_in_all_steps(self, groups: Iterable[tuple[list[Work], float]]) -> list[tuple[list[Work], float]]:
+        """Groups of activities of the typical step, as those of every step."""
+        of = {one: key for key, one in numbered(self.step.work)}
+        wanted = [([of[one] for one in group], us) for group, us in groups]
+        found = []
+        for step in self.steps:
+            here = dict(numbered(step.work))
+            found += [([here[key] for key in keys], us) for keys, us in wanted if all(key in here for key in keys)]
+        return found
+
+    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float) -> Graph:
+        """Each group of activities as one, which takes so long (µs), and one call that takes `cpu_us`.
+
+        The call takes the place of all that a thread does from the first to the last op that launches only these.
+        """
+        groups = self.groups_in_all_steps(groups)
+        spans, added = [], []
+        for work, _ in groups:
+            by_track: dict[tuple, tuple[int, int]] = {}
+            for op in launching_only(work):
+                start, end = by_track.get(op.track, (op.start, op.end))
+                by_track[op.track] = min(start, op.start), max(end, op.end)
+            spans += [(track, *span) for track, span in by_track.items()]
+            first = min(
+                (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None
+            )
+            if first is not None:
+                added.append((first.track, first.start, cpu_us))
+        return with_cpu_time(without_cpu_time(fused(self.graph, groups), spans), added)
