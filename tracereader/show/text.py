@@ -156,7 +156,9 @@ def print_columns(
 
 def lines_of(text: str, width: int) -> int:
     """How many lines of a terminal what was written takes: a long line goes on in the next one."""
-    return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
+    # Only a terminal gets escape sequences, and rich takes longer to import what reads them than a pipe's report takes.
+    cells = (Text.from_ansi(line).cell_len if "\x1b" in line else cell_len(line) for line in text.splitlines())
+    return sum(max(1, -(-count // width)) for count in cells)
 
 
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
