@@ -178,6 +178,7 @@ def test_the_articles_call_is_the_default(run, capsys, script):
         assert re.search(rf"{flag} N +[a-z ]+ \({default}\)", page), flag
 
 
+@pytest.mark.exhaustive
 def test_the_hub_out_of_reach_names_the_package(scripts):
     script = (
         "import os; from pathlib import Path\n"

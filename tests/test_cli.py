@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import references
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import H200, LARGE, MODELS, OTHERS, REFERENCES, ROOT
 from rich.cells import cell_len
@@ -64,7 +65,7 @@ BAD_FILES = {
 
 
 def measured(file):
-    return summarize(read(file))
+    return references.measured(file) if file.is_relative_to(ROOT) else summarize(read(file))
 
 
 def refused(capsys, *arguments):
@@ -197,22 +198,28 @@ def mutate(document, mutations):
 FUZZ = int(os.environ.get("FUZZ", "0"))
 
 
-@settings(max_examples=FUZZ or 400, derandomize=not FUZZ, deadline=None, database=None, print_blob=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-@given(source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"]))
-def test_a_mutated_trace_is_explained_or_refused(tmp_path_factory, capsys, source, mutations, flag):
-    document = copy.deepcopy(DOCUMENTS[source])
-    mutate(document, mutations)
-    file = tmp_path_factory.getbasetemp() / "mutated.json"
-    file.write_text(json.dumps(document))
-    arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
-    status = cli.main([str(argument) for argument in arguments])
-    screen = capsys.readouterr()
-    assert status in (0, 2)
-    if status == 2:
-        assert screen.err.count("\n") == 1 and screen.out == ""
-    else:
-        assert screen.err == "" and screen.out
+@pytest.mark.parametrize("examples", [50, pytest.param(FUZZ or 400, marks=pytest.mark.exhaustive)])
+def test_a_mutated_trace_is_explained_or_refused(tmp_path, capsys, examples):
+    file = tmp_path / "mutated.json"
+
+    @settings(max_examples=examples, derandomize=not FUZZ, deadline=None, database=None, print_blob=True)
+    @given(
+        source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"])
+    )
+    def is_explained_or_refused(source, mutations, flag):
+        document = copy.deepcopy(DOCUMENTS[source])
+        mutate(document, mutations)
+        file.write_text(json.dumps(document))
+        arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
+        status = cli.main([str(argument) for argument in arguments])
+        screen = capsys.readouterr()
+        assert status in (0, 2)
+        if status == 2:
+            assert screen.err.count("\n") == 1 and screen.out == ""
+        else:
+            assert screen.err == "" and screen.out
+
+    is_explained_or_refused()
 
 
 # Traces of other kinds.

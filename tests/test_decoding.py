@@ -8,7 +8,9 @@ import gzip
 import json
 import random
 import re
+from bisect import bisect_right
 from collections import defaultdict
+from operator import itemgetter
 from statistics import median
 
 import pytest
@@ -43,7 +45,7 @@ LAYERS = {
 
 
 def measured(name):
-    return summarize(read(MODELS[name]))
+    return references.measured(MODELS[name])
 
 
 def raw(name):
@@ -102,7 +104,7 @@ def test_layers_are_found_by_the_kernels_names(name):
 def test_nothing_repeats_where_nothing_does():
     """The rungs without layers; other programs, but for one with four equal products; a decoder's calls shuffled."""
     flat = [file for file in REFERENCES if file.parent.name < "04_z"]
-    found = {file: summarize(read(file)).repeats for file in [*flat, *OTHERS] if "streams" not in file.name}
+    found = {file: references.measured(file).repeats for file in [*flat, *OTHERS] if "streams" not in file.name}
     assert len(found) > 50 and not [file for file, some in found.items() if some]
     names = [one.name for one in measured("qwen3_decode_eager").gpu_work]
     assert repeated_names(names) == (17, 66, 28)
@@ -132,12 +134,15 @@ def test_casts_and_copies_of_keys(name):
     mark, calls, work = steps_of(events)[ours.typical_step]
     cpu = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
 
-    def inside(e, *names):
-        launch = calls[e["args"]["correlation"]]["ts"]
-        around = [x["name"] for x in cpu if x["ts"] <= launch < end(x)]
-        return around[-len(names) :] == [*names]
-
     cpu.sort(key=lambda e: (e["ts"], -e["dur"]))
+    around = {}
+    for e in work:
+        launch = calls[e["args"]["correlation"]]["ts"]
+        around[id(e)] = [x["name"] for x in cpu[: bisect_right(cpu, launch, key=itemgetter("ts"))] if launch < end(x)]
+
+    def inside(e, *names):
+        return around[id(e)][-len(names) :] == [*names]
+
     by_time = {e["ts"]: us for e, us in medians(events, ours.typical_step)}
     casts = [e for e in work if e["cat"] == "kernel" and inside(e, "aten::to", "aten::_to_copy", "aten::copy_")]
     types = {x["ts"]: x["args"].get("Input type") for x in cpu if x["name"] == "aten::copy_"}

@@ -8,6 +8,7 @@ from math import prod
 from statistics import mean, median
 
 import pytest
+import references
 from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
 
@@ -350,7 +351,7 @@ def test_counts_of_the_claims(name):
 
 
 def measured(name):
-    return summarize(read(H200 / f"{name}.json.gz"))
+    return references.measured(H200 / f"{name}.json.gz")
 
 
 def test_compare_reproduces_the_closing_table():

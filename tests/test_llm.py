@@ -216,6 +216,7 @@ def test_a_mixture_of_experts_has_no_bytes_of_weights_a_step():
     assert facts(args, model)["weight_bytes"] is None
 
 
+@pytest.mark.exhaustive
 def test_hand_written_kernels_in_tritons_interpreter(folder):
     """In a process of its own: Triton decides as it is imported whether it interprets."""
     pytest.importorskip("triton")

@@ -184,6 +184,7 @@ def test_two_ranks_of_ddp(scripts, tmp_path):
     assert products[1] == products[0] + 3 * 60
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_of_fsdp(scripts, tmp_path):
     documents, _ = by_torchrun(tmp_path, *CPU, "--parallel", "fsdp", "--checkpoint", "--accumulate", "2")
     expected = plain(scripts, 2, "--accumulate", "2")
@@ -253,7 +254,12 @@ def check_a_rank_that_ends(folder, who, when, how, *flags):
 
 
 @pytest.mark.parametrize(
-    ("who", "when", "how"), [(0, "a step", "dies"), (1, "writing", "dies"), (1, "a step", "refuses")]
+    ("who", "when", "how"),
+    [
+        (0, "a step", "dies"),
+        pytest.param(1, "writing", "dies", marks=pytest.mark.exhaustive),
+        pytest.param(1, "a step", "refuses", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
     check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
@@ -278,6 +284,7 @@ def test_a_loaders_worker_says_nothing_of_a_run_that_has_gone(scripts, monkeypat
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_starts_is_named(tmp_path):
     waiting = [started(rank, free_port(), tmp_path, *CPU, "--timeout", "1") for rank in (0, 1)]
     said = [rank.communicate(timeout=60) for rank in waiting]
