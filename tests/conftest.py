@@ -40,7 +40,6 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_finish():
     """Leave what was imported out of later garbage collections: the reader collects after each of several traces."""
-    gc.collect()
     gc.freeze()
 
 
@@ -57,8 +56,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def a_committed_trace_is_read_once_for_several_reports():
     """A report reads a trace and changes nothing in it, and tests ask for many reports of one trace in a row."""
+    from tracereader.figures import reading
     from tracereader.show import report
     from tracereader.show.view import View
+
+    def is_committed(path):
+        return ROOT / "traces" in path.parents or ROOT / "tests" in path.parents
 
     afresh = report.opened
 
@@ -67,11 +70,17 @@ def a_committed_trace_is_read_once_for_several_reports():
         return afresh(path, View(step=step), *limit)
 
     def opened(path, view, *limit):
-        is_committed = ROOT / "traces" in path.parents or ROOT / "tests" in path.parents
-        return once(path, view.step, *limit) if is_committed else afresh(path, view, *limit)
+        return once(path, view.step, *limit) if is_committed(path) else afresh(path, view, *limit)
+
+    one_rank = reading._one
+    of_a_rank_once = functools.lru_cache(maxsize=16)(one_rank)
+
+    def one(path, limit, step):
+        return (of_a_rank_once if is_committed(path) else one_rank)(path, limit, step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "opened", opened)
+        patch.setattr(reading, "_one", one)
         yield
 
 
