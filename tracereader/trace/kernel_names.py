@@ -74,8 +74,7 @@ def decode(name: str) -> KernelName:
             family, maker, parts = read(match, text)
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
     maker = next((maker for pattern, maker in MAKERS if re.search(pattern, text)), "")
-    jobs = (job for pattern, *job in JOBS if re.search(pattern, own, re.IGNORECASE))
-    family, does = next(jobs, ("other", ""))
+    family, does = job_of(own) or ("other", "")
     if not maker and family != "other" and (own != text or HAND_WRITTEN.search(own)):
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
@@ -83,6 +82,11 @@ def decode(name: str) -> KernelName:
     if family == "attention" and not does:
         does = _attends(own)
     return KernelName(family, maker, {"does": does or _words(own)})
+
+
+def job_of(own: str) -> tuple[str, str] | None:
+    """The family of a function of this name, and what it does; None where no word of the name says."""
+    return next(((family, does) for pattern, family, does in JOBS if re.search(pattern, own, re.IGNORECASE)), None)
 
 
 def short(name: str, width: int = 40) -> str:
