@@ -38,9 +38,8 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_collection_finish():
-    """Leave what was imported out of later garbage collections: the reader collects after each of several traces."""
-    gc.freeze()
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries say at the end that something of theirs was never freed
 
 
 def pytest_collection_modifyitems(items):
@@ -53,9 +52,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def a_committed_trace_is_read_once_for_several_reports():
     """A report reads a trace and changes nothing in it, and tests ask for many reports of one trace in a row."""
+    # What is there by now stays: without this, each collection that the reader asks for looks through torch, too.
+    gc.collect()
+    gc.freeze()
     from tracereader.figures import reading
     from tracereader.show import report
     from tracereader.show.view import View
