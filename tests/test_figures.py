@@ -20,6 +20,7 @@ from tracereader.findings import cheatsheet
 from tracereader.findings.steps import waits_for
 from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
+from tracereader.trace.types import concrete_of
 
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
@@ -546,7 +547,9 @@ ODD = (
 @pytest.mark.parametrize("concrete", ODD, ids=range(len(ODD)))
 @pytest.mark.parametrize("op", ["aten::cudnn_convolution", "aten::convolution_backward"])
 def test_a_convolution_whose_arguments_do_not_tell(op, concrete):
-    assert convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete) is None
+    assert (
+        convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete_of({"Concrete Inputs": concrete})) is None
+    )
 
 
 @pytest.mark.parametrize("expanded", [False, True])
