@@ -166,8 +166,8 @@ def is_communication(event):
     return event["name"].startswith("nccl")
 
 
-def reasons(events):
-    """(piece, where the gap before it begins) -> whether its launch call had returned by then, or its graph begun."""
+def idle_by_cause(events):
+    """(the activity after a gap, where the gap begins) -> its µs by cause, cut where the launch call returned."""
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     first = {}
     for e in events:
@@ -175,14 +175,16 @@ def reasons(events):
             correlation = e["args"]["correlation"]
             first[correlation] = min(first.get(correlation, e["ts"]), e["ts"])
 
-    def why(piece, reached):
-        correlation = piece["args"]["correlation"]
+    def cut(following, reached):
+        gap, correlation = following["ts"] - reached, following["args"]["correlation"]
         if correlation not in calls:
-            return "unknown"
-        begun = first[correlation] < piece["ts"]
-        return "launched" if begun or end(calls[correlation]) <= reached + 1e-6 else "not"
+            return {"unknown": gap}
+        if first[correlation] < following["ts"]:
+            return {"launched": gap}  # a later activity of a CUDA graph
+        waited = min(max(0.0, end(calls[correlation]) - reached), gap)
+        return {"not": waited, "launched": gap - waited}
 
-    return why
+    return cut
 
 
 def test_gpu_time_adds_up_to_the_window(any_trace):
@@ -201,12 +203,11 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
     assert ours.gpu.compute_us == about(covered(kernels))
     assert ours.gpu.exposed_copy_us == about(covered(spans) - covered(kernels))
     assert ours.gpu.busy_us + ours.gpu.idle_us == about(stop - start)
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = start
     for e in work:
         if e["ts"] > reached:
-            idle[why(e, reached)] += e["ts"] - reached
+            idle.update(cut(e, reached))
         reached = max(reached, end(e))
     idle["not"] += max(0.0, stop - reached)
     assert ours.gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -224,12 +225,11 @@ def test_gaps_within_a_steps_own_work(any_trace):
     if not work:
         assert ours.step_gpu is None
         return
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = work[0]["ts"]
     for piece in work:
         if piece["ts"] > reached:
-            idle[why(piece, reached)] += piece["ts"] - reached
+            idle.update(cut(piece, reached))
         reached = max(reached, end(piece))
     assert ours.step_gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
     assert ours.step_gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -285,16 +285,16 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
         assert not ours.idle_in
         return
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
-    why = reasons(events)
-    expected = Counter()
+    cut, expected = idle_by_cause(events), Counter()
     start = marks[index]["ts"]
     reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
-        if piece["ts"] > reached and why(piece, reached) == "not":
-            call = calls[piece["args"]["correlation"]]
-            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < piece["ts"] and end(e) > reached]
-            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < piece["ts"]}
-            for left, right in itertools.pairwise(sorted({reached, piece["ts"], *inside})):
+        waited = cut(piece, reached).get("not", 0.0) if piece["ts"] > reached else 0.0
+        if waited:
+            call, stop = calls[piece["args"]["correlation"]], reached + waited
+            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < stop and end(e) > reached]
+            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < stop}
+            for left, right in itertools.pairwise(sorted({reached, stop, *inside})):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
                 name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
                 expected[name] += right - left

@@ -183,4 +183,4 @@ def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
     file.write_text(json.dumps({"traceEvents": events}))
     summary = summarize(read(file))
     assert summary.typical_step == "ProfilerStep#2"
-    assert summary.idle_in == {"Python, between ops": 15.0, "cudaLaunchKernel": 5.0}
+    assert summary.idle_in == {"Python, between ops": 10.0, "cudaLaunchKernel": 5.0}

@@ -137,6 +137,7 @@ class Summary(msgspec.Struct, frozen=True):
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
+    idle_python: dict[str, float]  # of that, what lies in Python between ops, by function; empty without stacks
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
     final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
@@ -224,6 +225,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     looks = any(name.startswith(LOOKUP) for name in trace.op_names)
     calls = [Counter(op.name for op in one.walk()) for one in trace.steps] if graphs or looks else []
     lesson = _lesson(trace)
+    waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
@@ -274,7 +276,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
         step_gpu=gpu_time(step.work, *spanned(step.work)) if step.work else None,
-        idle_in=idle_in(trace, step),
+        idle_in=waits_in,
+        idle_python=waits_in_python,
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),

@@ -20,7 +20,7 @@ SECTION_KEYS = {
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out", "cpu_us"),
-    "gpu": ("gpu", "families", "step_gpu", "idle_in", "by_label", "by_module", "by_module_class"),
+    "gpu": ("gpu", "families", "step_gpu", "idle_in", "idle_python", "by_label", "by_module", "by_module_class"),
     "repeats": ("repeats",),
     "training": ("training",),
     "kernels": ("kernels",),
