@@ -292,12 +292,12 @@ def test_a_synchronization_and_what_it_costs(name, asking):
     idle = 0.0
     reached = step["ts"]
     for call in sorted(raw, key=lambda e: e["ts"]):
-        after = [work["ts"] for launch, work in launched if launch["ts"] >= end(call)]
-        stop = min(after, default=end(step))
-        begin, reached = max(call["ts"], reached), max(stop, reached)
-        edges = sorted({begin, reached, *(edge for span in busy for edge in span if begin < edge < reached)})
-        idle += sum(
-            right - left for left, right in itertools.pairwise(edges)
-            if not any(start <= left and right <= close for start, close in busy)
-        )  # fmt: skip
+        after = [launch for launch, _ in launched if launch["ts"] >= end(call)]
+        for one in [call, *sorted(after, key=lambda e: e["ts"])[:1]]:
+            begin, reached = max(one["ts"], reached), max(end(one), reached)
+            edges = sorted({begin, reached, *(edge for span in busy for edge in span if begin < edge < reached)})
+            idle += sum(
+                right - left for left, right in itertools.pairwise(edges)
+                if not any(start <= left and right <= close for start, close in busy)
+            )  # fmt: skip
     assert sum(one.idle_us for one in ours.training.syncs) == pytest.approx(idle, abs=0.1)

@@ -22,6 +22,7 @@ from tracereader.figures.decoding import (
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inputs import inputs_of
+from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
@@ -137,6 +138,7 @@ class Summary(msgspec.Struct, frozen=True):
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
+    first_wait_us: float | None  # of the first launched activity, with nothing recorded running
     idle_python: dict[str, float]  # of that, what lies in Python between ops, by function; empty without stacks
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
@@ -277,6 +279,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         runtime=_times(chain, "runtime"),
         step_gpu=gpu_time(step.work, *spanned(step.work)) if step.work else None,
         idle_in=waits_in,
+        first_wait_us=_first_wait_us(trace, start),
         idle_python=waits_in_python,
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
@@ -286,6 +289,19 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         cache_lookups=[_lookups(names) for names in calls] if looks else [],
         recompiled=recompiled,
     )
+
+
+def _first_wait_us(trace: Trace, start: int) -> float | None:
+    """How long the first activity with a launch waits after its launch call returned, with nothing recorded running.
+
+    What the profiler itself does meanwhile is left out. None where the launch lies before the window.
+    """
+    first = next((one for one in trace.work if one.launch is not None), None)
+    if first is None or first.launch.start < start:
+        return None
+    wait = first.launch.end, first.start
+    meanwhile = union(clipped(((one.start, one.end) for one in [*trace.work, *trace.overheads]), *wait))
+    return max(0, wait[1] - wait[0] - length(meanwhile)) / 1e3
 
 
 def _launches(trace: Trace) -> bool:

@@ -92,7 +92,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
-        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
+        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
         seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them"
@@ -106,17 +106,33 @@ def waiting(summary: Summary) -> tuple[str, str]:
         seen = f"{busy}, {_largest_family(summary)}"
     if idle > SOME_IDLE:
         causes = _idle_by_cause(gpu)
-        seen += f"; idle {idle:.0%}, {_why_idle(gpu, max(causes, key=causes.get))}"
-    return word, seen
+        seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
+    return word, seen + _untraced(summary)
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
-    why = {
-        "overhead": "the next piece of work was not launched yet",
-        "gpu-side": "the next piece of work was launched, and waited",
-        None: "the next piece of work has no launch in the trace",
-    }
-    return f"in {_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%} of that {why[cause]}"
+    share = f"{_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
+    part = f"{'all' if share == '100%' else share} of the idle time"
+    return {
+        "overhead": f"{part} is the GPU waiting for CPU launches",
+        "gpu-side": f"for {part} the next activity had been launched, and had not started",
+        None: f"for {part} the trace does not hold the launch of the next activity",
+    }[cause]
+
+
+# Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
+LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
+
+
+def _untraced(summary: Summary) -> str:
+    """Says so where the first launched activity waits long while nothing recorded runs."""
+    waits = summary.first_wait_us
+    if waits is None or waits < max(LEAST_FIRST_WAIT_US, LONG_FIRST_WAIT * summary.window_us):
+        return ""
+    return (
+        f"; the first launched activity waited {duration(waits)} while nothing recorded ran: the GPU was probably busy "
+        "with work that is not in this trace"
+    )
 
 
 def reached(work: Sequence[GpuWork | CpuWork]) -> float:
@@ -427,7 +443,7 @@ def synchronization() -> Finding:
         us = sum(one.idle_us for one in syncs)
         calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
         # A launch alone takes 5 µs.
-        return Verdict(us > 5, f"idle {us:,.1f} µs of a step, from there to its next work: {calls}", cost_us=us)
+        return Verdict(us > 5, f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}", cost_us=us)
 
     return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
 

@@ -312,9 +312,9 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     rows = [
         ("compute", gpu.compute_us), ("communication, nothing beside it", gpu.exposed_communication_us),
         ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
-        ("idle: next piece not launched yet", gpu.idle_not_launched_us),
-        ("idle: next piece launched, and waiting", gpu.idle_launched_us),
-        ("idle: its launch is not in the trace", gpu.idle_unknown_us),
+        ("idle: waiting for CPU launches", gpu.idle_not_launched_us),
+        ("idle: next activity launched, not started", gpu.idle_launched_us),
+        ("idle: next activity's launch not in the trace", gpu.idle_unknown_us),
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
