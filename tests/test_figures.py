@@ -285,7 +285,8 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
         assert not ours.idle_in
         return
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
-    cut, expected = idle_by_cause(events), Counter()
+    cut, expected, in_python = idle_by_cause(events), Counter(), 0.0
+    frames = [e for e in events if e.get("cat") == "python_function" and not e["name"].startswith("nn.Module: ")]
     start = marks[index]["ts"]
     reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
@@ -298,10 +299,15 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
                 name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
                 expected[name] += right - left
+                if name == "Python, between ops":
+                    near = [e for e in frames if e["tid"] == call["tid"] and e["ts"] < right and end(e) > left]
+                    in_python += covered({(max(e["ts"], left), min(end(e), right)) for e in near})
         reached = max(reached, end(piece))
     assert sum(ours.idle_in.values()) == pytest.approx(expected.total(), abs=0.1)
     for name, us in expected.items():
         assert ours.idle_in.get(name, 0.0) == pytest.approx(us, abs=0.2), name
+    assert sum(ours.idle_python.values()) == pytest.approx(in_python, abs=0.2)
+    assert set(ours.idle_python) <= {e["name"] for e in frames}
 
 
 def test_backwards_work_goes_to_its_module():

@@ -4,7 +4,7 @@ synchronizations, the wait for the loader, memory."""
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 
@@ -282,18 +282,21 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
         return (), []
     launches = sorted((op.start, op.end) for op in ops if op.work)
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    charged: Intervals = []
-    idle_in, reached = Lengths(idle), step.start
+    waits, then = [], {}
     for call in sorted((op for op in ops if _waits_in(op)), key=_start):
         sums = found[_asking(call), call.name]
         sums[0] += 1
         sums[1] += call.us
+        waits.append((call.start, call.end, sums))
         following = bisect.bisect_left(launches, (call.end, 0))
-        for start, end in [(call.start, call.end), *launches[following : following + 1]]:
-            if end > reached:
-                charged.append((max(start, reached), end))
-                sums[2] += idle_in.between(*charged[-1]) / 1e3
-                reached = end
+        then |= {launch: sums for launch in launches[following : following + 1]}
+    charged: Intervals = []
+    idle_in, reached = Lengths(idle), step.start
+    for start, end, sums in sorted([*waits, *((*launch, sums) for launch, sums in then.items())], key=itemgetter(0)):
+        if end > reached:
+            charged.append((max(start, reached), end))
+            sums[2] += idle_in.between(*charged[-1]) / 1e3
+            reached = end
     every = (Sync(asked, call, calls, cpu, idle) for (asked, call), (calls, cpu, idle) in found.items())
     return tuple(sorted(every, key=lambda one: -one.idle_us)), charged
 

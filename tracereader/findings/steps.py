@@ -443,7 +443,11 @@ def synchronization() -> Finding:
         us = sum(one.idle_us for one in syncs)
         calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
         # A launch alone takes 5 µs.
-        return Verdict(us > 5, f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}", cost_us=us)
+        return Verdict(
+            us > 5,
+            f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
+            cost_us=us,
+        )
 
     return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
 

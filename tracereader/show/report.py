@@ -12,6 +12,7 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu_work import CpuWork, is_op
+from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
@@ -41,13 +42,13 @@ from tracereader.show.text import (
 from tracereader.show.view import View, and_more
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import cut, labels, short
 
 STEPS_SHOWN = 8
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
-LABELS_NAMED, OPS_NAMED, WORTH_NAMING = 4, 3, 0.01
+LABELS_NAMED, OPS_NAMED, FUNCTIONS_NAMED, WORTH_NAMING = 4, 3, 3, 0.01
 # Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
@@ -324,6 +325,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
+            if name == BETWEEN_OPS and summary.idle_python:
+                waits += f", of that {_functions(summary.idle_python)}"
             paragraph(out, waits, "  ", "    ")
     for title, places in (
         ("GPU work of a step, summed by label", summary.by_label),
@@ -344,6 +347,12 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
     print_columns(out, (title, "µs", "share", "pieces"), families)
     and_more(out, len(summary.families), len(families))
+
+
+def _functions(times: dict[str, float]) -> str:
+    """The Python functions in which most of some time went."""
+    largest = list(times.items())[:FUNCTIONS_NAMED]
+    return ", ".join(f"{us(value)} in {plain(cut(name, 80))}" for name, value in largest)
 
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
