@@ -9,6 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.captures import Captures, captures, is_launch
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops, roofs_of
 from tracereader.figures.decoding import (
     Decoding,
@@ -113,6 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
     steady_us: float  # of its window
     after_first: bool  # whether that leaves out a first step that stands out
     families: tuple[FamilyTime, ...]
+    captures: Captures | None  # of the step, into CUDA graphs; None of a step that captures nothing
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_module: tuple[Place, ...]  # of the step; empty without stacks
     by_module_class: tuple[Place, ...]  # the same, equal modules in one
@@ -254,6 +256,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         steady_us=(steady_end - steady_start) / 1e3,
         after_first=wide_start,
         families=families(trace.work, start, end),
+        captures=captures(step.roots),
         by_label=by_label(step),
         by_module=by_module(trace, step),
         by_module_class=by_module_class(trace, step),
@@ -305,11 +308,12 @@ def _first_wait_us(trace: Trace, start: int) -> float | None:
 
 
 def _launches(trace: Trace) -> bool:
-    """Whether the driver was called to launch anything; a label may be called so, too."""
+    """Whether the driver was called to launch anything, besides what a graph's capture recorded."""
     if not any("Launch" in name for name in trace.op_names):
         return False
     roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
-    return any(op.kind == "runtime" and "Launch" in op.name for root in roots for op in root.walk())
+    found = captures(roots)
+    return sum(is_launch(op) for root in roots for op in root.walk()) > (found.launches if found else 0)
 
 
 def _compute_capability(trace: Trace) -> str | None:

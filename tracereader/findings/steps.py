@@ -15,6 +15,8 @@ from tracereader.trace import STEP
 # Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
 MUCH_IDLE = 0.35
+# Of a step's time, what is most of it.
+MOST = 0.5
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
 # Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
@@ -30,11 +32,12 @@ MUCH_KNOWN = 0.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
-    None: "idle, for a reason that the trace does not hold",
+    "capture": "CUDA graph capture", None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
 BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
-    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", None: "unknown",
+    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
+    None: "unknown",
 }  # fmt: skip
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
@@ -51,6 +54,8 @@ def waits_for(summary: Summary) -> str | None:
     Judged from step to step, and after a first step that stands out: it would hide what the others are like.
     """
     gpu, window = summary.steady, summary.steady_us
+    if _captures(summary) and (gpu is None or gpu.idle_us > MUCH_IDLE * window):
+        return "capture"
     if gpu is None:
         return "cpu-only"
     if gpu.idle_us > MUCH_IDLE * window:
@@ -59,6 +64,12 @@ def waits_for(summary: Summary) -> str | None:
     if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
         return "communication"
     return _roof_met(summary)
+
+
+def _captures(summary: Summary) -> bool:
+    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
+    found, step = summary.captures, summary.chosen
+    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
 
 
 def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
@@ -84,6 +95,12 @@ def regime(summary: Summary) -> str:
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
     gpu, found, word = summary.steady, waits_for(summary), regime(summary)
+    if found == "capture":
+        recorded, ran = summary.captures, summary.chosen.launches
+        seen = f"{counted(recorded.launches, 'launch call')} of the step"
+        into = f"into {counted(recorded.graphs, 'graph')} and ran nothing"
+        others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
+        return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
         if summary.devices:
             return word, "the trace holds GPU work, and none of it in the steps"

@@ -16,7 +16,7 @@ from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out", "cpu_us"),

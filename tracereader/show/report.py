@@ -199,6 +199,8 @@ def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
+    if steps.waits_for(summary) == "capture":
+        nothing = "no GPU work"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
     if len(summary.devices) > 1:
         words[0] += f" ({len(summary.devices)} GPUs)"
