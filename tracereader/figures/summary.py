@@ -27,7 +27,18 @@ from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import LOOKUP, StepFacts, first_start, label_of, self_us, spanned, step_facts, typical
+from tracereader.figures.steps import (
+    LOOKUP,
+    StepFacts,
+    Uneven,
+    first_start,
+    label_of,
+    self_us,
+    spanned,
+    step_facts,
+    typical,
+    uneven,
+)
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -104,6 +115,7 @@ class Summary(msgspec.Struct, frozen=True):
     peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
+    uneven: Uneven | None  # steps of the same calls that differ by several times
     left_out: list[str]  # steps so much wider that they would hide what the rest is like
     typical_step: str
     typical_index: int  # its place among the trace's steps: a name may be there twice
@@ -246,6 +258,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
         steps=facts,
+        uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
         typical_index=next(place for place, one in enumerate(trace.steps) if one is step),

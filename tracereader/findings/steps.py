@@ -1,5 +1,6 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -8,6 +9,7 @@ from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.places import COLLECTIVE, LOADER
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
 from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
 from tracereader.trace import STEP
@@ -180,6 +182,63 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     could = summary.lesson and not summary.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
+
+
+# In these the CPU waits for something that is no other program: the GPU, other ranks, the loader's workers, memory.
+WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE}|{re.escape(LOADER)}")
+# Of what a step took more, what explains it.
+EXPLAINS = 1 / 3
+# A product on the CPU that takes this many times what it takes at the best rate that the run measured, and so much
+# besides: on two idle cores 64 x 64 takes 28 µs, beside a busy program 19.6 ms.
+FAR_SLOWER, BESIDES_US = 20, 1000
+LEAST_SIDE = 32  # of a product: of many smaller ones at once the best rate is out of reach
+BUSY = "something else was probably using the CPU's cores"
+WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
+
+
+def busy_machine(summary: Summary) -> str | None:
+    """What shows that other programs probably used the cores, and what to do; None where nothing does."""
+    if waits_for(summary) not in ("cpu-only", "overhead"):
+        return None
+    return _uneven_steps(summary) or _slow_products(summary)
+
+
+def _uneven_steps(summary: Summary) -> str | None:
+    found = summary.uneven
+    if found is None:
+        return None
+    short, long = summary.steps[found.short], summary.steps[found.long]
+    more = long.cpu_us - short.cpu_us
+    waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
+    # Another program's Python may do other things from step to step; a numbered script's does not.
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.lesson)
+    if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
+        return None
+    same = summary.lesson or summary.shapes_recorded or short.gpu_busy_us
+    supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
+    return (
+        f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
+        f"the same calls: {supposed}. {WHAT_TO_DO}"
+    )
+
+
+def _slow_products(summary: Summary) -> str | None:
+    if not summary.typical_index:  # the first step, which may be slow because it is the first
+        return None
+    slow = [
+        one
+        for one in summary.cpu_work
+        if one.best_us is not None
+        and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
+        and one.us > FAR_SLOWER * one.best_us + BESIDES_US
+    ]
+    if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
+        return None
+    times = sum(one.us for one in slow) / sum(one.best_us for one in slow)
+    return (
+        f"matrix products take {times:,.0f} times as long as at the best rates that this run measured: {BUSY}. "
+        f"{WHAT_TO_DO}"
+    )
 
 
 def bound_by(summary: Summary) -> str:

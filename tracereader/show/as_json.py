@@ -35,7 +35,7 @@ SECTION_KEYS = {
                  "cast_products"),
 }  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
-          "typical_step", "typical_index", "window_us")  # fmt: skip
+          "busy_machine", "typical_step", "typical_index", "window_us")  # fmt: skip
 
 
 def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
@@ -43,6 +43,7 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     document = msgspec.to_builtins(summary)
     for step, measured in zip(summary.steps, document["steps"], strict=True):
         measured["cause"] = steps.cause(summary, step)
+    document["busy_machine"] = steps.busy_machine(summary)
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [

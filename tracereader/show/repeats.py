@@ -53,7 +53,9 @@ def table(out: Console, summary: Summary) -> None:
     if pieces:
         rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
     step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
-    print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+    print_columns(
+        out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "of GPU work"), rows
+    )
     if overlap(summary):
         together = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"sums, since kernels overlap: the step's GPU work takes {together} together", "  ", "    ")

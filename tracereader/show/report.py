@@ -224,7 +224,8 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
-    for text in summary.warnings:
+    busy = steps.busy_machine(summary)
+    for text in [*summary.warnings, *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
@@ -263,7 +264,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
             f"{one.share:.0%} {family_in_words(one.family)}" for one in summary.families[:4] if one.share >= 0.005
         ]
         if not view.brief:
-            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's time"
+            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's busy time"
             lines.append(f"of {summed}: {', '.join(shares)}")
     else:
         lines += _cpu_in_short(summary)
@@ -323,7 +324,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
     shown.append((f"the whole window, {reaches}", us(window), "100%"))
     title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (title, "µs", "share"), shown, section="gpu")
+    print_columns(out, (title, "µs", "of the window"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
@@ -347,7 +348,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
     title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
-    print_columns(out, (title, "µs", "share", "pieces"), families)
+    print_columns(out, (title, "µs", "of GPU work", "pieces"), families)
     and_more(out, len(summary.families), len(families))
 
 
@@ -373,7 +374,7 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
         )
         for one in shown
     ]
-    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
+    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "of GPU work")
     print_columns(out, heads, rows, left=(0, 1), section="kernels")
     and_more(out, len(summary.kernels), len(rows))
 

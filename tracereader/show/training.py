@@ -28,7 +28,7 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             for one in summary.by_label
             if one.cpu_us
         ]
-        print_columns(out, ("by label", "CPU µs", "share"), shown)
+        print_columns(out, ("by label", "CPU µs", "of the step"), shown)
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
