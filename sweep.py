@@ -50,13 +50,14 @@ class Point:
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
     compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
+    busy: str | None = None  # what shows that other programs probably used the cores
     decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
         from tracereader.figures.cpu_work import covered_us
-        from tracereader.findings.steps import bound_by
+        from tracereader.findings.steps import bound_by, busy_machine
         from tracereader.trace import read
 
         summary = summarize(read(trace))
@@ -75,6 +76,7 @@ class Point:
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
             peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
+            busy=busy_machine(summary),
             decoding=summary.decoding,
         )
 
@@ -122,7 +124,7 @@ def crossing(points: Sequence[Point]) -> float | None:
 def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     """A line for each value, the roofs, and where the regimes meet."""
     from tracereader.findings.finding import size
-    from tracereader.show.text import console, paragraph, percent, print_columns, rate, us
+    from tracereader.show.text import console, paragraph, percent, plain, print_columns, rate, us
 
     out = console()
     out.print()
@@ -151,6 +153,9 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     if "neither" in bound:
         legend.append("neither: no roof is near")
     paragraph(out, "; ".join(legend))
+    for one in points:
+        if one.busy:
+            paragraph(out, f"{name} {one.value}: {plain(one.busy)}", "[yellow]warning[/yellow] ", " " * 8)
     out.print()
     paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)
     paragraph(out, f"{rate(memory.rate)} GB/s ({memory.reached_by})", " " * 23, " " * 23)

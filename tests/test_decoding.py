@@ -9,7 +9,7 @@ import json
 import random
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from operator import itemgetter
 from statistics import median
 
@@ -125,6 +125,47 @@ def test_layers_of_tokens():
     (tokens,) = repeats(list(step) * 5, work * 5)
     assert (tokens.times, tokens.pieces) == (5, 1877)
     assert (tokens.inside.times, tokens.inside.pieces) == (28, 66)
+
+
+def test_replays_of_a_graph_repeat_in_any_order(tmp_path, capsys):
+    """Four replays of a recorded graph in which the order differs, as of several streams, with other work between."""
+    lot, events = random.Random(18), []
+    ((_, _, graph), *_) = steps_of(raw("qwen3_decode_graph")).values()
+    (longest, _), *_ = Counter(e["args"]["correlation"] for e in graph).most_common(1)
+    graph = [e for e in graph if e["args"]["correlation"] == longest]
+    for replay in range(4):
+        start, order = 100_000 * replay, list(graph)
+        for at in range(len(order) - 1):
+            if lot.random() < 0.1:
+                order[at : at + 2] = reversed(order[at : at + 2])
+        call = {"ph": "X", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": start, "dur": 50}
+        events.append({**call, "name": "cudaGraphLaunch", "args": {"correlation": replay + 1}})
+        at = start + 100
+        for e in order:
+            events.append({**e, "ts": at, "args": {**e["args"], "correlation": replay + 1}})
+            at += e["dur"] + 1
+        for other in range(lot.randrange(1, 9)):  # sampling, of another length each time
+            number = 1000 + 10 * replay + other
+            args = {"correlation": number}
+            events.append({**call, "name": "cudaLaunchKernel", "ts": at, "dur": 2, "args": args})
+            events.append(
+                {
+                    **graph[0],
+                    "name": f"sample{lot.random()}",
+                    "ts": at + 5,
+                    "dur": 3,
+                    "args": {**graph[0]["args"], **args},
+                }
+            )
+            at += 10
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    (found,) = summarize(read(file)).repeats
+    assert (found.times, found.pieces) == (4, len(graph))
+    assert found.total_us == pytest.approx(4 * sum(e["dur"] for e in graph), rel=1e-4)
+    assert cli.main([str(file), "--only", "repeats,work"]) == 0
+    said = capsys.readouterr().out
+    assert f"4 x {len(graph)} pieces, replays of a CUDA graph" in said and "4 x nvjet" in said
 
 
 @pytest.mark.parametrize("name", ["qwen3_decode_eager", "qwen3_generate_static", "qwen3_prefill_logits"])

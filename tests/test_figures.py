@@ -168,8 +168,8 @@ def is_communication(event):
     return event["name"].startswith("nccl")
 
 
-def reasons(events):
-    """(piece, where the gap before it begins) -> whether its launch call had returned by then, or its graph begun."""
+def idle_by_cause(events):
+    """(the activity after a gap, where the gap begins) -> its µs by cause, cut where the launch call returned."""
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     first = {}
     for e in events:
@@ -177,14 +177,16 @@ def reasons(events):
             correlation = e["args"]["correlation"]
             first[correlation] = min(first.get(correlation, e["ts"]), e["ts"])
 
-    def why(piece, reached):
-        correlation = piece["args"]["correlation"]
+    def cut(following, reached):
+        gap, correlation = following["ts"] - reached, following["args"]["correlation"]
         if correlation not in calls:
-            return "unknown"
-        begun = first[correlation] < piece["ts"]
-        return "launched" if begun or end(calls[correlation]) <= reached + 1e-6 else "not"
+            return {"unknown": gap}
+        if first[correlation] < following["ts"]:
+            return {"launched": gap}  # a later activity of a CUDA graph
+        waited = min(max(0.0, end(calls[correlation]) - reached), gap)
+        return {"not": waited, "launched": gap - waited}
 
-    return why
+    return cut
 
 
 def test_gpu_time_adds_up_to_the_window(any_trace):
@@ -203,12 +205,11 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
     assert ours.gpu.compute_us == about(covered(kernels))
     assert ours.gpu.exposed_copy_us == about(covered(spans) - covered(kernels))
     assert ours.gpu.busy_us + ours.gpu.idle_us == about(stop - start)
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = start
     for e in work:
         if e["ts"] > reached:
-            idle[why(e, reached)] += e["ts"] - reached
+            idle.update(cut(e, reached))
         reached = max(reached, end(e))
     idle["not"] += max(0.0, stop - reached)
     assert ours.gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -226,12 +227,11 @@ def test_gaps_within_a_steps_own_work(any_trace):
     if not work:
         assert ours.step_gpu is None
         return
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = work[0]["ts"]
     for piece in work:
         if piece["ts"] > reached:
-            idle[why(piece, reached)] += piece["ts"] - reached
+            idle.update(cut(piece, reached))
         reached = max(reached, end(piece))
     assert ours.step_gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
     assert ours.step_gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -287,23 +287,29 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
         assert not ours.idle_in
         return
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
-    why = reasons(events)
-    expected = Counter()
+    cut, expected, in_python = idle_by_cause(events), Counter(), 0.0
+    frames = [e for e in events if e.get("cat") == "python_function" and not e["name"].startswith("nn.Module: ")]
     start = marks[index]["ts"]
     reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
-        if piece["ts"] > reached and why(piece, reached) == "not":
-            call = calls[piece["args"]["correlation"]]
-            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < piece["ts"] and end(e) > reached]
-            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < piece["ts"]}
-            for left, right in itertools.pairwise(sorted({reached, piece["ts"], *inside})):
+        waited = cut(piece, reached).get("not", 0.0) if piece["ts"] > reached else 0.0
+        if waited:
+            call, stop = calls[piece["args"]["correlation"]], reached + waited
+            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < stop and end(e) > reached]
+            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < stop}
+            for left, right in itertools.pairwise(sorted({reached, stop, *inside})):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
                 name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
                 expected[name] += right - left
+                if name == "Python, between ops":
+                    near = [e for e in frames if e["tid"] == call["tid"] and e["ts"] < right and end(e) > left]
+                    in_python += covered({(max(e["ts"], left), min(end(e), right)) for e in near})
         reached = max(reached, end(piece))
     assert sum(ours.idle_in.values()) == pytest.approx(expected.total(), abs=0.1)
     for name, us in expected.items():
         assert ours.idle_in.get(name, 0.0) == pytest.approx(us, abs=0.2), name
+    assert sum(ours.idle_python.values()) == pytest.approx(in_python, abs=0.2)
+    assert set(ours.idle_python) <= {e["name"] for e in frames}
 
 
 def test_backwards_work_goes_to_its_module():
@@ -402,7 +408,7 @@ def verdicts(name):
 @pytest.mark.parametrize(
     ("name", "part", "holds", "says"),
     [
-        ("01_matmul_add/64_bf16_cold_eager", "overhead-bound", True, "was not launched yet"),
+        ("01_matmul_add/64_bf16_cold_eager", "overhead-bound", True, "waiting for CPU launches"),
         ("01_matmul_add/64_bf16_cold_eager", "occupancy query", True, "none in steps #2 to #4"),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0", "occupancy query", True, "in step #0"),
         ("01_matmul_add/64_bf16_cold_eager", "closing cudaDeviceSynchronize", False, ""),

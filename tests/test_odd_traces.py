@@ -12,6 +12,7 @@ from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.findings.ranks import ms
+from tracereader.findings.steps import waiting, waits_for
 from tracereader.trace import read
 
 
@@ -183,4 +184,60 @@ def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
     file.write_text(json.dumps({"traceEvents": events}))
     summary = summarize(read(file))
     assert summary.typical_step == "ProfilerStep#2"
-    assert summary.idle_in == {"Python, between ops": 15.0, "cudaLaunchKernel": 5.0}
+    assert summary.idle_in == {"Python, between ops": 10.0, "cudaLaunchKernel": 5.0}
+
+
+def captured(at, count, first=100):
+    """A capture of as many launch calls, each 10 µs, none of which runs anything."""
+    calls = ["cudaStreamBeginCapture", *["cudaLaunchKernel"] * count, "cudaStreamEndCapture"]
+    return [event(name, "cuda_runtime", at + 10 * n, 8, correlation=first + n) for n, name in enumerate(calls)]
+
+
+def test_a_graphs_capture_launches_nothing(written, capsys):
+    """One launch ran; twenty were recorded, some of them on autograd's thread."""
+    step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
+    backward = event("cudaLaunchKernel", "cuda_runtime", 130, 5, tid=2, correlation=99)
+    trace = written(*step, *launched(10, 1), *captured(100, 19), backward)
+    summary = summarize(read(trace))
+    assert (summary.captures.graphs, summary.captures.launches, summary.captures.us) == (1, 20, 208)
+    assert summary.chosen.launches == 1 and waits_for(summary) == "capture"
+    assert cli.main([str(trace)]) == 0
+    said = capsys.readouterr().out
+    assert "CUDA graph capture: 20 launch calls of the step were recorded into 1 graph and ran nothing" in said
+    assert "overhead-bound" not in said
+
+
+def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
+    step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
+    summary = summarize(read(written(*step, *captured(100, 9))))
+    assert waits_for(summary) == "capture" and summary.warnings == []
+    summary = summarize(read(written(*step, *captured(100, 9), event("cudaLaunchKernel", "cuda_runtime", 500, 5))))
+    assert any("GPU's records are missing" in text for text in summary.warnings)
+
+
+def test_a_step_that_replays_is_no_capture(written):
+    """The first step captured the graph that the others replay."""
+    steps = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 990) for n in (1, 2, 3)]
+    summary = summarize(read(written(*steps, *captured(1100, 19), *launched(2100, 1), *launched(3100, 2))))
+    assert waits_for(summary) == "overhead" and summary.captures is None
+
+
+def test_the_first_wait_for_work_that_is_not_recorded(written):
+    """A server's GPU is busy with earlier work when the recording begins: of its idle time 128 µs are the CPU's."""
+    trace = written(
+        event("aten::mm", "cpu_op", 0, 128), event("cudaLaunchKernel", "cuda_runtime", 120, 8, correlation=1),
+        event("k", "kernel", 463_000, 9_000, 7, correlation=1, device=0, stream=7),
+    )  # fmt: skip
+    summary = summarize(read(trace))
+    assert (summary.gpu.idle_not_launched_us, summary.gpu.idle_launched_us) == (128, 463_000 - 128)
+    assert "probably busy with work that is not in this trace" in waiting(summary)[1]
+
+
+def test_a_first_wait_for_recorded_work_is_explained(written):
+    trace = written(
+        event("cudaLaunchKernel", "cuda_runtime", 0, 8, correlation=1),
+        event("k", "kernel", 10, 8_000, 7, correlation=1, device=0, stream=7),
+        event("cudaLaunchKernel", "cuda_runtime", 20, 8, correlation=2),
+        event("k", "kernel", 8_020, 1_000, 7, correlation=2, device=0, stream=7),
+    )  # fmt: skip
+    assert "probably busy" not in waiting(summarize(read(trace)))[1]

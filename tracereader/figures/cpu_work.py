@@ -55,6 +55,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     gb_s: float | None
     roof: str | None  # compute or memory: the one that it meets first
     of_roof: float | None  # the share of it that it reaches
+    best_us: float | None = None  # what a product takes at the best rates of the run
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
@@ -164,6 +165,9 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
             told = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
             told = False
+        if known and one.product:
+            best_us = max(one.flops / roofs.tflops / 1e6, one.least_bytes / roofs.gb_s / 1e3)
+            one = msgspec.structs.replace(one, best_us=best_us)
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one
 
 

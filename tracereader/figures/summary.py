@@ -9,6 +9,7 @@ import msgspec
 
 from tracereader.figures.autograd import by_phase
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
+from tracereader.figures.captures import Captures, captures, is_launch
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops, roofs_of
 from tracereader.figures.decoding import (
     Decoding,
@@ -22,10 +23,21 @@ from tracereader.figures.decoding import (
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inputs import inputs_of
+from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.repeats import Repeat, repeats
-from tracereader.figures.steps import StepFacts, first_start, label_of, self_us, spanned, step_facts, typical
+from tracereader.figures.steps import (
+    StepFacts,
+    Uneven,
+    first_start,
+    label_of,
+    self_us,
+    spanned,
+    step_facts,
+    typical,
+    uneven,
+)
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Op, Step, Trace, kernel_names
@@ -103,6 +115,7 @@ class Summary(msgspec.Struct, frozen=True):
     peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
     warnings: list[str]
     steps: tuple[StepFacts, ...]
+    uneven: Uneven | None  # steps of the same calls that differ by several times
     left_out: list[str]  # steps so much wider that they would hide what the rest is like
     typical_step: str
     typical_index: int  # its place among the trace's steps: a name may be there twice
@@ -113,6 +126,7 @@ class Summary(msgspec.Struct, frozen=True):
     steady_us: float  # of its window
     after_first: bool  # whether that leaves out a first step that stands out
     families: tuple[FamilyTime, ...]
+    captures: Captures | None  # of the step, into CUDA graphs; None of a step that captures nothing
     by_label: tuple[Place, ...]  # of the step; empty with fewer than two labels
     by_phase: tuple[Place, ...]  # of the step, by autograd's events; empty with labels of its own
     by_module: tuple[Place, ...]  # of the step; empty without stacks
@@ -139,6 +153,8 @@ class Summary(msgspec.Struct, frozen=True):
     runtime: dict[str, OpTimes]  # calls of the driver, synchronizations among them
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
+    first_wait_us: float | None  # of the first launched activity, with nothing recorded running
+    idle_python: dict[str, float]  # of that, what lies in Python between ops, by function; empty without stacks
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
     final_sync_us: float | None  # with which the profiler collects the GPU's records, after the last step
@@ -226,6 +242,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     looks = any(name.startswith(LOOKUP) for name in trace.op_names)
     calls = [Counter(op.name for op in one.walk()) for one in trace.steps] if graphs or looks else []
     lesson = _lesson(trace)
+    waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
@@ -242,6 +259,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
         steps=facts,
+        uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
         typical_index=next(place for place, one in enumerate(trace.steps) if one is step),
@@ -252,6 +270,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         steady_us=(steady_end - steady_start) / 1e3,
         after_first=wide_start,
         families=families(trace.work, start, end),
+        captures=captures(step.roots),
         by_label=by_label(step),
         by_phase=by_phase(trace, step),
         by_module=by_module(trace, step),
@@ -277,7 +296,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
         step_gpu=gpu_time(step.work, *spanned(step.work)) if step.work else None,
-        idle_in=idle_in(trace, step),
+        idle_in=waits_in,
+        first_wait_us=_first_wait_us(trace, start),
+        idle_python=waits_in_python,
         buffer_requests=_buffer_requests(trace),
         overheads=_overheads(trace),
         final_sync_us=_final_sync_us(trace),
@@ -288,12 +309,26 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
+def _first_wait_us(trace: Trace, start: int) -> float | None:
+    """How long the first activity with a launch waits after its launch call returned, with nothing recorded running.
+
+    What the profiler itself does meanwhile is left out. None where the launch lies before the window.
+    """
+    first = next((one for one in trace.work if one.launch is not None), None)
+    if first is None or first.launch.start < start:
+        return None
+    wait = first.launch.end, first.start
+    meanwhile = union(clipped(((one.start, one.end) for one in [*trace.work, *trace.overheads]), *wait))
+    return max(0, wait[1] - wait[0] - length(meanwhile)) / 1e3
+
+
 def _launches(trace: Trace) -> bool:
-    """Whether the driver was called to launch anything; a label may be called so, too."""
+    """Whether the driver was called to launch anything, besides what a graph's capture recorded."""
     if not any("Launch" in name for name in trace.op_names):
         return False
     roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
-    return any(op.kind == "runtime" and "Launch" in op.name for root in roots for op in root.walk())
+    found = captures(roots)
+    return sum(is_launch(op) for root in roots for op in root.walk()) > (found.launches if found else 0)
 
 
 def _compute_capability(trace: Trace) -> str | None:

@@ -71,9 +71,8 @@ PATTERNS = (
             "your program's.", steps.buffer_request()),
     Pattern(GPU, "kernels start long after their launch", "They queue behind earlier work: the CPU runs ahead, and "
             "the GPU is never starved.", steps.queued()),
-    Pattern(GPU, "gaps between the kernels of one step", "When they began, the next kernel was not launched yet: the "
-            "GPU waits for the CPU.",
-            steps.gaps_between_kernels()),
+    Pattern(GPU, "gaps between the kernels of one step", "The next kernel was not launched yet: the GPU waits for "
+            "the CPU.", steps.gaps_between_kernels()),
     Pattern(GPU, "gaps between the kernels of a CUDA graph", "A graph spares the launches, but one kernel still ends "
             "before the next begins: fewer and larger kernels have fewer such gaps.", steps.gaps_in_a_graph()),
     Pattern(GPU, "one kernel with different times over the steps", "Where its data are the same: clocks, heat, "

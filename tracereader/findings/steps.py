@@ -1,5 +1,6 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -11,10 +12,13 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
 from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
 from tracereader.trace import STEP
+from tracereader.trace.labels import COLLECTIVE, LOADER
 
 # Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
 MUCH_IDLE = 0.35
+# Of a step's time, what is most of it.
+MOST = 0.5
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
 # Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
@@ -30,11 +34,12 @@ MUCH_KNOWN = 0.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
-    None: "idle, for a reason that the trace does not hold",
+    "capture": "CUDA graph capture", None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
 BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
-    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", None: "unknown",
+    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
+    None: "unknown",
 }  # fmt: skip
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
@@ -51,6 +56,8 @@ def waits_for(summary: Summary) -> str | None:
     Judged from step to step, and after a first step that stands out: it would hide what the others are like.
     """
     gpu, window = summary.steady, summary.steady_us
+    if _captures(summary) and (gpu is None or gpu.idle_us > MUCH_IDLE * window):
+        return "capture"
     if gpu is None:
         return "cpu-only"
     if gpu.idle_us > MUCH_IDLE * window:
@@ -73,6 +80,12 @@ def cost_of(
     if idle_us is not None:
         return idle_us
     return {"overhead": cpu_us, "cpu-only": cpu_us, None: None}.get(waits_for(summary), gpu_us)
+
+
+def _captures(summary: Summary) -> bool:
+    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
+    found, step = summary.captures, summary.chosen
+    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
 
 
 def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
@@ -98,6 +111,12 @@ def regime(summary: Summary) -> str:
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
     gpu, found, word = summary.steady, waits_for(summary), regime(summary)
+    if found == "capture":
+        recorded, ran = summary.captures, summary.chosen.launches
+        seen = f"{counted(recorded.launches, 'launch call')} of the step"
+        into = f"into {counted(recorded.graphs, 'graph')} and ran nothing"
+        others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
+        return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
         if summary.devices:
             return word, "the trace holds GPU work, and none of it in the steps"
@@ -106,7 +125,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
-        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
+        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
         seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them"
@@ -120,17 +139,33 @@ def waiting(summary: Summary) -> tuple[str, str]:
         seen = f"{busy}, {_largest_family(summary)}"
     if idle > SOME_IDLE:
         causes = _idle_by_cause(gpu)
-        seen += f"; idle {idle:.0%}, {_why_idle(gpu, max(causes, key=causes.get))}"
-    return word, seen
+        seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
+    return word, seen + _untraced(summary)
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
-    why = {
-        "overhead": "the next piece of work was not launched yet",
-        "gpu-side": "the next piece of work was launched, and waited",
-        None: "the next piece of work has no launch in the trace",
-    }
-    return f"in {_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%} of that {why[cause]}"
+    share = f"{_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
+    part = f"{'all' if share == '100%' else share} of the idle time"
+    return {
+        "overhead": f"{part} is the GPU waiting for CPU launches",
+        "gpu-side": f"for {part} the next activity had been launched, and had not started",
+        None: f"for {part} the trace does not hold the launch of the next activity",
+    }[cause]
+
+
+# Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
+LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
+
+
+def _untraced(summary: Summary) -> str:
+    """Says so where the first launched activity waits long while nothing recorded runs."""
+    waits = summary.first_wait_us
+    if waits is None or waits < max(LEAST_FIRST_WAIT_US, LONG_FIRST_WAIT * summary.window_us):
+        return ""
+    return (
+        f"; the first launched activity waited {duration(waits)} while nothing recorded ran: the GPU was probably busy "
+        "with work that is not in this trace"
+    )
 
 
 def reached(work: Sequence[GpuWork | CpuWork]) -> float:
@@ -161,6 +196,63 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     could = summary.lesson and not summary.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
+
+
+# In these the CPU waits for something that is no other program: the GPU, other ranks, the loader's workers, memory.
+WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
+# Of what a step took more, what explains it.
+EXPLAINS = 1 / 3
+# A product on the CPU that takes this many times what it takes at the best rate that the run measured, and so much
+# besides: on two idle cores 64 x 64 takes 28 µs, beside a busy program 19.6 ms.
+FAR_SLOWER, BESIDES_US = 20, 1000
+LEAST_SIDE = 32  # of a product: of many smaller ones at once the best rate is out of reach
+BUSY = "something else was probably using the CPU's cores"
+WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
+
+
+def busy_machine(summary: Summary) -> str | None:
+    """What shows that other programs probably used the cores, and what to do; None where nothing does."""
+    if waits_for(summary) not in ("cpu-only", "overhead"):
+        return None
+    return _uneven_steps(summary) or _slow_products(summary)
+
+
+def _uneven_steps(summary: Summary) -> str | None:
+    found = summary.uneven
+    if found is None:
+        return None
+    short, long = summary.steps[found.short], summary.steps[found.long]
+    more = long.cpu_us - short.cpu_us
+    waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
+    # Another program's Python may do other things from step to step; a numbered script's does not.
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.lesson)
+    if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
+        return None
+    same = summary.lesson or summary.shapes_recorded or short.gpu_busy_us
+    supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
+    return (
+        f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
+        f"the same calls: {supposed}. {WHAT_TO_DO}"
+    )
+
+
+def _slow_products(summary: Summary) -> str | None:
+    if not summary.typical_index:  # the first step, which may be slow because it is the first
+        return None
+    slow = [
+        one
+        for one in summary.cpu_work
+        if one.best_us is not None
+        and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
+        and one.us > FAR_SLOWER * one.best_us + BESIDES_US
+    ]
+    if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
+        return None
+    times = sum(one.us for one in slow) / sum(one.best_us for one in slow)
+    return (
+        f"matrix products take {times:,.0f} times as long as at the best rates that this run measured: {BUSY}. "
+        f"{WHAT_TO_DO}"
+    )
 
 
 def bound_by(summary: Summary) -> str:
@@ -443,7 +535,7 @@ def synchronization() -> Finding:
         # A launch alone takes 5 µs.
         return Verdict(
             us > 5,
-            f"idle {us:,.1f} µs of a step, from there to its next work: {calls}",
+            f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
             cost_us=cost_of(summary, idle_us=us),
         )
 

@@ -16,11 +16,12 @@ from tracereader.trace import Trace
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out", "cpu_us"),
-    "gpu": ("gpu", "families", "step_gpu", "idle_in", "by_label", "by_phase", "by_module", "by_module_class"),
+    "gpu": ("gpu", "families", "step_gpu", "idle_in", "idle_python", "by_label", "by_phase", "by_module",
+            "by_module_class"),
     "repeats": ("repeats",),
     "training": ("training", "by_label", "by_phase", "by_module", "by_module_class"),
     "kernels": ("kernels",),
@@ -35,7 +36,7 @@ SECTION_KEYS = {
                  "cast_products"),
 }  # fmt: skip
 ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
-          "typical_step", "typical_index", "window_us")  # fmt: skip
+          "busy_machine", "typical_step", "typical_index", "window_us")  # fmt: skip
 
 
 def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
@@ -43,6 +44,7 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     document = msgspec.to_builtins(summary)
     for step, measured in zip(summary.steps, document["steps"], strict=True):
         measured["cause"] = steps.cause(summary, step)
+    document["busy_machine"] = steps.busy_machine(summary)
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [

@@ -42,9 +42,10 @@ def table(out: Console, summary: Summary) -> None:
     rows = []
     facts = summary.decoding.facts if summary.decoding else None
     for one in sorted(largest, key=lambda one: one.start):
-        each = facts.layers / one.times if facts and facts.layers else 1
+        each = facts.layers / one.times if facts and facts.layers and not one.replays else 1
         layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
-        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}{layers}", one, total))
+        where = "replays of a CUDA graph" if one.replays else f"from piece {one.start + 1:,}{layers}"
+        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, {where}", one, total))
         if one.inside:
             rows.append(_row(f"  each: {one.inside.times} x {one.inside.pieces:,} pieces", one.inside, None))
     outside = total - sum(one.total_us for one in largest)
@@ -52,7 +53,9 @@ def table(out: Console, summary: Summary) -> None:
     if pieces:
         rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
     step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
-    print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+    print_columns(
+        out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "of GPU work"), rows
+    )
     if overlap(summary):
         together = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"sums, since kernels overlap: the step's GPU work takes {together} together", "  ", "    ")
@@ -75,26 +78,35 @@ class Row:
 
 def in_order(summary: Summary) -> list[Row]:
     """A step's GPU work in order: one stretch stands for all of its kind, and of what lies between a few pieces."""
+    starting = {repeat.start: repeat for repeat in told(summary)}
+    inside = {place for repeat in starting.values() for places in repeat.places for place in places}
     rows: list[Row] = []
-    reached = 0
-    for repeat in told(summary):
-        rows += _between(summary.gpu_work[reached : repeat.start])
-        for place in range(repeat.start, repeat.start + repeat.pieces):
-            same = summary.gpu_work[place : repeat.end : repeat.pieces]
-            asked = Counter()
-            for one in same:
-                asked[one.asked_by] += one.us
-            folded = msgspec.structs.replace(
-                same[0],
-                asked_by=mostly(asked),
-                us=median(one.us for one in same),
-                low_us=min(one.low_us for one in same),
-                high_us=max(one.high_us for one in same),
-                grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
-            )
-            rows.append(Row(folded, repeat.times))
-        reached = repeat.end
-    return rows + _between(summary.gpu_work[reached:])
+    between: list[GpuWork] = []
+    for place, work in enumerate(summary.gpu_work):
+        if repeat := starting.get(place):
+            rows += _between(between)
+            rows += [_folded(summary, places) for places in zip(*repeat.places, strict=True)]
+            between = []
+        elif place not in inside:
+            between.append(work)
+    return rows + _between(between)
+
+
+def _folded(summary: Summary, places: Sequence[int]) -> Row:
+    """The pieces at one place of each stretch, as one."""
+    same = [summary.gpu_work[place] for place in places]
+    asked = Counter()
+    for one in same:
+        asked[one.asked_by] += one.us
+    folded = msgspec.structs.replace(
+        same[0],
+        asked_by=mostly(asked),
+        us=median(one.us for one in same),
+        low_us=min(one.low_us for one in same),
+        high_us=max(one.high_us for one in same),
+        grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
+    )
+    return Row(folded, len(same))
 
 
 def _between(work: Sequence[GpuWork]) -> list[Row]:
@@ -107,9 +119,9 @@ def marks(step: Step, summary: Summary) -> list[Mark]:
     """Each stretch as a slice of the GPU's lane, from its first piece's start to its last one's end."""
     found = []
     for repeat in told(summary):
-        for number in range(repeat.times):
-            work = step.work[repeat.start + number * repeat.pieces :][: repeat.pieces]
-            found.append(Mark(str(number + 1), work[0].start, max(one.end for one in work)))
+        for number, places in enumerate(repeat.places, 1):
+            work = [step.work[place] for place in places]
+            found.append(Mark(str(number), min(one.start for one in work), max(one.end for one in work)))
     return found
 
 
@@ -127,7 +139,7 @@ def _row(name: str, one: Repeat, total: float | None) -> tuple[str, ...]:
 def _families(summary: Summary, one: Repeat) -> str:
     """The GPU time of the stretches by family of kernel, as shares, with pieces of one."""
     time, pieces = Counter(), Counter()
-    for work in summary.gpu_work[one.start : one.end]:
+    for work in (summary.gpu_work[place] for places in one.places for place in places):
         time[work.family] += work.us
         pieces[work.family] += 1
     return ", ".join(

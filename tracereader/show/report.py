@@ -12,6 +12,7 @@ from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu_work import CpuWork, is_op
+from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.layers import layer_names
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
@@ -41,14 +42,14 @@ from tracereader.show.text import (
 from tracereader.show.view import View, and_more
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import cut, labels, short
 from tracereader.trace.labels import INDUCTORS_CALL
 
 STEPS_SHOWN = 8
 # A step with more pieces of GPU work is folded: by name, the costliest first.
 SMALL = 40
 ROWS_SHOWN = 5
-LABELS_NAMED, OPS_NAMED, WORTH_NAMING = 4, 3, 0.01
+LABELS_NAMED, OPS_NAMED, FUNCTIONS_NAMED, WORTH_NAMING = 4, 3, 3, 0.01
 # Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
 LINES = 80
 SHARES = (1.0, 0.6, 0.4, 0.2)
@@ -199,6 +200,8 @@ def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
+    if steps.waits_for(summary) == "capture":
+        nothing = "no GPU work"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
     if len(summary.devices) > 1:
         words[0] += f" ({len(summary.devices)} GPUs)"
@@ -222,7 +225,8 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
-    for text in summary.warnings:
+    busy = steps.busy_machine(summary)
+    for text in [*summary.warnings, *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
@@ -261,7 +265,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
             f"{one.share:.0%} {family_in_words(one.family)}" for one in summary.families[:4] if one.share >= 0.005
         ]
         if not view.brief:
-            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's time"
+            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's busy time"
             lines.append(f"of {summed}: {', '.join(shares)}")
     else:
         lines += _cpu_in_short(summary)
@@ -314,18 +318,20 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     rows = [
         ("compute", gpu.compute_us), ("communication, nothing beside it", gpu.exposed_communication_us),
         ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
-        ("idle: next piece not launched yet", gpu.idle_not_launched_us),
-        ("idle: next piece launched, and waiting", gpu.idle_launched_us),
-        ("idle: its launch is not in the trace", gpu.idle_unknown_us),
+        ("idle: waiting for CPU launches", gpu.idle_not_launched_us),
+        ("idle: next activity launched, not started", gpu.idle_launched_us),
+        ("idle: next activity's launch not in the trace", gpu.idle_unknown_us),
     ]  # fmt: skip
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
     shown.append((f"the whole window, {reaches}", us(window), "100%"))
     title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (title, "µs", "share"), shown, section="gpu")
+    print_columns(out, (title, "µs", "of the window"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
             waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
+            if name == BETWEEN_OPS and summary.idle_python:
+                waits += f", of that {_functions(summary.idle_python)}"
             paragraph(out, waits, "  ", "    ")
     for title, places in (
         ("GPU work of a step, by phase (from autograd)", summary.by_phase),
@@ -346,8 +352,14 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         for one in summary.families[: view.most(ROWS_SHOWN)]
     ]
     title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
-    print_columns(out, (title, "µs", "share", "pieces"), families)
+    print_columns(out, (title, "µs", "of GPU work", "pieces"), families)
     and_more(out, len(summary.families), len(families))
+
+
+def _functions(times: dict[str, float]) -> str:
+    """The Python functions in which most of some time went."""
+    largest = list(times.items())[:FUNCTIONS_NAMED]
+    return ", ".join(f"{us(value)} in {plain(cut(name, 80))}" for name, value in largest)
 
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
@@ -366,7 +378,7 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
         )
         for one in shown
     ]
-    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
+    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "of GPU work")
     print_columns(out, heads, rows, left=(0, 1), section="kernels")
     and_more(out, len(summary.kernels), len(rows))
 

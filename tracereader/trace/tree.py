@@ -82,7 +82,7 @@ class Op(_Slice, eq=False):
 
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
-    work: "Sequence[Work]" = ()  # what this runtime call launched
+    work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
 
     def walk(self) -> Iterator["Op"]:
         """This op and all below it, in the order of their starts."""
@@ -99,6 +99,14 @@ class Op(_Slice, eq=False):
         while op is not None:
             yield op
             op = op.parent
+
+
+class Frame(msgspec.Struct, eq=False, gc=False):
+    """A call of a Python function on a thread, as the profiler records it with stacks."""
+
+    name: str
+    start: int
+    end: int
 
 
 def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
@@ -207,6 +215,7 @@ class Trace:
     memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
+    frames: dict[tuple, list[Frame]]  # by thread, the Python functions without nn.Module's; only with stacks
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
@@ -246,6 +255,7 @@ def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
+    frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
     kinds, not_known, taken = _kinds(events)
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
@@ -277,6 +287,8 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Work(event.name, kind, start, length, track, event.args))
         elif into is not None:
             into.append(Op(event.name, kind, start, length, track, event.args))
+        else:
+            frames.setdefault(track, []).append(Frame(event.name, start, start + length))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
@@ -297,8 +309,8 @@ def _built(path: Path, document: Document) -> Trace:
     module_roots: dict[tuple, list[Op]] = {}
     for root in _nest(modules, Counter()):
         module_roots.setdefault(root.track, []).append(root)
-    unlaunched = _link(ops, work)
     work.sort(key=_start)
+    unlaunched = _link(ops, work)
     properties = _properties(document.device_properties, {one.device for one in work})
     steps, outside = _steps(ops, roots, work)
     return Trace(
@@ -315,6 +327,7 @@ def _built(path: Path, document: Document) -> Trace:
         memory=_memory(memory, zero),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
+        frames=frames,
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
