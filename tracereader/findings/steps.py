@@ -68,6 +68,12 @@ def waits_for(summary: Summary) -> str | None:
     return _roof_met(summary)
 
 
+def _captures(summary: Summary) -> bool:
+    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
+    found, step = summary.captures, summary.chosen
+    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
+
+
 def cost_of(
     summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
 ) -> float | None:
@@ -79,13 +85,7 @@ def cost_of(
     """
     if idle_us is not None:
         return idle_us
-    return {"overhead": cpu_us, "cpu-only": cpu_us, None: None}.get(waits_for(summary), gpu_us)
-
-
-def _captures(summary: Summary) -> bool:
-    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
-    found, step = summary.captures, summary.chosen
-    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
+    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(waits_for(summary), gpu_us)
 
 
 def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:

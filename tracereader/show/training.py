@@ -45,7 +45,7 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
                 if one.cpu_us
             ]
             if shown:
-                print_columns(out, (title, "CPU µs", "share"), shown)
+                print_columns(out, (title, "CPU µs", "of the step"), shown)
         and_more(out, len(summary.by_module_class), len(summary.by_module_class[:rows]))
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
