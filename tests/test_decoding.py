@@ -10,6 +10,7 @@ import random
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from dataclasses import replace
 from operator import itemgetter
 from statistics import median
 
@@ -23,7 +24,7 @@ from tracereader.figures import summarize
 from tracereader.figures.decoding import facts_of
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
-from tracereader.findings.finding import Finding, Verdict
+from tracereader.findings.finding import Verdict
 from tracereader.trace import read
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
@@ -375,8 +376,8 @@ def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
     facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
     summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
     assert "perhaps" in decoding.in_words(summary)[-1]
-    told = Finding("attention over the empty rest", lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
-    monkeypatch.setattr(decoding, "empty_cache", lambda: told)
+    told = replace(decoding.empty_cache, judge=lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
+    monkeypatch.setattr(decoding, "empty_cache", told)
     assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
 
 

@@ -18,7 +18,7 @@ from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet
 from tracereader.findings.steps import waits_for
-from tracereader.show.guesses import guesses_of
+from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
 
@@ -402,7 +402,7 @@ def test_a_trace_equals_itself():
 def verdicts(name):
     ours = read(H200 / f"{name}.json.gz")
     summary = summarize(ours)
-    return {guess.text: guess.ask(summary) for guess in guesses_of(ours)}
+    return {one.text: one.ask(summary) for one in predictions_of(ours)}
 
 
 @pytest.mark.parametrize(
@@ -456,10 +456,10 @@ def test_a_guess_can_break_and_can_be_out_of_reach():
 
 def test_every_kind_of_guess_survives_being_written_down():
     for file in REFERENCES:
-        for guess in guesses_of(read(file)):
-            record = json.loads(json.dumps(guess.record))
+        for one in predictions_of(read(file)):
+            record = json.loads(json.dumps(one.record))
             again = expect.from_record(record)
-            assert (again.text, json.loads(json.dumps(again.record))) == (guess.text, record)
+            assert (again.text, json.loads(json.dumps(again.record))) == (one.text, record)
 
 
 @pytest.mark.parametrize(

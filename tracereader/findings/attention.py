@@ -267,7 +267,7 @@ def backends(summary: Summary) -> dict[str, int]:
     "scaled_dot_product_attention",
     "It chooses a backend by device, types and shapes; the op below it is the choice.",
 )
-def sdpa_runs(summary: Summary) -> Verdict:
+def sdpa_backend(summary: Summary) -> Verdict:
     calls = backends(summary)
     if not calls:
         return Verdict(False, "no scaled_dot_product_attention in this trace")

@@ -37,8 +37,8 @@ def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
 
 def what_to_do(summary: Summary) -> str:
     """What the regime usually means."""
-    busy = dict.fromkeys(("compute", "memory", "gpu"), steps.gpu_total_near_or_above.means)
-    return {"overhead": steps.cpu_total_far_above.means, **busy}.get(steps.waits_for(summary), "")
+    busy = dict.fromkeys(("compute", "memory", "gpu"), steps.gpu_bound.means)
+    return {"overhead": steps.overhead_bound.means, **busy}.get(steps.waits_for(summary), "")
 
 
 def reveals(summary: Summary) -> list[str]:

@@ -186,7 +186,7 @@ def expanded_keys(summary: Summary) -> Verdict:
     "cast in every step can be cast once.",
     needs_gpu=True,
 )
-def casts(summary: Summary) -> Verdict:
+def casts_alone(summary: Summary) -> Verdict:
     found = summary.unneeded.casts
     return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 

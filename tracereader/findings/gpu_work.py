@@ -158,7 +158,7 @@ def copy_before_gemm(summary: Summary) -> Verdict:
 
 
 @finding(CHAIN, "addmm and no add", "The GEMM's epilogue adds the bias as it writes the result.")
-def epilogue(summary: Summary) -> Verdict:
+def addmm_without_add(summary: Summary) -> Verdict:
     launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
     for one in summary.gpu_work:
         alone = launched["aten::addmm"] == (summary.ops["aten::addmm"].calls if "aten::addmm" in summary.ops else 0)
@@ -237,7 +237,7 @@ def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
     "a triton_poi_fused_… kernel",
     "Several pointwise ops in one pass: what lay between them never went through memory.",
 )
-def fused(summary: Summary) -> Verdict:
+def pointwise_ops_fused(summary: Summary) -> Verdict:
     for one in summary.gpu_work:
         if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
             return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
@@ -311,7 +311,7 @@ def graph_replay(summary: Summary) -> Verdict:
     "copies before a cudaGraphLaunch",
     "A graph reads fixed addresses, so inputs are copied in. Large inputs can cost more than the launches saved.",
 )
-def graph_copies(summary: Summary) -> Verdict:
+def copies_into_graph(summary: Summary) -> Verdict:
     copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
     if not copies or not graph_replay.ask(summary).holds:
         return Verdict(False, "")

@@ -56,7 +56,7 @@ def many_calls(summary: Summary) -> Verdict:
     "the label twice, with a percentage over 100",
     "The second row is the label's span on the GPU, idle gaps included. Read kernels, not that row.",
 )
-def double_label(summary: Summary) -> Verdict:
+def annotation_twice(summary: Summary) -> Verdict:
     label, step = summary.label, summary.chosen
     # Of several labels in a step, none has the step's span.
     if label is None or summary.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
@@ -81,7 +81,7 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
     "matmul or linear ending in mm, addmm or bmm",
     "The dispatcher's choice by the inputs' shapes; the last name is the one that launches.",
 )
-def resolution(summary: Summary) -> Verdict:
+def resolves_to_a_product(summary: Summary) -> Verdict:
     above = None
     for call in summary.chain:
         if above is not None and call.depth <= above.depth:
@@ -119,7 +119,7 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     "They rewrite shape and strides on the CPU; no data moves.",
     needs_gpu=True,
 )
-def views(summary: Summary) -> Verdict:
+def views_launch_nothing(summary: Summary) -> Verdict:
     counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
     return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
 
@@ -160,7 +160,7 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     "TorchDynamo Cache Lookup in every step",
     "Guards are checked in each call. For one or two ops this costs more CPU time than it saves.",
 )
-def dynamo(summary: Summary) -> Verdict:
+def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
     # Own times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
     own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
@@ -173,7 +173,7 @@ def dynamo(summary: Summary) -> Verdict:
 
 
 @finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused: cache hits.")
-def compiled_graphs(summary: Summary) -> Verdict:
+def same_graph_in_all_steps(summary: Summary) -> Verdict:
     again = len(summary.steps) > 1 and _same_graphs(summary)
     seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
     return Verdict(again and not summary.recompiled, seen)

@@ -298,7 +298,7 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
     needs_gpu=True,
     change="larger_batch",
 )
-def cpu_total_far_above(summary: Summary) -> Verdict:
+def overhead_bound(summary: Summary) -> Verdict:
     cpu, gpu = _self_totals(summary)
     return Verdict(waits_for(summary) == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
@@ -309,7 +309,7 @@ def cpu_total_far_above(summary: Summary) -> Verdict:
     "GPU-bound: the GPU is what you wait for. Only less or faster GPU work helps now.",
     needs_gpu=True,
 )
-def gpu_total_near_or_above(summary: Summary) -> Verdict:
+def gpu_bound(summary: Summary) -> Verdict:
     cpu, gpu = _self_totals(summary)
     busy = waits_for(summary) in ("compute", "memory", "gpu")
     return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
@@ -420,7 +420,7 @@ def _took(more: Excess, names: list[str]) -> str:
     "A cold start loads, allocates and chooses: warm up before the profiler starts. Calls that are slower alike come "
     "from the pause before the step, in which the profiler begins to record: read the other steps.",
 )
-def wide_first_step(summary: Summary) -> Verdict:
+def slow_first_step(summary: Summary) -> Verdict:
     first = summary.steps[0]
     if first.times_the_typical is None or not summary.has_steps:
         return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
@@ -434,7 +434,7 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         return Verdict(None, "fewer than three steps with an op")
     usual = summary.cpu_us
     more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
-    if not wide_first_step.ask(summary).holds:
+    if not slow_first_step.ask(summary).holds:
         wider = "not much" if more > 0 else "it is not"
         return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
     seen = (
@@ -449,7 +449,7 @@ def _gaps(summary: Summary) -> list[float]:
 
 
 @finding(CPU, "a gap between the label's start and the first op in it", "A part of the same, before any op.")
-def label_gap(summary: Summary) -> Verdict:
+def late_first_op(summary: Summary) -> Verdict:
     # 3 to 6 µs are the record_function itself on the H200's machine.
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
@@ -513,7 +513,7 @@ def long_final_sync(summary: Summary) -> Verdict:
     "The profiler waits for the GPU to finish, then collects its records: long after little GPU work, it shows "
     "idleness; after much, only the queue.",
 )
-def final_sync(summary: Summary) -> Verdict:
+def final_synchronization(summary: Summary) -> Verdict:
     # The shortest one seen on the H200 took 8.5 µs: the call itself.
     us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
     long = us is not None and us > max(20, 0.05 * summary.window_us)
@@ -528,7 +528,7 @@ def final_sync(summary: Summary) -> Verdict:
     needs_gpu=True,
     change="remove_sync",
 )
-def synchronization(summary: Summary) -> Verdict:
+def sync_idles_the_gpu(summary: Summary) -> Verdict:
     syncs = [one for one in summary.training.syncs if one.idle_us]
     us = sum(one.idle_us for one in syncs)
     calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
@@ -546,7 +546,7 @@ def synchronization(summary: Summary) -> Verdict:
     "They queue behind earlier work: the CPU runs ahead, and the GPU is never starved.",
     needs_gpu=True,
 )
-def queued(summary: Summary) -> Verdict:
+def kernels_queue(summary: Summary) -> Verdict:
     # A launch reaches an idle GPU in 5 to 15 µs on the H200.
     waits = [
         one.launch_to_start_us
