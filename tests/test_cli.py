@@ -516,14 +516,14 @@ def test_the_patterns_that_no_reference_shows(tmp_path):
             *calls,
         ],
     )
-    shown = {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(measured(file))}
-    assert shown["an occupancy query before a launch"] == "1 in step whole trace, before ampere_sgemm_128x64_nn"
-    assert shown["a row with very many calls"] == "aten::add: 39 calls a step"
-    sync = shown["a synchronization inside a step, with the GPU idle"]
+    shown = {one.name: verdict.evidence for one, verdict in cheatsheet.found(measured(file))}
+    assert shown["occupancy_query"] == "1 in step whole trace, before ampere_sgemm_128x64_nn"
+    assert shown["many_calls"] == "aten::add: 39 calls a step"
+    sync = shown["sync_idles_the_gpu"]
     # From the kernel's end to the synchronization's, 14 µs, and in the launch after it, 2 µs.
     asked = "aten::item (cudaStreamSynchronize)"
     assert sync == f"the GPU is idle for 16.0 µs of a step in these calls and the launch after each: {asked}"
-    assert shown["Torch-Compiled Region n/1 or higher"] == "Torch-Compiled Region: 0/1"
+    assert shown["recompiled"] == "Torch-Compiled Region: 0/1"
 
 
 # Several traces.

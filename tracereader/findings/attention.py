@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import CHAIN, CPU, GPU, Verdict, counted, duration, finding, listed, size
+from tracereader.findings.finding import CPU, GPU, TREE, Verdict, activities, counted, duration, finding, listed, size
 from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -25,7 +25,7 @@ WORTH_A_LINE = 0.01
 # Below it occupancy is called low: 12.5% of FlashAttention's and flex_attention's kernels on the H200. At 19% nvjet's
 # products reach 83% of the arithmetic peak.
 LOW = 0.15
-# Of the CPU time of all ops and calls of the driver: cuDNN's attention 43% and cuBLAS's products 41 to 61% where they
+# Of the CPU self time of all ops and CUDA calls: cuDNN's attention 43% and cuBLAS's products 41 to 61% where they
 # are most of the step; flash 18%, the memory-efficient kernel 23%.
 MOST_OF_IT = 0.4
 
@@ -38,11 +38,11 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
 
 
 @finding(
-    CHAIN,
-    "a softmax between two batched products",
-    "As in attention that is not fused: the scores of all queries with all keys go through memory again and again. A "
-    "fused kernel keeps them on the chip.",
-    predicts="a softmax between two batched products",
+    TREE,
+    "a softmax between two batched matrix products",
+    "This looks like unfused attention: the scores of all queries with all keys are written to memory and read back "
+    "several times. A fused kernel keeps them on the chip.",
+    predicts="a softmax between two batched matrix products",
     claims="41",
     change="fused_attention",
 )
@@ -55,7 +55,7 @@ def unfused(summary: Summary) -> Verdict:
         return Verdict(False, f"{duration(us)} between the two")
     times = f"{len(found)} times a step: " if len(found) > 1 else ""
     pieces = sum(one.pieces for one in found)
-    seen = f"{times}{duration(us)} between the two" + (f", in {counted(pieces, 'piece')} of work" if pieces else "")
+    seen = f"{times}{duration(us)} between the two" + (f", in {activities(pieces)}" if pieces else "")
     if all(one.scores for one in found):
         seen += f"; {_moved(found)}"
     return Verdict(True, seen, cost_us=cost_of(summary, us, None if summary.has_gpu_work else us))
@@ -72,11 +72,11 @@ def _moved(found: Sequence) -> str:
 
 
 @finding(
-    CHAIN,
+    TREE,
     "clone and copy_ inside another op",
-    "It works out of place: it copies its input, then changes the copy. The op with _ does without, where nothing "
-    "else needs the input.",
-    predicts="a copy inside an op that works out of place",
+    "The op works out of place: it copies its input and changes the copy. The in-place op, whose name ends in _, "
+    "needs no copy. Use it where nothing else needs the input.",
+    predicts="an op that works out of place copies its input",
     claims="42",
 )
 def hidden_copy(summary: Summary) -> Verdict:
@@ -96,10 +96,10 @@ def hidden_copy(summary: Summary) -> Verdict:
 
 
 @finding(
-    CHAIN,
+    TREE,
     "ones and tril in every step",
-    "A mask of constants is made anew each time: make it once, outside.",
-    predicts="a triangular mask made anew in every step",
+    "A constant mask is built again in every step. Build it once, outside the step.",
+    predicts="a triangular mask is built in every step",
     claims="47",
 )
 def mask_remade(summary: Summary) -> Verdict:
@@ -108,7 +108,7 @@ def mask_remade(summary: Summary) -> Verdict:
         return Verdict(False, "no tril or triu of constants in the step")
     if len(summary.steps) < 2:
         return Verdict(None, "a mask is made, and there is one step only: whether in each is not to be told")
-    gpu = f", {duration(made.gpu_us)} of the GPU's in {counted(made.pieces, 'piece')}" if made.pieces else ""
+    gpu = f", {duration(made.gpu_us)} of GPU time in {activities(made.pieces)}" if made.pieces else ""
     names = listed(name.removeprefix("aten::") for name in made.ops)
     times = f"{made.times:,} times" if made.times > 1 else "once"
     seen = f"{times} a step by {names}: {duration(made.cpu_us)} of CPU time{gpu}"
@@ -122,9 +122,10 @@ def mask_remade(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "casts to fp32 before a product",
-    "Factors of two bytes are made four: time for the cast, and the product leaves the fast tensor cores.",
-    predicts="factors cast to fp32 before a product",
+    "casts to fp32 before a matrix product",
+    "Two-byte factors become four-byte ones. The cast takes time, and the product loses the bf16 and fp16 tensor "
+    "cores.",
+    predicts="factors are cast to fp32 before a matrix product",
     needs_gpu=True,
     claims="46",
 )
@@ -141,10 +142,10 @@ def cast_before_product(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "sgemm, simt or ffma in a product's name",
-    "fp32 on CUDA cores. Tensor cores take bf16 and fp16, and fp32 as TF32 (torch.set_float32_matmul_precision), "
-    "each with fewer digits.",
-    predicts="products of fp32 on CUDA cores",
+    "sgemm, simt or ffma in a GEMM's name",
+    "The product runs in fp32 on CUDA cores. Tensor cores take bf16, fp16, and fp32 as TF32 "
+    "(torch.set_float32_matmul_precision), each with fewer digits.",
+    predicts="fp32 matrix products run on CUDA cores",
     needs_gpu=True,
     claims="46",
     change="tensor_cores",
@@ -165,8 +166,8 @@ def on_cuda_cores(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "a kernel written for an older generation of GPU",
-    "It runs, without the newer instructions.",
+    "a kernel written for an older GPU generation",
+    "It runs, but does not use this GPU's newer instructions.",
     needs_gpu=True,
     telling=True,
 )
@@ -197,10 +198,11 @@ def _written_for(one: GpuWork) -> int | None:
 
 @finding(
     GPU,
-    "low occupancy of the kernel that a step is about",
-    "No fault by itself: products and attention hold their data in registers and shared memory, and need few warps. "
-    "The duration and the rate tell. 0% of a block with more than 48 KB of shared memory is no estimate.",
-    predicts="few warps on a multiprocessor (low occupancy)",
+    "low occupancy of the kernel that takes most of the step",
+    "Low occupancy alone is not a fault: GEMM and attention kernels keep their data in registers and shared memory "
+    "and need few warps. Judge by the duration and the achieved rate. A reported 0% for a block with more than 48 KB "
+    "of shared memory is not an estimate.",
+    predicts="low occupancy: few warps on a multiprocessor",
     needs_gpu=True,
     telling=True,
     claims="51",
@@ -227,10 +229,9 @@ def _its_rate(one: GpuWork) -> str:
 
 @finding(
     CPU,
-    "one op's own time above all others'",
-    "Its cost lies in a library that records no ops (cuDNN and cuBLAS choose and prepare kernels there): nothing "
-    "below it shows.",
-    predicts="one op's own CPU time above all others'",
+    "one op's self time above all others'",
+    "The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there.",
+    predicts="one op's CPU self time is above all others'",
     needs_gpu=True,
     telling=True,
     claims="56",
@@ -243,8 +244,8 @@ def time_in_a_library(summary: Summary) -> Verdict:
     if name is None or not total:
         return Verdict(None, "no op whose kernel is a library's")
     seen = (
-        f"{name}: {own[name]:,.1f} of the {total:,.1f} µs in ops and calls of the driver are its own, and its "
-        f"kernel is {makers[name].split()[0]}'s"
+        f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; its kernel is "
+        f"{makers[name].split()[0]}'s"
     )
     # Where the step waits for the GPU, the CPU's time costs it nothing; and beside all else that a step does a
     # product's 29.3 of 106.7 µs are no news.
@@ -263,9 +264,9 @@ def backends(summary: Summary) -> dict[str, int]:
 
 
 @finding(
-    CHAIN,
+    TREE,
     "scaled_dot_product_attention",
-    "It chooses a backend by device, types and shapes; the op below it is the choice.",
+    "It chooses a backend by device, dtypes and shapes. The op below it shows the choice.",
 )
 def sdpa_backend(summary: Summary) -> Verdict:
     calls = backends(summary)

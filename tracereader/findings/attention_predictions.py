@@ -6,7 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.summary import Call
 from tracereader.findings import attention
-from tracereader.findings.finding import Verdict, counted, finding, listed
+from tracereader.findings.finding import Verdict, activities, counted, finding, listed
 from tracereader.trace.kernel_names import short
 from tracereader.trace.types import dtype_of
 
@@ -15,7 +15,7 @@ WORKSPACE_BYTES = 32 * 2**20
 
 
 def _word(one: GpuWork) -> str:
-    """What a piece of GPU work is, in a word."""
+    """What a GPU activity is, in a word."""
     if one.kind != "kernel":
         return "copy" if one.kind == "memcpy" else one.kind
     if one.family in ("GEMM", "attention"):
@@ -23,17 +23,20 @@ def _word(one: GpuWork) -> str:
     return one.name_says.get("does", one.family).split(",")[0]
 
 
-@finding(predicts=lambda *words: f"{len(words)} things on the GPU: {', '.join(words)}", needs_gpu=True)
+@finding(
+    predicts=lambda *words: f"{activities(len(words))}: {', '.join(words)}",
+    needs_gpu=True,
+)
 def gpu_does(summary: Summary, *words: str) -> Verdict:
     """words: GEMM, copy, attention, or what a kernel's name says it does; memsets are left out."""
     work = [one for one in summary.gpu_work if one.kind != "memset"]
     seen = listed(f"{_word(one)} {one.us:,.1f}" for one in work[: len(words) + 2])
     if len(work) > len(words) + 2:
-        seen = f"{counted(len(work), 'piece')}: {seen}, …"
+        seen = f"{activities(len(work))}: {seen}, …"
     return Verdict([_word(one) for one in work] == list(words), f"{seen} (µs)")
 
 
-@finding(predicts=lambda word, what: f"one kernel a step, {what}", needs_gpu=True)
+@finding(predicts=lambda word, what: f"one kernel per step, {what}", needs_gpu=True)
 def kernel_is(summary: Summary, word: str, what: str) -> Verdict:
     """One kernel a step, with this in its name."""
     kernels = summary.kernels_of_step
@@ -57,7 +60,7 @@ def launched_by(summary: Summary, call: str) -> Verdict:
 
 
 @finding(
-    predicts="the profiler reports 0% occupancy, which is no estimate: the kernel's footprint tells",
+    predicts="the profiler reports 0% occupancy, but the kernel's registers and shared memory allow more",
     needs_gpu=True,
     claims="55",
 )
@@ -76,7 +79,7 @@ def occupancy_not_estimated(summary: Summary) -> Verdict:
     return Verdict(one.occupancy.not_estimated, seen, why_not)
 
 
-@finding(predicts=lambda backend: f"left to itself, SDPA takes {backend}", claims="57")
+@finding(predicts=lambda backend: f"by default SDPA chooses {backend}", claims="57")
 def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     found = attention.backends(summary)
     if not found:
@@ -84,7 +87,9 @@ def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     return Verdict(set(found) == {backend}, f"it took {listed(found)}")
 
 
-@finding(predicts="_safe_softmax does more than softmax: a row with nothing to attend to gives 0, not NaN", claims="48")
+@finding(
+    predicts="_safe_softmax does more than softmax: a row with nothing to attend to becomes 0, not NaN", claims="48"
+)
 def safe_softmax(summary: Summary) -> Verdict:
     at = next((n for n, call in enumerate(summary.chain) if call.name == "aten::_safe_softmax"), None)
     if at is None:

@@ -126,9 +126,9 @@ def _rows(summary: Summary) -> int | None:
 
 @finding(
     GPU,
-    "the same launches in every step, and the GPU waiting for them",
-    "A CUDA graph replays them with one launch (torch.compile's reduce-overhead, torch.cuda.graph), as long as "
-    "shapes, addresses and what the CPU hands over stay: what is left is the GPU's own time.",
+    "identical launches in every step, and the GPU waits for them",
+    "A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as "
+    "shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains.",
     needs_gpu=True,
     change="cuda_graph",
 )
@@ -147,7 +147,7 @@ def graph_would_do(summary: Summary) -> Verdict:
     left = step.cpu_us - step.gpu_busy_us
     return Verdict(
         True,
-        f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
+        f"{step.launches:,} in each of {len(summary.steps)}, none of them after a synchronization; the GPU is busy for "
         f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
         cost_us=cost_of(summary, cpu_us=left),
     )
@@ -166,8 +166,8 @@ def _launches_after_a_wait(summary: Summary) -> bool:
 @finding(
     GPU,
     "keys and values expanded in memory before attention",
-    "Grouped-query attention by copies: each head's keys once for every query head. Attention can take them as they "
-    "are (enable_gqa=True).",
+    "Grouped-query attention by copying: each key head is copied once per query head. Attention can take the keys and "
+    "values without copies (enable_gqa=True).",
     needs_gpu=True,
 )
 def expanded_keys(summary: Summary) -> Verdict:
@@ -182,8 +182,8 @@ def expanded_keys(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "casts with a kernel of their own",
-    "One type in, another out, and nothing else: compiled code casts in the kernels beside them; a weight that is "
-    "cast in every step can be cast once.",
+    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels. A "
+    "weight that is cast in every step can be cast once.",
     needs_gpu=True,
 )
 def casts_alone(summary: Summary) -> Verdict:
@@ -204,8 +204,9 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
 
 @finding(
     GPU,
-    "attention over the empty rest of a static cache",
-    "The mask hides it, and it is read all the same: a shorter cache, or attention that stops at the last key.",
+    "attention over the empty part of a static cache",
+    "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
+    "the last key.",
     needs_gpu=True,
 )
 def empty_cache(summary: Summary) -> Verdict:
@@ -226,8 +227,8 @@ def empty_cache(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "in prefill, logits of every token",
-    "The next token needs one row of each sequence (logits_to_keep=1).",
+    "logits of every token in prefill",
+    "Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1).",
     needs_gpu=True,
 )
 def logits_of_all(summary: Summary) -> Verdict:
@@ -249,9 +250,9 @@ def logits_of_all(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "matrix products of few rows, which do little but read weights",
-    "Time is bytes over bandwidth, as in decoding: a larger batch reads them once for more tokens, smaller types "
-    "read less.",
+    "matrix products of few rows, which mostly read weights",
+    "Their time is bytes over bandwidth, as in decoding. A larger batch reads the weights once for more tokens, and "
+    "smaller dtypes read fewer bytes.",
     needs_gpu=True,
 )
 def reads_weights(summary: Summary) -> Verdict:

@@ -14,7 +14,7 @@ from tracereader.figures import Summary
 
 NO_GPU = "no GPU lane: this run was on the CPU"
 # Where in a trace a finding shows, in the order in which the cheatsheet has them.
-TABLE, CPU, GPU, CHAIN, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "dispatch chain", "torch.compile"
+TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,11 @@ def listed(names) -> str:
 def counted(count: int, what: str, several: str = "") -> str:
     """1 kernel, 2 kernels."""
     return f"{count:,} {what if count == 1 else several or what + 's'}"
+
+
+def activities(count: int) -> str:
+    """1 GPU activity: a kernel, a copy or a memset."""
+    return counted(count, "GPU activity", "GPU activities")
 
 
 def duration(us: float) -> str:

@@ -5,7 +5,19 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import CHAIN, COMPILE, CPU, GPU, NO_GPU, TABLE, Verdict, counted, finding, listed
+from tracereader.findings.finding import (
+    COMPILE,
+    CPU,
+    GPU,
+    NO_GPU,
+    TABLE,
+    TREE,
+    Verdict,
+    activities,
+    counted,
+    finding,
+    listed,
+)
 from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import short
 
@@ -25,7 +37,7 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-@finding(TABLE, "one row holds most of the GPU's time", "The hotspot: start there.")
+@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.")
 def hotspot(summary: Summary) -> Verdict:
     total = Counter()
     for one in summary.gpu_work:
@@ -37,7 +49,7 @@ def hotspot(summary: Summary) -> Verdict:
     return Verdict(share > 0.5, f"{short(name)}: {share:.0%} of a step's GPU time")
 
 
-@finding(predicts=lambda count, what: f"{counted(count, 'kernel')} a step{what}", needs_gpu=True)
+@finding(predicts=lambda count, what: f"{counted(count, 'kernel')} per step{what}", needs_gpu=True)
 def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
     kinds = {kind: summary.count(kind) for kind in ("kernel", "memcpy", "memset")}
     seen = ", ".join(counted(number, kind) for kind, number in kinds.items() if number)
@@ -45,7 +57,7 @@ def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
 
 
 @finding(
-    predicts="no occupancy query but before the first GEMM of the process: cuBLAS remembers the answer",
+    predicts="no occupancy query except before the first GEMM of the process: cuBLAS remembers the answer",
     needs_gpu=True,
     claims="11 28",
 )
@@ -68,8 +80,8 @@ def _span(summary: Summary) -> str:
 @finding(
     CPU,
     "an occupancy query before a launch",
-    "A library asks how many blocks of a kernel fit on the chip: cuBLAS of a GEMM (on Hopper once in a process, then "
-    "it remembers), cub of a sort or a scan.",
+    "A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per "
+    "process, then it remembers the answer), CUB before a sort or a scan.",
     needs_gpu=True,
 )
 def occupancy_query(summary: Summary) -> Verdict:
@@ -81,7 +93,11 @@ def occupancy_query(summary: Summary) -> Verdict:
     return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
 
-@finding(predicts="the GEMM's footprint is heavy, the pointwise kernel's light", needs_gpu=True, claims="12")
+@finding(
+    predicts="the GEMM needs many registers and shared memory, the pointwise kernel little of either",
+    needs_gpu=True,
+    claims="12",
+)
 def gemm_is_heavy(summary: Summary) -> Verdict:
     prints = {}
     for one in summary.kernels_of_step:
@@ -103,8 +119,9 @@ VARIES = 1.05
 
 @finding(
     GPU,
-    "one kernel with different times over the steps",
-    "Where its data are the same: clocks, heat, neighbours. Trust the median, not the mean.",
+    "one kernel with different times in different steps",
+    "If its inputs are the same, the clock frequency, the temperature or other work on the GPU changed. Use the "
+    "median, not the mean.",
     predicts="the same kernel on the same data takes a different time in each step",
     needs_gpu=True,
     claims="14",
@@ -131,7 +148,7 @@ def duration_varies(summary: Summary) -> Verdict:
     return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
 
 
-@finding(predicts="still two things on the GPU: a copy of the bias, then a GEMM that adds to it", needs_gpu=True)
+@finding(predicts="still two GPU activities: a copy of the bias, then a GEMM that adds to it", needs_gpu=True)
 def bias_copy_then_gemm(summary: Summary) -> Verdict:
     work = [one for one in summary.gpu_work if one.kind != "memset"]
     kinds = ["GEMM" if one.family == "GEMM" else one.kind for one in work]
@@ -145,7 +162,7 @@ def bias_copy_then_gemm(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "a device-to-device copy before a GEMM",
-    "addmm puts the bias into the output first, and the GEMM adds to it (beta = 1): no kernel was saved.",
+    "addmm copies the bias into the output, and the GEMM adds to it (beta = 1). This saves no kernel.",
 )
 def copy_before_gemm(summary: Summary) -> Verdict:
     work = [one for one in summary.gpu_work if one.kind != "memset"]
@@ -157,7 +174,7 @@ def copy_before_gemm(summary: Summary) -> Verdict:
     return Verdict(False, "")
 
 
-@finding(CHAIN, "addmm and no add", "The GEMM's epilogue adds the bias as it writes the result.")
+@finding(TREE, "addmm without an add", "The GEMM's epilogue adds the bias while it writes the result.")
 def addmm_without_add(summary: Summary) -> Verdict:
     launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
     for one in summary.gpu_work:
@@ -167,7 +184,7 @@ def addmm_without_add(summary: Summary) -> Verdict:
     return Verdict(False, "")
 
 
-@finding(predicts="one kernel a step: the bias is added in the GEMM's epilogue", needs_gpu=True, claims="22")
+@finding(predicts="one kernel per step: the GEMM's epilogue adds the bias", needs_gpu=True, claims="22")
 def bias_in_the_epilogue(summary: Summary) -> Verdict:
     kernels = summary.kernels_of_step
     seen = listed(short(one.name, 60) for one in kernels)
@@ -190,7 +207,9 @@ def name_says_transposed(summary: Summary) -> Verdict:
 
 
 @finding(
-    predicts="gate and up share a kernel; down, of equal arithmetic, gets a faster one", needs_gpu=True, claims="30"
+    predicts="gate and up use the same kernel; down has equal arithmetic and gets a faster one",
+    needs_gpu=True,
+    claims="30",
 )
 def down_proj_has_another_tile(summary: Summary) -> Verdict:
     gemms = _gemms(summary)
@@ -235,7 +254,7 @@ def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
 @finding(
     COMPILE,
     "a triton_poi_fused_… kernel",
-    "Several pointwise ops in one pass: what lay between them never went through memory.",
+    "Several pointwise ops run in one kernel. Their intermediate results never go through memory.",
 )
 def pointwise_ops_fused(summary: Summary) -> Verdict:
     for one in summary.gpu_work:
@@ -266,7 +285,9 @@ def pointwise_round_trip(summary: Summary, rows: int, columns: int, itemsize: in
 
 
 @finding(
-    predicts=lambda threads, rows: f"Liger launches one block a row, of {threads} threads", needs_gpu=True, claims="37"
+    predicts=lambda threads, rows: f"Liger launches one block per row, with {threads} threads",
+    needs_gpu=True,
+    claims="37",
 )
 def launch_settings(summary: Summary, threads: int, rows: int) -> Verdict:
     mine = next((one for one in summary.gpu_work if "geglu" in one.name), None)
@@ -280,7 +301,7 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
     others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
     launches = counted(_graph_launches(summary), "graph launch", "graph launches")
-    seen = f"{counted(len(replayed), 'piece')} of work from {launches}"
+    seen = f"{activities(len(replayed))} from {launches}"
     if not others:
         return Verdict(bool(replayed), seen)
     because = "a graph replays fixed addresses, so inputs that may change are copied in first"
@@ -294,7 +315,7 @@ def _graph_launches(summary: Summary) -> int:
 @finding(
     CPU,
     "cudaGraphLaunch",
-    "A CUDA graph: one launch replays recorded work (torch.cuda.graph; torch.compile's reduce-overhead and "
+    "A CUDA graph: one launch replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
     "max-autotune).",
 )
 def graph_replay(summary: Summary) -> Verdict:
@@ -302,14 +323,15 @@ def graph_replay(summary: Summary) -> Verdict:
     launches = _graph_launches(summary)
     return Verdict(
         bool(replayed),
-        f"{len(replayed)} pieces of GPU work from {'one launch' if launches == 1 else f'{launches} launches'}",
+        f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}",
     )
 
 
 @finding(
     COMPILE,
     "copies before a cudaGraphLaunch",
-    "A graph reads fixed addresses, so inputs are copied in. Large inputs can cost more than the launches saved.",
+    "A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the "
+    "launches that the graph saves.",
 )
 def copies_into_graph(summary: Summary) -> Verdict:
     copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
-from tracereader.findings.finding import CHAIN, COMPILE, TABLE, Verdict, counted, duration, finding, listed
+from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
 from tracereader.findings.steps import compiled, cost_of
 from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
@@ -24,27 +24,27 @@ def _calls(summary: Summary, name: str) -> int:
     return summary.ops[name].calls if name in summary.ops else 0
 
 
-@finding(predicts="most of the label's total time is not its own (self) but that of the ops below it", claims="04")
+@finding(predicts="most of the annotation's total time is spent in the ops below it, not in its self time", claims="04")
 def self_time_excludes_children(summary: Summary) -> Verdict:
     label = summary.label
     if label is None or not label.calls_inside:
-        return Verdict(None, "the step has no label with ops in it")
+        return Verdict(None, "the step has no annotation with ops in it")
     seen = (
-        f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} its own, "
+        f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, "
         f"{label.us - label.self_us:,.1f} in ops below"
     )
     return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
-@finding(TABLE, "a row's total far above its self time", "The cost is in what it calls: look inside it, not at it.")
+@finding(TABLE, "a row's total far above its self time", "The time is spent in the calls below it. Look at those rows.")
 def cost_in_children(summary: Summary) -> Verdict:
     label = summary.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
-    return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own, in one call")
+    return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, in one call")
 
 
-@finding(TABLE, "a row with very many calls", "Cheap calls add up: can they be batched or fused?")
+@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
 def many_calls(summary: Summary) -> Verdict:
     # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
     name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
@@ -53,8 +53,8 @@ def many_calls(summary: Summary) -> Verdict:
 
 @finding(
     TABLE,
-    "the label twice, with a percentage over 100",
-    "The second row is the label's span on the GPU, idle gaps included. Read kernels, not that row.",
+    "the annotation twice, with a percentage over 100",
+    "The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead.",
 )
 def annotation_twice(summary: Summary) -> Verdict:
     label, step = summary.label, summary.chosen
@@ -77,9 +77,9 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
 
 
 @finding(
-    CHAIN,
-    "matmul or linear ending in mm, addmm or bmm",
-    "The dispatcher's choice by the inputs' shapes; the last name is the one that launches.",
+    TREE,
+    "matmul or linear that ends in mm, addmm or bmm",
+    "The dispatcher chooses by the inputs' shapes. The last op is the one that launches.",
 )
 def resolves_to_a_product(summary: Summary) -> Verdict:
     above = None
@@ -94,7 +94,7 @@ def resolves_to_a_product(summary: Summary) -> Verdict:
 
 
 @finding(
-    predicts=lambda count, name, gone: f"{count} {name} a step" + (f", and no {' or '.join(gone)}" if gone else "")
+    predicts=lambda count, name, gone: f"{count} {name} per step" + (f", and no {' or '.join(gone)}" if gone else "")
 )
 def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -> Verdict:
     """`count` calls of an op a step, and none of the ops in `gone`."""
@@ -104,7 +104,9 @@ def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -
     return Verdict(calls == count and not left, seen)
 
 
-@finding(predicts=lambda *ops: f"{', '.join(ops)}: no GPU work, a view moves no data", needs_gpu=True, claims="25 29")
+@finding(
+    predicts=lambda *ops: f"{', '.join(ops)}: no GPU work, because a view moves no data", needs_gpu=True, claims="25 29"
+)
 def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     found = [call for call in summary.chain if call.name in ops]
     if not found:
@@ -114,9 +116,9 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
 
 
 @finding(
-    CHAIN,
-    "t, view, reshape, … with no GPU work",
-    "They rewrite shape and strides on the CPU; no data moves.",
+    TREE,
+    "t, view, reshape, … without GPU work",
+    "These ops change shape and strides on the CPU. No data moves.",
     needs_gpu=True,
 )
 def views_launch_nothing(summary: Summary) -> Verdict:
@@ -143,13 +145,13 @@ def _same_graphs(summary: Summary) -> bool:
     return bool(summary.compiled_graphs) and all(one == summary.compiled_graphs for one in summary.graphs_of_steps)
 
 
-@finding(predicts="none of torch.compile's rows on the CPU", claims="34")
+@finding(predicts="no rows of torch.compile on the CPU", claims="34")
 def no_compile_rows(summary: Summary) -> Verdict:
     rows = [call.name for call in summary.chain if "Dynamo" in call.name or "Compiled" in call.name]
     return Verdict(not rows, f"{len(rows)} such rows")
 
 
-@finding(predicts=lambda op: f"compiled: more CPU time goes to getting to {op} than to {op}", claims="18")
+@finding(predicts=lambda op: f"compiled: getting to {op} takes more CPU time than {op} itself", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.ops[op].total_us if op in summary.ops else 0.0, summary.chosen.cpu_us
     return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
@@ -158,21 +160,21 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
 @finding(
     COMPILE,
     "TorchDynamo Cache Lookup in every step",
-    "Guards are checked in each call. For one or two ops this costs more CPU time than it saves.",
+    "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
-    # Own times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
+    # Self times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
     own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
     seen = (
         f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
-        f"regions' own time {own:,.1f} µs"
+        f"regions' self time {own:,.1f} µs"
     )
     in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
     return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
 
 
-@finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused: cache hits.")
+@finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused, and nothing is recompiled.")
 def same_graph_in_all_steps(summary: Summary) -> Verdict:
     again = len(summary.steps) > 1 and _same_graphs(summary)
     seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
@@ -182,7 +184,8 @@ def same_graph_in_all_steps(summary: Summary) -> Verdict:
 @finding(
     COMPILE,
     "Torch-Compiled Region n/1 or higher",
-    "Compiled again: shapes, types or strides changed. Look at the first call's time, too.",
+    "A recompilation: a guard failed, for example because shapes, dtypes or strides changed. Look at the time of the "
+    "first call, too.",
 )
 def recompiled(summary: Summary) -> Verdict:
     steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]

@@ -292,9 +292,9 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
 
 @finding(
     TABLE,
-    "the CPU's self total far above the GPU's",
-    "Overhead-bound: the GPU waits for the CPU to launch. Give each launch more to do (larger or batched work), or "
-    "fuse launches.",
+    "a CPU self total far above the GPU's",
+    "The step is overhead-bound: the GPU waits for the CPU to launch kernels. Give each launch more work (larger or "
+    "batched inputs), or fuse kernels so that there are fewer launches.",
     needs_gpu=True,
     change="larger_batch",
 )
@@ -305,8 +305,8 @@ def overhead_bound(summary: Summary) -> Verdict:
 
 @finding(
     TABLE,
-    "the GPU's self total near the CPU's, or above it",
-    "GPU-bound: the GPU is what you wait for. Only less or faster GPU work helps now.",
+    "a GPU self total near the CPU's, or above it",
+    "The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster.",
     needs_gpu=True,
 )
 def gpu_bound(summary: Summary) -> Verdict:
@@ -416,9 +416,9 @@ def _took(more: Excess, names: list[str]) -> str:
 
 @finding(
     CPU,
-    "the first step much wider than the others",
-    "A cold start loads, allocates and chooses: warm up before the profiler starts. Calls that are slower alike come "
-    "from the pause before the step, in which the profiler begins to record: read the other steps.",
+    "a first step much slower than the others",
+    "In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all "
+    "calls are slower by similar factors, the profiler has probably just started: read the other steps.",
 )
 def slow_first_step(summary: Summary) -> Verdict:
     first = summary.steps[0]
@@ -427,7 +427,9 @@ def slow_first_step(summary: Summary) -> Verdict:
     return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
 
-@finding(predicts="cold: the first step is wider, through the gap from the label to its first op", claims="06")
+@finding(
+    predicts="cold: the first step is slower, because of the gap between its annotation and its first op", claims="06"
+)
 def first_step_is_wider(summary: Summary) -> Verdict:
     first, gaps = summary.steps[0], _gaps(summary)
     if len(summary.steps) < 3 or first.label_to_first_op_us is None:
@@ -448,17 +450,17 @@ def _gaps(summary: Summary) -> list[float]:
     return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
 
 
-@finding(CPU, "a gap between the label's start and the first op in it", "A part of the same, before any op.")
+@finding(CPU, "a gap between the annotation's start and its first op", "Also cold-start cost, before the first op.")
 def late_first_op(summary: Summary) -> Verdict:
     # 3 to 6 µs are the record_function itself on the H200's machine.
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
         return Verdict(False, "")
-    whose = "" if summary.label else "; no label here, so from the step's start"
+    whose = "" if summary.label else "; without an annotation, from the step's start"
     return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
 
-@finding(predicts="warm: the steps take alike", claims="07")
+@finding(predicts="warm: all steps take about the same time", claims="07")
 def steps_are_alike(summary: Summary) -> Verdict:
     times = [one.cpu_us for one in summary.steps]
     shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
@@ -471,7 +473,7 @@ def steps_are_alike(summary: Summary) -> Verdict:
     return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
 
 
-@finding(predicts="the profiler asks for its buffer once, before the first kernel", needs_gpu=True, claims="08")
+@finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")
 def one_buffer_request(summary: Summary) -> Verdict:
     requests = summary.buffer_requests
     before = [one for one in requests if one.before_first_work]
@@ -484,20 +486,20 @@ def one_buffer_request(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "an Activity Buffer Request",
-    "The profiler's own cost, once: it allocates room for GPU records. Not your program's.",
+    "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
 )
 def buffer_request(summary: Summary) -> Verdict:
     requests = summary.buffer_requests
     return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
 
 
-@finding(CPU, "module or function loading", "CUDA loads code when it is first used: part of a cold start.")
+@finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
 def module_loading(summary: Summary) -> Verdict:
     loads = [one for name, one in summary.overheads.items() if "Loading" in name]
     return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
 
 
-@finding(predicts="the closing cudaDeviceSynchronize dwarfs the GPU's work", needs_gpu=True, claims="13")
+@finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
 def long_final_sync(summary: Summary) -> Verdict:
     if summary.final_sync_us is None:
         return Verdict(None, "no synchronization after the last step")
@@ -510,8 +512,8 @@ def long_final_sync(summary: Summary) -> Verdict:
 @finding(
     CPU,
     "a long cudaDeviceSynchronize after the last step",
-    "The profiler waits for the GPU to finish, then collects its records: long after little GPU work, it shows "
-    "idleness; after much, only the queue.",
+    "The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued "
+    "kernels. After little GPU work, the GPU is idle for most of the wait.",
 )
 def final_synchronization(summary: Summary) -> Verdict:
     # The shortest one seen on the H200 took 8.5 µs: the call itself.
@@ -522,9 +524,9 @@ def final_synchronization(summary: Summary) -> Verdict:
 
 @finding(
     CPU,
-    "a synchronization inside a step, with the GPU idle",
-    "The CPU waited for a result (.item(), nonzero, a blocking copy), and launched nothing meanwhile: drop it, or "
-    "ask for the result later.",
+    "a synchronization inside a step that leaves the GPU idle",
+    "The CPU waits for a result (.item(), nonzero, a blocking copy) and launches nothing meanwhile. Remove the "
+    "synchronization, or ask for the result later.",
     needs_gpu=True,
     change="remove_sync",
 )
@@ -542,8 +544,8 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
 
 @finding(
     GPU,
-    "kernels start long after their launch",
-    "They queue behind earlier work: the CPU runs ahead, and the GPU is never starved.",
+    "kernels that start long after their launch",
+    "The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches.",
     needs_gpu=True,
 )
 def kernels_queue(summary: Summary) -> Verdict:
@@ -563,7 +565,7 @@ def kernels_queue(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "gaps between the kernels of one step",
-    "When they began, the next kernel was not launched yet: the GPU waits for the CPU.",
+    "The GPU is idle because the CPU has not launched the next kernel.",
     needs_gpu=True,
 )
 def gaps_between_kernels(summary: Summary) -> Verdict:
@@ -577,8 +579,8 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "gaps between the kernels of a CUDA graph",
-    "A graph spares the launches, but one kernel still ends before the next begins: fewer and larger kernels have "
-    "fewer such gaps.",
+    "A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels "
+    "have fewer gaps.",
     needs_gpu=True,
 )
 def gaps_in_a_graph(summary: Summary) -> Verdict:

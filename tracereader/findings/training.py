@@ -1,7 +1,7 @@
 """Findings about a training step: its phases, the optimizer's launches, a slow loader, what it sends to other ranks."""
 
 from tracereader.figures import Summary
-from tracereader.findings.finding import CPU, Verdict, counted, finding, listed
+from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
 from tracereader.findings.steps import cost_of, waits_for
 
 # Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
@@ -17,25 +17,26 @@ MUCH_WAITED = 0.05
 @finding(
     CPU,
     "forward ops inside backward",
-    "Activation checkpointing: what was not kept is computed again, time for memory.",
-    predicts="forward ops inside backward",
+    "Activation checkpointing: activations that were not kept are recomputed. This trades time for memory.",
+    predicts="forward ops run again inside the backward",
     change="no_recompute",
 )
 def recomputation(summary: Summary) -> Verdict:
     again = summary.training.recomputed
     if again is None:
         return Verdict(False, "no forward op runs again in the backward")
-    where = f"{again.gpu_us:,.1f} µs of GPU time in {counted(again.pieces, 'piece')}" if again.gpu_us else (
-        f"{again.cpu_us:,.1f} µs of CPU time"
-    )  # fmt: skip
+    where = f"{again.cpu_us:,.1f} µs of CPU time"
+    if again.gpu_us:
+        where = f"{again.gpu_us:,.1f} µs of GPU time in {activities(again.pieces)}"
     return Verdict(True, f"{counted(again.calls, 'forward op')} a step, {where}")
 
 
 @finding(
     CPU,
-    "an optimizer that launches for each parameter",
-    "A for-loop over the parameters. foreach=True takes many of them in one launch, fused=True the whole update.",
-    predicts="an optimizer that launches for each parameter",
+    "an optimizer that launches kernels for each parameter",
+    "The optimizer loops over the parameters. With foreach=True one launch updates many of them, and with fused=True "
+    "it does the whole update.",
+    predicts="the optimizer launches kernels for each parameter",
     needs_gpu=True,
     change="fused_optimizer",
 )
@@ -55,9 +56,9 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
 @finding(
     CPU,
     "a step that waits for the DataLoader",
-    "The next batch is not ready when the step wants it: more workers, less work for each sample, or batches "
-    "prepared ahead.",
-    predicts="a step that waits for the DataLoader",
+    "The next batch is not ready when the step needs it. Use more workers, do less work per sample, or prepare "
+    "batches ahead.",
+    predicts="the step waits for the DataLoader",
     change="data_loader",
 )
 def starving(summary: Summary) -> Verdict:
@@ -74,7 +75,10 @@ def starving(summary: Summary) -> Verdict:
     return Verdict(idle > 0.5, seen, cost_us=cost_of(summary, idle_us=waits.idle_us))
 
 
-@finding(predicts="the backward takes about twice the forward: two products for each of its one", needs_gpu=True)
+@finding(
+    predicts="the backward takes about twice as long as the forward: it has two matrix products for each one",
+    needs_gpu=True,
+)
 def backward_is_twice_the_forward(summary: Summary) -> Verdict:
     gpu_us = {place.name: place.gpu_us for place in summary.by_label}
     if not gpu_us.get("forward") or "backward" not in gpu_us:
@@ -99,7 +103,7 @@ def communication_is_hidden(summary: Summary, hidden: bool) -> Verdict:
     return Verdict((exposed < total / 2) == hidden, seen)
 
 
-@finding(predicts="the GPU looks busy and waits: a collective's kernel spins until all are there", needs_gpu=True)
+@finding(predicts="the GPU looks busy but waits: a collective's kernel spins until all ranks arrive", needs_gpu=True)
 def busy_while_waiting(summary: Summary) -> Verdict:
     total = _communication_us(summary)
     if not total:
