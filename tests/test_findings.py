@@ -1,16 +1,16 @@
 """Every finding, with a committed trace that shows it and one that does not."""
 
-import functools
 import gzip
 import json
 
 import pytest
-from references import H200, OTHERS, ROOT
+from references import H200, OTHERS, ROOT, measured
 
 from tracereader import expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
 from tracereader.findings.finding import Finding
+from tracereader.findings.opportunities import CHANGES
 from tracereader.trace import read
 
 SMALL, LARGE = "01_matmul_add/64_bf16_cold_eager", "01_matmul_add/4096_bf16_warm_eager"
@@ -140,31 +140,31 @@ OTHER = OTHERS[0].parent
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """measured(name) or measured((name, edit)) -> Summary."""
+def shown_in(tmp_path_factory):
+    """shown_in(name) or shown_in((name, edit)) -> Summary."""
 
-    @functools.cache
     def summary(trace):
         name, edit = trace if isinstance(trace, tuple) else (trace, None)
-        (path,) = (one for folder in (H200, OTHER) if (one := folder / f"{name}.json.gz").exists())
-        if edit:
-            document = json.loads(gzip.decompress(path.read_bytes()))
-            edit(document)
-            path = tmp_path_factory.mktemp("edited") / "edited.json"
-            path.write_text(json.dumps(document))
+        (path,) = (one.resolve() for folder in (H200, OTHER) if (one := folder / f"{name}.json.gz").exists())
+        if not edit:
+            return measured(path)
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        edit(document)
+        path = tmp_path_factory.mktemp("edited") / "edited.json"
+        path.write_text(json.dumps(document))
         return summarize(read(path))
 
     return summary
 
 
 @pytest.mark.parametrize(("name", "given", "shows", "does_not"), TABLE, ids=[row[0] for row in TABLE])
-def test_a_trace_shows_it_and_another_does_not(name, given, shows, does_not, measured):
-    one = cheatsheet.FINDINGS[name]
-    assert one.ask(measured(shows), *given).holds is True
-    assert not one.ask(measured(does_not), *given).holds
+def test_a_trace_shows_it_and_another_does_not(name, given, shows, does_not, shown_in):
+    one, showing, other = cheatsheet.FINDINGS[name], shown_in(shows), shown_in(does_not)
+    assert one.ask(showing, *given).holds is True
+    assert not one.ask(other, *given).holds
     if one.where:
-        assert one in [each for each, _ in cheatsheet.found(measured(shows))]
-        assert one not in [each for each, _ in cheatsheet.found(measured(does_not))]
+        assert one in [each for each, _ in cheatsheet.found(showing)]
+        assert one not in [each for each, _ in cheatsheet.found(other)]
 
 
 def test_every_finding_is_in_the_table_once():
@@ -201,6 +201,5 @@ def test_a_prediction_survives_being_written_down(name, given):
 
 
 def test_changes_that_findings_name_exist():
-    opportunities = pytest.importorskip("tracereader.findings.opportunities", reason="not there yet")
     named = {one.change for one in cheatsheet.FINDINGS.values() if one.change}
-    assert named <= {one.name for one in opportunities.CHANGES}
+    assert named <= {one.name for one in CHANGES}

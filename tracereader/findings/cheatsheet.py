@@ -1,7 +1,7 @@
 """All findings, and the cheatsheet: what one sees in a trace, and what it usually means.
 
-The page docs/cheatsheet.md is made by markdown() from the findings that have a row. What costs nothing measurable is not
-found.
+The page docs/cheatsheet.md is made by markdown() from the findings that have a row. A finding that costs nothing
+measurable is not found.
 """
 
 from collections.abc import Sequence
