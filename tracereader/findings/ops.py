@@ -36,19 +36,19 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
     return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
+@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
+def many_calls(summary: Summary) -> Verdict:
+    # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
+    name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
+    return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
+
+
 @finding(TABLE, "a row's total far above its self time", "The time is spent in the calls below it. Look at those rows.")
 def cost_in_children(summary: Summary) -> Verdict:
     label = summary.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
     return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, in one call")
-
-
-@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
-def many_calls(summary: Summary) -> Verdict:
-    # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
-    name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
-    return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
 
 @finding(
