@@ -436,7 +436,7 @@ def test_verdicts(name, part, holds, says):
     assert says in answer.evidence + answer.why_not
 
 
-def test_a_guess_can_break_and_can_be_out_of_reach():
+def test_a_prediction_can_be_wrong_and_can_be_out_of_reach():
     """The same questions, put to traces of another kind."""
     assert any(answer.holds is True for answer in verdicts("02_linear/1024x32x64_bf16_cold_eager").values())
     compiled = measured("02_linear/1024x32x64_bf16_warm_compile")
@@ -454,7 +454,7 @@ def test_a_guess_can_break_and_can_be_out_of_reach():
     assert expect.pointwise_round_trip(8192, 3072, 4).ask(shapes).holds is False
 
 
-def test_every_kind_of_guess_survives_being_written_down():
+def test_the_predictions_of_the_references_survive_being_written_down():
     for file in REFERENCES:
         for one in predictions_of(read(file)):
             record = json.loads(json.dumps(one.record))
@@ -467,7 +467,7 @@ def test_every_kind_of_guess_survives_being_written_down():
     [{}, {"guess": 3}, {"guess": "nothing"}, {"guess": "ops_are"}, {"guess": "ops_are", "count": "x", "name": "y"},
      {"guess": "records_steps", "first": 1, "count": [2]}, {"guess": "fused_into_one", "maker": "x", "words": "y"}],
 )  # fmt: skip
-def test_a_guess_that_cannot_be_read_is_left_out(record):
+def test_a_prediction_that_cannot_be_read_is_left_out(record):
     assert expect.from_record(record) is None
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from references import H200, OTHERS, ROOT, measured
+from words import RETIRED
 
 from tracereader import expect
 from tracereader.figures import summarize
@@ -196,8 +197,13 @@ def test_a_prediction_survives_being_written_down(name, given):
         return
     made = getattr(expect, name)(*given)
     again = expect.from_record(json.loads(json.dumps(made.record)))
-    assert made.text and made.record["guess"] == name
+    assert made.text and not RETIRED.search(made.text)
+    assert made.record["guess"] == name, "the key and the name in older traces"
     assert (again.text, again.finding, json.dumps(again.record)) == (made.text, one, json.dumps(made.record))
+
+
+def test_the_cheatsheet_uses_the_fields_words():
+    assert RETIRED.findall(cheatsheet.markdown()) == []
 
 
 def test_changes_that_findings_name_exist():

@@ -48,7 +48,14 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"name": one.name, "where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        {
+            "name": one.name,
+            "where": one.where,
+            "see": one.see,
+            "means": one.means,
+            "figure": verdict.evidence,
+            "change": one.change or None,
+        }
         for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
