@@ -32,7 +32,7 @@ IDLE, EXPANDED, LOOKUP = (
     rf"{re.escape(one.see)}: .*"
     for one in (decoding.graph_would_do, decoding.expanded_keys, ops.cache_lookup_in_every_step)
 )
-FAMILIES = r"of the GPU's time: .*"
+FAMILIES = r"of the GPU's busy time: .*"
 ROOF = r"its roof is .*"
 
 CLIMBS = {
