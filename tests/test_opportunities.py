@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 from raw_events import end, pace, raw_steps, raw_work
 
+from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.findings import rank_changes
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.replay import Refused
+from tracereader.show.ranks import opened
+from tracereader.show.view import View
 from tracereader.trace import read
+from tracereader.trace.document import DEFAULT_LIMIT
 
 CHANGED = Path(__file__).resolve().parent.parent / "traces/reference/nvidia-h200/changes"
+TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 
 # A recorded step, a change that its report has to propose, and the step that was recorded after that change.
 MEASURED = [
@@ -73,7 +79,11 @@ def recorded_us(name: str) -> float:
 
     Of the last step it is its own length. Which activity is of which step follows from the launch's correlation.
     """
-    events = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))["traceEvents"]
+    return raw_us(CHANGED / f"{name}.json.gz")
+
+
+def raw_us(file: Path) -> float:
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     steps = [(mark["ts"], end(mark)) for mark in raw_steps(events)]
     work = [raw_work(events, mark) for mark in raw_steps(events)]
     spans = [(some[0]["ts"], max(map(end, some))) for some in work]
@@ -112,3 +122,42 @@ def test_opportunities_are_sorted_worth_showing_and_no_longer_than_the_step(file
         assert one.saves_us == pytest.approx(one.step_us - one.step_us_after)
         assert 0.02 * one.step_us < one.saves_us < one.step_us
         assert one.evidence and one.how and one.title
+
+
+def ranks_of(run: str) -> list[Path]:
+    return sorted(TWO_GPUS.glob(f"*_{run}_x2_rank*.json.gz"))
+
+
+def proposed_to_ranks(run: str) -> dict:
+    summary, _ = opened(ranks_of(run), View())
+    return {one.change: one for one in rank_changes.opportunities(summary, DEFAULT_LIMIT)}
+
+
+@pytest.mark.parametrize(("before", "change"), [("ddp_slow1", "balance_ranks"), ("ddp_bucket10000", "bucket_size")])
+def test_a_change_of_all_ranks_predicts_the_step_recorded_after_it(before, change):
+    found = proposed_to_ranks(before)
+    assert next(iter(found)) == change
+    assert found[change].step_us == pytest.approx(max(map(raw_us, ranks_of(before))), rel=0.01)
+    # DistributedDataParallel with its default buckets on two ranks that compute the same.
+    assert found[change].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.15)
+
+
+def test_ranks_that_lose_little_get_no_proposal():
+    assert proposed_to_ranks("ddp") == {}
+
+
+def test_the_ranks_of_a_slow_cpu_are_to_be_evened_out():
+    found = proposed_to_ranks("fsdp")
+    assert set(found) == {"balance_ranks"}
+    assert "CPU" in found["balance_ranks"].how and found["balance_ranks"].basis == "replay"
+
+
+def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
+    files = [str(file) for file in ranks_of("ddp_slow1")]
+    assert cli.main([*files, "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["opportunities"]
+    assert {"change", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"} <= set(one)
+    assert cli.main(files) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("in short") < shown.index("try first") < shown.index("in the window")
+    assert "1 let rank 1 keep up with the others" in shown

@@ -326,7 +326,7 @@ def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
     ("asked", "said"),
     [
         (("--step", "99"), "--step 99: the ranks hold ProfilerStep#"),
-        (("--only", "names"), "--only names: of several ranks there are short, gpu, steps, work, lanes"),
+        (("--only", "names"), "--only names: of several ranks there are short, try, gpu, steps, work, lanes"),
     ],
 )
 def test_what_the_ranks_do_not_have_is_refused(capsys, flags, asked, said):

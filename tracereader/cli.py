@@ -120,9 +120,9 @@ def _as_ranks(args) -> bool:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary, view))
+        print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT))
     else:
-        ranks.explain(summary, traces, view)
+        ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
     if args.open:
         try:
             name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)

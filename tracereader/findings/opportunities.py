@@ -3,7 +3,7 @@
 from tracereader.figures import Summary
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
-from tracereader.findings.opportunity import WORTH_SHOWING, Case, Opportunity
+from tracereader.findings.opportunity import Case, Opportunity, priced, worth_showing
 from tracereader.replay import Refused, graph_of
 from tracereader.trace import Trace
 
@@ -16,24 +16,4 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
     if isinstance(graph, Refused):
         return graph
     case = Case(trace, summary, graph)
-    found = []
-    for change in CHANGES:
-        proposal = change.propose(case)
-        if proposal is None:
-            continue
-        after = proposal.graph.step_us() / proposal.shared
-        saves = graph.recorded_us - after
-        if saves > WORTH_SHOWING * graph.recorded_us:
-            found.append(
-                Opportunity(
-                    change=change.name,
-                    title=proposal.title or change.title,
-                    step_us=graph.recorded_us,
-                    step_us_after=after,
-                    saves_us=saves,
-                    basis="bound" if proposal.assumed else "replay",
-                    evidence=proposal.evidence,
-                    how=proposal.how,
-                )
-            )
-    return tuple(sorted(found, key=lambda one: -one.saves_us))
+    return worth_showing(priced(change.name, change.title, change.propose(case)) for change in CHANGES)

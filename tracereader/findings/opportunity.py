@@ -65,6 +65,29 @@ class Change:
     propose: Callable[["Case"], Proposal | None]
 
 
+def priced(name: str, title: str, proposal: Proposal | None) -> Opportunity | None:
+    """What a proposal saves; None of none. name, title: the change's."""
+    if proposal is None:
+        return None
+    before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared
+    return Opportunity(
+        change=name,
+        title=proposal.title or title,
+        step_us=before,
+        step_us_after=after,
+        saves_us=before - after,
+        basis="bound" if proposal.assumed else "replay",
+        evidence=proposal.evidence,
+        how=proposal.how,
+    )
+
+
+def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
+    """Those that save enough of a step, the largest saving first."""
+    worth = [one for one in found if one is not None and one.saves_us > WORTH_SHOWING * one.step_us]
+    return tuple(sorted(worth, key=lambda one: -one.saves_us))
+
+
 @dataclass(frozen=True)
 class Case:
     """What a proposal is made from: the trace, what was measured of it, and its graph."""
