@@ -19,6 +19,7 @@ from tracereader.trace import read
 from tracereader.trace.document import DEFAULT_LIMIT
 
 CHANGED = Path(__file__).resolve().parent.parent / "traces/reference/nvidia-h200/changes"
+TESTS = Path(__file__).resolve().parent / "traces"
 TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 
 # A recorded step, a change that its report has to propose, and the step that was recorded after that change.
@@ -39,6 +40,19 @@ MEASURED = [
     ("loader/inline", "data_loader", "loader/workers"),
     ("python/loop", "python", "python/ahead"),
     ("conv_layout/contiguous", "channels_last", "conv_layout/channels_last"),
+    ("small/loop", "larger_batch", "small/batched"),
+    # Recorded after the rules had been written.
+    ("bert/eager", "cuda_graph", "bert/graph"),
+    ("lstm/cells", "cuda_graph", "lstm/graph"),
+    ("images/eager", "cuda_graph", "images/graph"),
+    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
+    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
+    ("trained/eager", "fuse_pointwise", "trained/compile"),
+    ("llama/eager_attention", "fused_attention", "llama/sdpa"),
+    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    ("selection/chosen", "remove_sync", "selection/multiplied"),
+    ("odd_width/odd", "align_shapes", "odd_width/padded"),
+    ("experts/loop", "larger_batch", "experts/batched"),
 ]
 # The first change that a report names, where one change was the best of those recorded.
 FIRST = [
@@ -56,20 +70,38 @@ FIRST = [
     ("small/loop", "larger_batch"),
     ("python/loop", "python"),
     ("conv_layout/contiguous", "channels_last"),
+    ("bert/eager", "cuda_graph"),
+    ("lstm/cells", "cuda_graph"),
+    ("images/eager", "cuda_graph"),
+    ("unet/contiguous", "fuse_pointwise"),
+    ("llama/sdpa", "fuse_pointwise"),
+    ("trained/eager", "fuse_pointwise"),
+    ("pinned/same_stream", "overlap_copies"),
+    ("selection/chosen", "remove_sync"),
+    ("odd_width/odd", "align_shapes"),
+    ("experts/loop", "larger_batch"),
 ]
 # Changes that gained nothing when they were made.
 NOTHING_GAINED = [
     ("vit/eager", "fuse_pointwise"),  # compiled, it is slower: 6.2 ms against 5.8
     ("products/eager", "fuse_pointwise"),
     ("syncs/end", "remove_sync"),  # one float() at the end of a step
+    ("unet/contiguous", "channels_last"),  # 7.9 ms against 5.8: group normalization copies to the other layout
+    ("attention32/naive", "fused_attention"),  # in fp32, 0.39 ms against 0.34
 ]
+# Products of which nobody recorded the shapes, and the fused kernels recorded in their place: on the GPU 57 to 178 µs.
+WITHOUT_SHAPES = ["attention_naive", "attention_inplace", "attention_math"]
 
 
 @cache
 def proposed(name: str) -> dict:
-    trace = read(CHANGED / f"{name}.json.gz")
+    return priced_changes(CHANGED / f"{name}.json.gz")
+
+
+def priced_changes(file: Path) -> dict:
+    trace = read(file)
     found = opportunities(trace, summarize(trace))
-    assert not isinstance(found, Refused), f"{name}: {found}"
+    assert not isinstance(found, Refused), f"{file}: {found}"
     return {one.change: one for one in found}
 
 
@@ -98,6 +130,20 @@ def test_a_proposed_change_predicts_the_step_recorded_after_it(before, change, a
     ratio = one.step_us_after / recorded_us(after)
     low, high = {"replay": (0.7, 1.3), "bound": (0.5, 2.0)}[one.basis]
     assert low <= ratio <= high, f"{ratio:.2f}"
+
+
+@pytest.mark.parametrize("name", WITHOUT_SHAPES)
+def test_attention_without_recorded_shapes_is_bound_by_its_products(name):
+    one = priced_changes(TESTS / f"{name}.json.gz")["fused_attention"]
+    fused = [raw_us(TESTS / f"attention_{backend}.json.gz") for backend in ("auto", "cudnn", "flash", "efficient")]
+    assert one.basis == "bound"
+    assert min(fused) < one.step_us_after < 2 * max(fused)
+    assert "scores are written to memory" in one.evidence
+
+
+def test_a_compiled_model_is_not_to_be_compiled():
+    for name in ("trained/compile", "unet/compile", "encoder/bf16_compile"):
+        assert "fuse_pointwise" not in proposed(name)
 
 
 @pytest.mark.parametrize(("before", "change"), FIRST)

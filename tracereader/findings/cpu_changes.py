@@ -1,11 +1,13 @@
 """Changes of what the CPU does: launches, waits, Python, the loader, the optimizer's loop."""
 
+import bisect
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
-from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
@@ -18,7 +20,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step
-from tracereader.trace.labels import LOADER, OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
 
 # While the profiler records, the step of a fused optimizer with 120 to 150 tensors takes the CPU 800 to 1,400 µs on
 # an H200's machine.
@@ -29,8 +31,11 @@ READY_BATCH_US = 80
 PAUSE_US = 500
 # Ops that do nothing but bring a value from the GPU.
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+# An index by a mask asks how many elements the mask chooses.
+CHOOSES = "aten::nonzero"
 # Kernels of one op in a row that are alike.
 MANY_ALIKE = 16
+ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
 ONE_CALL_US = 50
@@ -61,13 +66,20 @@ def cuda_graph(case: Case) -> Proposal | None:
             f"{summary.chosen.launches:,} identical launches per step, no synchronization between them",
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         )
-    # An optimizer counts its steps on the CPU, and is not captured as it is.
+    # An optimizer counts its steps on the CPU, and is not captured as it is. Gradients leave a graph through autograd,
+    # which hands each one to its parameter.
     eager = (OPTIMIZER, LOADER)
     stays = [op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith(eager)]
     left_out = case.launched_in(*eager)
     captured = [one for one in case.step.work if id(one) not in left_out]
+    accumulated = [
+        (op.track, op.start, op.us)
+        for step in case.steps
+        for op in step.walk()
+        if op.name == ACCUMULATES and not any(below.work for below in op.walk())
+    ]
     return Proposal(
-        as_cuda_graph(case.graph, stays),
+        with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
         f"{len(captured):,} identical launches per step in forward and backward, no synchronization between them",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
         title="replay forward and backward as CUDA graphs",
@@ -78,21 +90,25 @@ def remove_sync(case: Case) -> Proposal | None:
     calls = [op for op in _waits(case) if not any("Pageable -> Device" in one.name for one in op.work)]
     if not calls:
         return None
-    names = Counter(asking(op) for op in case.step.walk() if op in set(calls))
+    ids = {id(op) for op in calls}
+    names = Counter(asking(op) for op in case.step.walk() if id(op) in ids)
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
-    read = [op for op in map(_reads_a_value, calls) if op is not None]
+    read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
+    choose = any(op.name == CHOOSES for op in read)
     return Proposal(
         without_ops(without_waits(case.graph, calls), read),
         f"the CPU waits for the GPU in each step: {each}",
-        "keep the value on the GPU, or read it some steps later",
+        "multiply by the mask or use torch.where, in place of indexing with a mask"
+        if choose
+        else "keep the value on the GPU, or read it some steps later",
     )
 
 
-def _reads_a_value(call: Op) -> Op | None:
-    """The op, as aten::item, that a waiting call is all of; None where the op computes something, too."""
+def _waits_only(call: Op) -> Op | None:
+    """The op that a waiting call is the purpose of: of aten::item, or the nonzero of an index by a mask."""
     found = None
     for op in call.above():
-        if op.kind != "op" or not op.name.startswith(READS):
+        if op.kind != "op" or not op.name.startswith((*READS, CHOOSES)):
             break
         found = op
     return found
@@ -172,11 +188,11 @@ def python(case: Case) -> Proposal | None:
 
 
 def _outside_annotations(step: Step) -> list[Op]:
-    """The outermost ops and calls of all threads; a wait for the DataLoader is one of them."""
+    """The outermost ops and calls of all threads. A wait for the DataLoader and an optimizer's step are such, too."""
     pending, found = list(step.roots), []
     while pending:
         op = pending.pop()
-        if op.kind == "label" and not op.name.startswith(LOADER):
+        if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZER)):
             pending.extend(op.children)
         else:
             found.append(op)
@@ -209,44 +225,64 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
 def _calls_as_one(case: Case) -> Proposal | None:
     """Equal products of slices of one tensor become one batched product."""
-    runs, run = [], []
-    for entry in case.activities:
-        _, one, op = entry
-        same = (
-            run
-            and op is not None
-            and one.name == run[-1][1].name
-            and one.product == run[-1][1].product
-            and (run[-1][2] is not None and run[-1][2].name == op.name)
-        )
-        if same:
-            run.append(entry)
-        else:
-            run = [entry]
-            runs.append(run)
     taken = sum(op.name in SLICES for op in case.step.walk() if op.kind == "op")
     # Slices of one tensor, taken call by call, need no other call's result; layers of a network do.
-    runs = [run for run in runs if MANY_ALIKE <= len(run) <= taken and run[0][1].family == "GEMM"]
+    runs = [(count, run) for count, run in _repeated(case.activities) if MANY_ALIKE <= count <= taken]
     if not runs:
         return None
     groups = []
-    places = {id(work): place for place, (work, _, _) in enumerate(case.activities)}
-    for run in runs:
-        following = case.activities[places[id(run[-1][0])] + 1 :][:1]
-        run += [entry for entry in following if entry[2] is not None and entry[2].name == "aten::cat"]
+    for _, run in runs:
         us = sum(one.us for _, one, _ in run)
-        moved = [one.bytes_moved for _, one, _ in run if one.product]
-        if case.peaks and None not in moved:
-            us = min(us, max(run[0][1].us, sum(moved) / (BANDWIDTH * case.peaks.gb_s) / 1e3))
+        products = [one for _, one, _ in run if one.product]
+        moved = [one.bytes_moved for one in products]
+        if case.peaks and moved and None not in moved:
+            us = min(us, max(products[0].us, sum(moved) / (BANDWIDTH * case.peaks.gb_s) / 1e3))
         groups.append(([work for work, _, _ in run], us))
-    longest = max(runs, key=len)
+    count, longest = max(runs, key=lambda run: run[0])
     return Proposal(
-        case.condensed(groups, ONE_CALL_US),
-        f"{len(longest)} calls of {longest[0][2].name} in a row, on slices of equal shape",
+        case.condensed(groups, ONE_CALL_US, _with_their_slices),
+        f"{count} calls of {longest[0][2].name} in a row, on slices of equal shape",
         "stack the inputs and call torch.bmm once, if no call needs another one's result",
         assumed=True,
         title="batch equal operations into one",
     )
+
+
+def _with_their_slices(step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
+    """From the first slice that is taken for these calls to the next op: the whole loop."""
+    ops = sorted((op for op in _outside_annotations(step) if op.track == track), key=lambda op: op.start)
+    starts = [op.start for op in ops]
+    place = bisect.bisect_left(starts, start)
+    while place and ops[place - 1].name in SLICES:
+        place -= 1
+        start = ops[place].start
+    following = bisect.bisect_left(starts, end)
+    return start, starts[following] if following < len(starts) else end
+
+
+def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
+    """Equal products one after the other, with nothing but equal copies between them; how many, and all of it."""
+
+    def what(entry: Entry) -> tuple | None:
+        _, one, op = entry
+        return (one.name, one.product, op.name) if op is not None and one.family in ("GEMM", "copy") else None
+
+    activities = [entry for entry in activities if entry[0].kind != "memset"]
+    kinds = [what(entry) for entry in activities]
+    place = 0
+    while place < len(activities):
+        count = period = 1
+        for length in (1, 2, 3) if kinds[place] and activities[place][1].family == "GEMM" else ():
+            reached = place + length
+            while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - length]:
+                reached += 1
+            if (reached - place) // length > count:
+                count, period = (reached - place) // length, length
+        end = place + count * period
+        if count > 1:
+            following = [entry for entry in activities[end : end + 1] if entry[2] and entry[2].name == "aten::cat"]
+            yield count, activities[place:end] + following
+        place = end
 
 
 CPU_CHANGES = (
