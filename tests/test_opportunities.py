@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from raw_events import end, pace, raw_steps, raw_work
+from raw_events import GPU, end, event, pace, raw_steps, raw_work
 
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import rank_changes
 from tracereader.findings.opportunities import CHANGES, opportunities
-from tracereader.replay import Refused
+from tracereader.findings.opportunity import Case
+from tracereader.replay import Refused, graph_of
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
@@ -141,6 +142,36 @@ def test_attention_without_recorded_shapes_is_bound_by_its_products(name):
     assert "scores are written to memory" in one.evidence
 
 
+def test_working_in_place_predicts_the_step_recorded_without_the_copy():
+    one = priced_changes(TESTS / "attention_naive.json.gz")["in_place"]
+    assert one.step_us_after == pytest.approx(raw_us(TESTS / "attention_inplace.json.gz"), rel=0.05)
+    assert one.basis == "replay" and "masked_fill_" in one.how
+
+
+def test_expanded_keys_are_named_once():
+    found = priced_changes(TESTS / "models/qwen3_decode_eager.json.gz")
+    assert "56 copies" in found["shared_keys"].evidence and "layout_copies" not in found
+
+
+def test_memory_that_is_allocated_in_every_step_costs_its_calls(tmp_path):
+    document = json.loads(gzip.decompress((CHANGED / "vit/eager.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    # In every step, a pause before the first op that launches becomes a call of cudaMalloc.
+    for mark in raw_steps(events):
+        for each in events:
+            if each.get("ts", 0) > mark["ts"] + 5 and each["ph"] == "X" and each.get("cat") != "ac2g":
+                each["ts"] += 3000
+        mark["dur"] += 3000
+        thread = {"pid": mark["pid"], "tid": mark["tid"]}
+        call = event("cudaMalloc", "cuda_runtime", mark["ts"] + 4, 2990, correlation=10**9 + mark["ts"])
+        events.append(call | thread)
+    file = tmp_path / "allocates.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file)["allocator"]
+    assert one.saves_us == pytest.approx(2990, rel=0.05)
+    assert "cudaMalloc 1 time in a step" in one.evidence
+
+
 def test_a_compiled_model_is_not_to_be_compiled():
     for name in ("trained/compile", "unet/compile", "encoder/bf16_compile"):
         assert "fuse_pointwise" not in proposed(name)
@@ -168,6 +199,53 @@ def test_opportunities_are_sorted_worth_showing_and_no_longer_than_the_step(file
         assert one.saves_us == pytest.approx(one.step_us - one.step_us_after)
         assert 0.02 * one.step_us < one.saves_us < one.step_us
         assert one.evidence and one.how and one.title
+
+
+def without_shapes(event):
+    return event | {"args": {key: value for key, value in event.get("args", {}).items() if "Input" not in key}}
+
+
+def in_hip(event):
+    return event | {"name": event["name"].replace("cuda", "hip")} if event.get("cat") == "cuda_runtime" else event
+
+
+def is_mark(event):
+    return str(event.get("name", "")).startswith("ProfilerStep")
+
+
+ODD = {
+    "no steps": lambda one: [e for e in one if not is_mark(e)],
+    "steps of no length": lambda one: [e | {"dur": 0} if is_mark(e) else e for e in one],
+    "kernels of no length": lambda one: [e | {"dur": 0} if e.get("cat") in GPU else e for e in one],
+    "cut": lambda one: sorted(one, key=lambda e: e.get("ts", 0))[: len(one) * 2 // 3],
+    "no shapes": lambda one: list(map(without_shapes, one)),
+    "HIP": lambda one: list(map(in_hip, one)),
+    "two GPUs": lambda one: [
+        e | {"tid": 9, "args": e["args"] | {"device": 1}} if e.get("cat") in GPU and number % 2 else e
+        for number, e in enumerate(one)
+    ],
+    "few launches": lambda one: [e for number, e in enumerate(one) if e.get("cat") != "cuda_runtime" or number % 3],
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize(
+    "name", ["selection/chosen", "attention/naive", "copies/blocking", "small/loop", "decode/graph"]
+)
+def test_no_change_of_an_odd_trace_fails_or_makes_its_step_longer(tmp_path, name, odd):
+    document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(document | {"traceEvents": ODD[odd](document["traceEvents"])}))
+    trace = read(file)
+    graph = graph_of(trace)
+    if isinstance(graph, Refused):
+        return
+    case = Case(trace, summarize(trace), graph)
+    for change in CHANGES:
+        proposal = change.propose(case)
+        if proposal is not None:
+            assert min(proposal.graph.dur) >= 0, change.name
+            assert 0 <= proposal.graph.step_us() <= 1.001 * graph.recorded_us, change.name
 
 
 def ranks_of(run: str) -> list[Path]:

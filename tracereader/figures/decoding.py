@@ -235,9 +235,9 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     for one, asked_by in zip(step.work, asking_ops(step.work), strict=True):
         if one.kind == "kernel" and asked_by is not None and (op := _cast(asked_by)):
             casts.setdefault(id(op), (op, []))[1].append(one)
-    expanded, key_heads = _expanded(step)
+    copies, key_heads = _expanded(step)
     found = _asked([(op, work) for op, work in casts.values()], us)
-    return Unneeded(found, _asked(expanded, us) or _expanded_by_inductor(measured), key_heads)
+    return Unneeded(found, _asked(copies, us) or _expanded_by_inductor(measured), key_heads)
 
 
 def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
@@ -262,6 +262,11 @@ def _cast(asked_by: Op) -> Op | None:
         else:
             break
     return found
+
+
+def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
+    """The ops of a step that write keys and values out for each query head, and the copies that each launches."""
+    return _expanded(step)[0]
 
 
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:

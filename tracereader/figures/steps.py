@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Lengths, length, union
-from tracereader.trace import STEP, Op, Step, Trace, Work
+from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
 
 # A step that took this many times the typical one is pointed at. On the H200 the first recorded
@@ -273,13 +273,13 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
 
 def _compiled(step: Step) -> tuple[list[str], float]:
     """torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
-    ids, us = set(), 0.0
-    for op in step.walk():
-        if match := COMPILE_ID.search(op.name):
-            ids.add(match[1])
-        elif op.name.endswith(COMPILING):
-            us += op.us if not any(above.name.endswith(COMPILING) for above in op.above()) else 0.0
-    return sorted(ids), us
+    ids = {match[1] for op in step.walk() if (match := COMPILE_ID.search(op.name))}
+    return sorted(ids), sum(op.us for op in compilations(step))
+
+
+def compilations(step: Step) -> list[Op]:
+    """The outermost slices of torch.compile's compilations in a step."""
+    return list(outermost(step.roots, lambda op: op.name.endswith(COMPILING)))
 
 
 def _label_gap_us(step: Step) -> float | None:

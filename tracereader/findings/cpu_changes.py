@@ -209,7 +209,7 @@ def _twice_the_batch(case: Case) -> Proposal | None:
         return None
     few = {one.rows for one in case.summary.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
     reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}
-    if sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
+    if not reads or sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
         return None
     longer = {work: 2 * one.us for work, one, _ in case.activities if work not in reads}
     rows = min(few)
@@ -240,7 +240,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
         groups.append(([work for work, _, _ in run], us))
     count, longest = max(runs, key=lambda run: run[0])
     return Proposal(
-        case.condensed(groups, ONE_CALL_US, _with_their_slices),
+        case.condensed(groups, ONE_CALL_US, _WithSlices()),
         f"{count} calls of {longest[0][2].name} in a row, on slices of equal shape",
         "stack the inputs and call torch.bmm once, if no call needs another one's result",
         assumed=True,
@@ -248,16 +248,24 @@ def _calls_as_one(case: Case) -> Proposal | None:
     )
 
 
-def _with_their_slices(step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
-    """From the first slice that is taken for these calls to the next op: the whole loop."""
-    ops = sorted((op for op in _outside_annotations(step) if op.track == track), key=lambda op: op.start)
-    starts = [op.start for op in ops]
-    place = bisect.bisect_left(starts, start)
-    while place and ops[place - 1].name in SLICES:
-        place -= 1
-        start = ops[place].start
-    following = bisect.bisect_left(starts, end)
-    return start, starts[following] if following < len(starts) else end
+class _WithSlices:
+    """Widens a stretch of calls to the whole loop: from the first slice that is taken for them to the next op."""
+
+    def __init__(self):
+        self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
+
+    def __call__(self, step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
+        key = id(step), track
+        if key not in self.ops:
+            found = (op for op in _outside_annotations(step) if op.track == track)
+            self.ops[key] = sorted(found, key=lambda op: op.start)
+        ops = self.ops[key]
+        place = bisect.bisect_left(ops, start, key=lambda op: op.start)
+        while place and ops[place - 1].name in SLICES:
+            place -= 1
+            start = ops[place].start
+        following = bisect.bisect_left(ops, end, key=lambda op: op.start)
+        return start, ops[following].start if following < len(ops) else end
 
 
 def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:

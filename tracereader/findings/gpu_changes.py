@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Sequence
 
+from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.training import recomputed_ops
@@ -332,10 +333,12 @@ def channels_last(case: Case) -> Proposal | None:
 
 
 def layout_copies(case: Case) -> Proposal | None:
-    copies = [(work, one) for work, one, op in case.activities if op is not None and _changes_layout(op)]
+    shared = {id(work) for _, some in expanded(case.step) for work in some}
+    found = [(work, one, _changes_layout(op)) for work, one, op in case.activities if op and id(work) not in shared]
+    copies = [(work, one) for work, one, name in found if name]
     if not copies:
         return None
-    names = sorted({_changes_layout(op) for work, _, op in case.activities if op is not None} - {""})
+    names = sorted({name for *_, name in found if name})
     return Proposal(
         without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
         f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
