@@ -172,6 +172,24 @@ def test_memory_that_is_allocated_in_every_step_costs_its_calls(tmp_path):
     assert "cudaMalloc 1 time in a step" in one.evidence
 
 
+def test_python_between_ops_is_named_by_function_where_stacks_are_recorded(tmp_path):
+    document = json.loads(gzip.decompress((CHANGED / "python/loop.json.gz").read_bytes()))
+    without = priced_changes(CHANGED / "python/loop.json.gz")["python"]
+    assert "count_words" not in without.evidence and "with_stack" in without.how
+    events = document["traceEvents"]
+    for mark in raw_steps(events):
+        ops = [e["ts"] for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"]]
+        thread = {"pid": mark["pid"], "tid": mark["tid"]}
+        events.append(event("train.py(5): step", "python_function", mark["ts"] + 1, mark["dur"] - 2) | thread)
+        inside = min(ops) - mark["ts"] - 20
+        events.append(event("train.py(7): count_words", "python_function", mark["ts"] + 5, inside) | thread)
+    file = tmp_path / "stacks.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file)["python"]
+    assert one.evidence.endswith("in count_words") and "with_stack" not in one.how
+    assert one.saves_us == pytest.approx(without.saves_us, rel=0.01)
+
+
 def test_a_compiled_model_is_not_to_be_compiled():
     for name in ("trained/compile", "unet/compile", "encoder/bf16_compile"):
         assert "fuse_pointwise" not in proposed(name)

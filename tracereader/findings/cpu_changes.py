@@ -1,9 +1,10 @@
 """Changes of what the CPU does: launches, waits, Python, the loader, the optimizer's loop."""
 
 import bisect
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
+from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
@@ -29,6 +30,8 @@ FUSED_OPTIMIZER_US = 900
 READY_BATCH_US = 80
 # PyTorch's own Python needs less than this between two ops (µs), also while the profiler records.
 PAUSE_US = 500
+# Of the functions in it so many are named, and only those with this share of their time.
+FUNCTIONS_NAMED, A_SHARE = 3, 0.1
 # Ops that do nothing but bring a value from the GPU.
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 # An index by a mask asks how many elements the mask chooses.
@@ -180,11 +183,25 @@ def python(case: Case) -> Proposal | None:
     if not spans:
         return None
     ns, before, after = longest
+    functions = _functions_in(case, spans)
+    told = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}",
-        "do this work ahead, on another thread, or less of it; with_stack=True names the functions",
+        f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{told}",
+        "do this work ahead, on another thread, or less of it"
+        + ("" if functions else "; with_stack=True names the functions"),
     )
+
+
+def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
+    """The Python functions that most of these stretches went to, without their files; none without stacks."""
+    by_track = defaultdict(list)
+    for track, start, end in spans:
+        by_track[track].append((start, end))
+    ns = Counter()
+    for name, time in python_in(case.trace.frames, by_track).items():
+        ns[name.rpartition("): ")[2]] += time
+    return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > A_SHARE * ns.total()]
 
 
 def _outside_annotations(step: Step) -> list[Op]:
