@@ -1,6 +1,7 @@
 """What a report proposes, against the steps that were recorded after the change."""
 
 import gzip
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -264,6 +265,46 @@ def test_no_change_of_an_odd_trace_fails_or_makes_its_step_longer(tmp_path, name
         if proposal is not None:
             assert min(proposal.graph.dur) >= 0, change.name
             assert 0 <= proposal.graph.step_us() <= 1.001 * graph.recorded_us, change.name
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """What is proposed of a recorded trace of which each event was changed."""
+
+    def priced(name, change):
+        document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
+        file = tmp_path / "edited.json"
+        file.write_text(json.dumps(document | {"traceEvents": list(map(change, document["traceEvents"]))}))
+        return priced_changes(file)
+
+    return priced
+
+
+def renamed(old, new):
+    return lambda one: one | {"name": one["name"].replace(old, new)} if old in str(one.get("name", "")) else one
+
+
+def test_a_wait_for_the_number_of_different_values_cannot_be_dropped(edited):
+    assert "remove_sync" in edited("selection/chosen", lambda one: one)
+    assert "remove_sync" not in edited("selection/chosen", renamed("aten::nonzero", "aten::_unique2"))
+
+
+def test_an_optimizer_without_a_fused_form_is_to_be_a_foreach_one(edited):
+    assert "foreach=True" in edited("optimizer/forloop", renamed("AdamW.step", "RMSprop.step"))["fused_optimizer"].how
+    assert "fused_optimizer" not in edited("optimizer/foreach", renamed("AdamW.step", "RMSprop.step"))
+
+
+def test_work_of_two_devices_or_with_collectives_is_no_cuda_graph(edited):
+    kernels = itertools.count()
+
+    def on_two_devices(one):
+        second = one.get("cat") == "kernel" and next(kernels) % 2
+        return one | {"args": one["args"] | {"device": 1}} if second else one
+
+    assert "cuda_graph" in edited("bert/eager", lambda one: one)
+    collective = renamed("vectorized_layer_norm_kernel", "ncclDevKernel_AllReduce_Sum")
+    assert "cuda_graph" not in edited("bert/eager", collective)
+    assert "cuda_graph" not in edited("bert/eager", on_two_devices)
 
 
 def ranks_of(run: str) -> list[Path]:

@@ -23,9 +23,15 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
 
-# While the profiler records, the step of a fused optimizer with 120 to 150 tensors takes the CPU 800 to 1,400 µs on
-# an H200's machine.
-FUSED_OPTIMIZER_US = 900
+# While the profiler records, the step of a fused optimizer with 75 to 180 tensors takes the CPU 470 to 1,500 µs on an
+# H200's machine, the medians of seven recordings; that of a foreach optimizer with 160 tensors 1,400 (SGD) to 4,500
+# (AdamW).
+FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
+# Those of torch.optim that have fused=True.
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
+SLOWER = ("for-loop", "foreach")
+# A foreach optimizer of a small model launches no more than these.
+FEW_LAUNCHES = 4
 # The next batch of a loader with workers that keep up: 74 to 81 µs there.
 READY_BATCH_US = 80
 # PyTorch's own Python needs less than this between two ops (µs), also while the profiler records.
@@ -36,6 +42,8 @@ FUNCTIONS_NAMED, A_SHARE = 3, 0.1
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 # An index by a mask asks how many elements the mask chooses.
 CHOOSES = "aten::nonzero"
+# Ops whose result is as large as the values are different: nothing can take the place of the wait.
+NEED_THE_SIZE = ("aten::unique", "aten::_unique")
 # Kernels of one op in a row that are alike.
 MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
@@ -45,23 +53,19 @@ ONE_CALL_US = 50
 
 
 def _waits(case: Case) -> list[Op]:
-    """Calls that wait for the GPU within the steps, but for the last one of a step that launches nothing after it."""
-    found = []
-    for step in case.steps:
-        found += [op for op in step.walk() if op.kind == "runtime" and is_wait(op)]
-    return found
+    """The calls of all steps that wait for the GPU."""
+    return [op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op)]
 
 
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
-    if not summary.same_in_all_steps or any("GraphLaunch" in one.launched_by for one in summary.gpu_work):
-        return None
-    waits = {id(op) for op in _waits(case)}
-    for step in case.steps:
-        last = max((one.launch.start for one in step.work if one.launch), default=0)
-        if any(id(op) in waits and op.start < last for op in step.walk()):
-            return None
-    if summary.chosen.launches < 2:
+    if (
+        not summary.same_in_all_steps
+        or summary.chosen.launches < 2
+        or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
+        or len({work.device for work in case.step.work}) > 1
+        or any(_launches_after_a_wait(step) for step in case.steps)
+    ):
         return None
     if not case.trains:
         return Proposal(
@@ -89,8 +93,18 @@ def cuda_graph(case: Case) -> Proposal | None:
     )
 
 
+def _launches_after_a_wait(step: Step) -> bool:
+    last = max((one.launch.start for one in step.work if one.launch), default=0)
+    return any(op.kind == "runtime" and op.start < last and is_wait(op) for op in step.walk())
+
+
 def remove_sync(case: Case) -> Proposal | None:
-    calls = [op for op in _waits(case) if not any("Pageable -> Device" in one.name for one in op.work)]
+    calls = [
+        op
+        for op in _waits(case)
+        if not any("Pageable -> Device" in one.name for one in op.work)
+        and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
+    ]
     if not calls:
         return None
     ids = {id(op) for op in calls}
@@ -104,6 +118,7 @@ def remove_sync(case: Case) -> Proposal | None:
         "multiply by the mask or use torch.where, in place of indexing with a mask"
         if choose
         else "keep the value on the GPU, or read it some steps later",
+        assumed=choose,  # what is computed for all elements in place of some takes longer
     )
 
 
@@ -118,7 +133,11 @@ def _waits_only(call: Op) -> Op | None:
 
 
 def fused_optimizer(case: Case) -> Proposal | None:
-    loops = [one for one in case.summary.training.optimizers if one.how != "fused" and one.launches > 4]
+    loops = [
+        one
+        for one in case.summary.training.optimizers
+        if one.launches > FEW_LAUNCHES and one.how in (SLOWER if one.name in FUSED_OPTIMIZERS else SLOWER[:1])
+    ]
     if not loops:
         return None
     groups, spans, added = [], [], []
@@ -138,15 +157,17 @@ def fused_optimizer(case: Case) -> Proposal | None:
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             spans.append(label)
             first = min((one.launch for one in work), key=lambda call: call.start)
-            added.append((first.track, first.start, FUSED_OPTIMIZER_US))
+            fuses = label.name.removeprefix(OPTIMIZER).removesuffix(".step") in FUSED_OPTIMIZERS
+            added.append((first.track, first.start, FUSED_OPTIMIZER_US if fuses else FOREACH_OPTIMIZER_US))
     graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
     one = loops[0]
+    better = "fused" if one.name in FUSED_OPTIMIZERS else "foreach"
     return Proposal(
         graph,
         f"{one.name} as a {one.how}: {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time",
-        f"torch.optim.{one.name}(…, fused=True)",
+        f"torch.optim.{one.name}(…, {better}=True)",
         assumed=True,
-        title=f"use the fused {one.name}",
+        title=f"use the {better} {one.name}",
     )
 
 

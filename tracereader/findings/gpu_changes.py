@@ -392,8 +392,9 @@ def overlap_copies(case: Case) -> Proposal | None:
         overlapped(
             without_waits(graph, {id(work.launch): work.launch for work in moved if work.launch}.values()), moved
         ),
-        f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU take {duration(us)}"
-        + (", from memory that is not pinned" if pageable else ""),
+        f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU"
+        + (", from memory that is not pinned" if pageable else "")
+        + f": {duration(us)}",
         how if pageable else "copy the next batch on a stream of its own while this one is computed",
         assumed=bool(pageable),
     )

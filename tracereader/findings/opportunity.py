@@ -153,12 +153,12 @@ class Case:
         return found
 
     def condensed(
-        self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, between: Widen | None = None
+        self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None
     ) -> Graph:
         """Each group of activities as one, which takes so long (µs), and one call that takes `cpu_us`.
 
         The call takes the place of all that a thread does from the first to the last op that launches only these.
-        between: gives a wider stretch of the thread for such ops of a step.
+        widen: gives a wider stretch of the thread for these ops of a step.
         """
         of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)
@@ -169,7 +169,7 @@ class Case:
                 by_track[op.track].append(op)
             for track, ops in by_track.items():
                 start, end = min(op.start for op in ops), max(op.end for op in ops)
-                spans.append((track, *(between(of_step[id(work[0])], track, start, end) if between else (start, end))))
+                spans.append((track, *(widen(of_step[id(work[0])], track, start, end) if widen else (start, end))))
             first = min(
                 (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None
             )
