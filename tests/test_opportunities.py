@@ -139,7 +139,7 @@ def test_attention_without_recorded_shapes_is_bound_by_its_products(name):
     one = priced_changes(TESTS / f"{name}.json.gz")["fused_attention"]
     fused = [raw_us(TESTS / f"attention_{backend}.json.gz") for backend in ("auto", "cudnn", "flash", "efficient")]
     assert one.basis == "bound"
-    assert min(fused) < one.step_us_after < 2 * max(fused)
+    assert 0.5 * min(fused) < one.step_us_after < 2 * max(fused)
     assert "scores are written to memory" in one.evidence
 
 

@@ -49,8 +49,10 @@ FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
-    if any(_is_compiled(one) for _, one, _ in case.activities):
-        return None
+    fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
+    compiled = sum(one.us for one in fusable if _is_compiled(one))
+    if 2 * compiled > sum(one.us for one in fusable):
+        return None  # the model is compiled: what is left lies outside of it
     chains = _chains(case)
     if not chains:
         return None
@@ -94,6 +96,7 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
             or "HtoD" in one.name
             or "DtoH" in one.name
             or name.startswith("_foreach")
+            or _is_compiled(one)
         ):
             open_runs.pop(work.track, None)
             continue

@@ -152,9 +152,7 @@ class Case:
             found += [([here[key] for key in keys], us) for keys, us in wanted if all(key in here for key in keys)]
         return found
 
-    def condensed(
-        self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None
-    ) -> Graph:
+    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None) -> Graph:
         """Each group of activities as one, which takes so long (µs), and one call that takes `cpu_us`.
 
         The call takes the place of all that a thread does from the first to the last op that launches only these.
