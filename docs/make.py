@@ -231,7 +231,7 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
         return sum(work.us for work in one.gpu_work)
 
     def ops(one) -> int:
-        return sum(call.kind == "op" for call in one.chain)
+        return sum(call.kind == "op" for call in one.cpu.chain)
 
     def occupancy(one) -> float:
         return next(work.occupancy.limit for work in one.gpu_work if work.family == "attention")

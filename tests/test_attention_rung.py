@@ -412,7 +412,8 @@ def test_how_often_the_scores_are_in_memory(name, whole):
 )
 def test_somebody_elses_facts_are_no_error(facts):
     summary, _ = reference(f"{AUTO}_flash")
-    other = msgspec.structs.replace(summary, lesson={"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
+    known = {"script": "x", "flags": {"dtype": "bf16"}, "facts": facts}
+    other = msgspec.structs.replace(summary, source=msgspec.structs.replace(summary.source, lesson=known))
     assert expect.scores_in_memory(0).ask(other).holds is None
 
 

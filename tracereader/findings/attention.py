@@ -40,7 +40,7 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
 @recordable
 def unfused() -> Finding:
     def judge(summary):
-        found = summary.unfused
+        found = summary.attention.unfused
         us = sum(one.us for one in found)
         if not found:
             return Verdict(False, "no such softmax in the step")
@@ -69,7 +69,7 @@ def _moved(found: Sequence) -> str:
 @recordable
 def hidden_copy() -> Finding:
     def judge(summary):
-        found = summary.hidden_copies
+        found = summary.attention.hidden_copies
         if not found:
             return Verdict(False, "no op of the step clones its input to spare it")
         gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
@@ -89,7 +89,7 @@ def hidden_copy() -> Finding:
 @recordable
 def mask_remade() -> Finding:
     def judge(summary):
-        made = summary.mask_made
+        made = summary.attention.mask_made
         if made is None:
             return Verdict(False, "no tril or triu of constants in the step")
         if len(summary.steps) < 2:
@@ -111,7 +111,7 @@ def mask_remade() -> Finding:
 @recordable
 def cast_before_product() -> Finding:
     def judge(summary):
-        found = summary.cast_products
+        found = summary.attention.cast_products
         if found is None:
             return Verdict(False, "no product of fp32 whose factors were cast to it")
         seen = (
@@ -135,7 +135,7 @@ def on_cuda_cores() -> Finding:
         us = sum(one.us for one in mine)
         seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
         # TF32's tensor cores came with compute capability 8.0.
-        could = int(summary.compute_capability or 0) >= 80
+        could = int(summary.source.compute_capability or 0) >= 80
         return Verdict(could and _worth_a_line(summary, us), seen, cost_us=cost_of(summary, us))
 
     return Finding("products of fp32 on CUDA cores", judge, needs_gpu=True)
@@ -167,7 +167,7 @@ def _its_rate(one: GpuWork) -> str:
 
 def for_an_older_gpu() -> Finding:
     def judge(summary):
-        own = summary.compute_capability or ""
+        own = summary.source.compute_capability or ""
         told = [(one, _written_for(one)) for one in summary.gpu_work]
         if not own.isdigit() or not any(sm for _, sm in told):
             return Verdict(None, "no kernel whose name says what it was written for")
@@ -197,8 +197,8 @@ def _written_for(one: GpuWork) -> int | None:
 def time_in_a_library() -> Finding:
     def judge(summary):
         makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-        own = {name: one.self_us for name, one in summary.ops.items() if name in makers}
-        total = sum(call.self_us for call in summary.chain if call.kind in ("op", "runtime"))
+        own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
+        total = sum(call.self_us for call in summary.cpu.chain if call.kind in ("op", "runtime"))
         name = max(own, key=own.get, default=None)
         if name is None or not total:
             return Verdict(None, "no op whose kernel is a library's")
@@ -219,8 +219,8 @@ def backends(summary: Summary) -> dict[str, int]:
     """The calls of each backend that scaled_dot_product_attention took in the step."""
     calls: dict[str, int] = {}
     for name, backend in BACKENDS.items():
-        if name in summary.ops:
-            calls[backend] = calls.get(backend, 0) + summary.ops[name].calls
+        if name in summary.cpu.ops:
+            calls[backend] = calls.get(backend, 0) + summary.cpu.ops[name].calls
     return calls
 
 
@@ -238,7 +238,7 @@ def sdpa_runs() -> Finding:
 
 def refused(summary: Summary) -> dict[str, list[str]]:
     """torch's reasons against each other backend, as the run's script asked for them and stored them."""
-    told = (summary.lesson or {}).get("facts", {}).get("attention")
+    told = (summary.source.lesson or {}).get("facts", {}).get("attention")
     reasons = told.get("refused") if isinstance(told, dict) else None
     if not isinstance(reasons, dict):
         return {}

@@ -3,8 +3,8 @@
 import math
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import Call
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.summary import Call
 from tracereader.findings import attention
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
 from tracereader.trace.kernel_names import short
@@ -104,11 +104,11 @@ def sdpa_runs_on(backend: str) -> Finding:
 @recordable
 def safe_softmax() -> Finding:
     def judge(summary):
-        at = next((n for n, call in enumerate(summary.chain) if call.name == "aten::_safe_softmax"), None)
+        at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
         if at is None:
             return Verdict(False, "no aten::_safe_softmax")
-        inside = _below(summary.chain, at)
-        top = [call.name for call in inside if call.depth == summary.chain[at].depth + 1]
+        inside = _below(summary.cpu.chain, at)
+        top = [call.name for call in inside if call.depth == summary.cpu.chain[at].depth + 1]
         launched = sum(len(call.launched) for call in inside)
         seen = listed(top) + (f"; {counted(launched, 'kernel')}, softmax itself is one of them" if launched else "")
         return Verdict(len(set(top)) > 1, seen)
@@ -140,7 +140,7 @@ def scores_in_memory(at_least: int) -> Finding:
         if at_least:
             return Verdict(rest >= at_least * scores, seen)
         # Where more is held, it may be something else: the memory-efficient kernel keeps wide heads in fp32.
-        return Verdict(True if rest < scores else False if summary.unfused else None, seen)
+        return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
 
     if at_least:
         times = {1: "once", 2: "twice"}.get(at_least, f"{at_least} times")
@@ -151,7 +151,7 @@ def scores_in_memory(at_least: int) -> Finding:
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
     """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
-    lesson = summary.lesson or {}
+    lesson = summary.source.lesson or {}
     facts = lesson.get("facts", {})
     known, peak = facts.get("attention"), facts.get("peak_bytes")
     dtype = dtype_of(lesson.get("flags", {}).get("dtype"))

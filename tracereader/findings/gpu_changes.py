@@ -124,8 +124,8 @@ def _fused_us(chain: Sequence[tuple[Work, GpuWork, Op | None]], elements: object
 
 def fused_attention(case: Case) -> Proposal | None:
     """The scores' products and softmax, forward and backward, become one kernel each."""
-    scores = {one.scores.batch * one.scores.queries * one.scores.keys: one.scores for one in case.summary.unfused
-              if one.scores}  # fmt: skip
+    found = [one.scores for one in case.summary.attention.unfused if one.scores]
+    scores = {one.batch * one.queries * one.keys: one for one in found}
     if not scores or case.peaks is None:
         return None
     runs: list[list[tuple[Work, GpuWork, Op]]] = []

@@ -21,13 +21,13 @@ COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)
 
 
 def _calls(summary: Summary, name: str) -> int:
-    return summary.ops[name].calls if name in summary.ops else 0
+    return summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
 
 
 @recordable
 def self_time_excludes_children() -> Finding:
     def judge(summary):
-        label = summary.label
+        label = summary.cpu.label
         if label is None or not label.calls_inside:
             return Verdict(None, "the step has no label with ops in it")
         seen = (
@@ -41,7 +41,7 @@ def self_time_excludes_children() -> Finding:
 
 def cost_in_children() -> Finding:
     def judge(summary):
-        label = summary.label
+        label = summary.cpu.label
         if label is None or label.us - label.self_us <= label.us / 2:
             return Verdict(False, "")
         return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own, in one call")
@@ -52,7 +52,7 @@ def cost_in_children() -> Finding:
 def many_calls() -> Finding:
     def judge(summary):
         # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
-        name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
+        name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
         return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
     return Finding("a row with very many calls", judge)
@@ -60,9 +60,14 @@ def many_calls() -> Finding:
 
 def double_label() -> Finding:
     def judge(summary):
-        label, step = summary.label, summary.chosen
+        label, step = summary.cpu.label, summary.chosen
         # Of several labels in a step, none has the step's span.
-        if label is None or summary.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
+        if (
+            label is None
+            or summary.places.by_label
+            or not step.gpu_busy_us
+            or step.gpu_span_us < 1.2 * step.gpu_busy_us
+        ):
             return Verdict(False, "")
         return Verdict(
             True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work"
@@ -75,7 +80,7 @@ def double_label() -> Finding:
 def dispatches(parent: str, child: str) -> Finding:
     def judge(summary):
         inside, depth = [], None
-        for call in summary.chain:
+        for call in summary.cpu.chain:
             if depth is not None and call.depth > depth:
                 inside.append(call.name)
             else:
@@ -89,7 +94,7 @@ def dispatches(parent: str, child: str) -> Finding:
 def resolution() -> Finding:
     def judge(summary):
         above = None
-        for call in summary.chain:
+        for call in summary.cpu.chain:
             if above is not None and call.depth <= above.depth:
                 above = None
             if above is not None and call.name in MATMULS:
@@ -117,7 +122,7 @@ def ops_are(count: int, name: str, gone: Sequence[str] = ()) -> Finding:
 @recordable
 def launch_nothing(*ops: str) -> Finding:
     def judge(summary):
-        found = [call for call in summary.chain if call.name in ops]
+        found = [call for call in summary.cpu.chain if call.name in ops]
         if not found:
             return Verdict(None, "none of them in this trace")
         launching = sorted({call.name for call in found if call.reaches_gpu})
@@ -128,7 +133,7 @@ def launch_nothing(*ops: str) -> Finding:
 
 def views() -> Finding:
     def judge(summary):
-        counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
+        counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
         return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
 
     return Finding("t, view, reshape, … with no GPU work", judge, needs_gpu=True)
@@ -137,9 +142,9 @@ def views() -> Finding:
 @recordable
 def compiled_rows() -> Finding:
     def judge(summary):
-        names = [call.name for call in summary.chain]
+        names = [call.name for call in summary.cpu.chain]
         missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
-        graphs, same = len(summary.compiled_graphs), _same_graphs(summary)
+        graphs, same = len(summary.compiled.graphs), _same_graphs(summary)
         seen = (
             f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
             + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
@@ -153,13 +158,15 @@ def compiled_rows() -> Finding:
 
 def _same_graphs(summary: Summary) -> bool:
     """Whether every step calls the same compiled graphs, by their hashes."""
-    return bool(summary.compiled_graphs) and all(one == summary.compiled_graphs for one in summary.graphs_of_steps)
+    return bool(summary.compiled.graphs) and all(
+        one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps
+    )
 
 
 @recordable
 def no_compile_rows() -> Finding:
     def judge(summary):
-        rows = [call.name for call in summary.chain if "Dynamo" in call.name or "Compiled" in call.name]
+        rows = [call.name for call in summary.cpu.chain if "Dynamo" in call.name or "Compiled" in call.name]
         return Verdict(not rows, f"{len(rows)} such rows")
 
     return Finding("none of torch.compile's rows on the CPU", judge)
@@ -168,7 +175,7 @@ def no_compile_rows() -> Finding:
 @recordable
 def dynamo_costs_more_than_the_op(op: str) -> Finding:
     def judge(summary):
-        us, step = summary.ops[op].total_us if op in summary.ops else 0.0, summary.chosen.cpu_us
+        us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
         return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
 
     return Finding(f"compiled: more CPU time goes to getting to {op} than to {op}", judge)
@@ -176,14 +183,14 @@ def dynamo_costs_more_than_the_op(op: str) -> Finding:
 
 def dynamo() -> Finding:
     def judge(summary):
-        lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
+        lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
         # Own times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
-        own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
+        own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
         seen = (
             f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
             f"regions' own time {own:,.1f} µs"
         )
-        in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
+        in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
         return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
 
     return Finding(f"{LOOKUP} in every step", judge)
@@ -192,8 +199,8 @@ def dynamo() -> Finding:
 def compiled_graphs() -> Finding:
     def judge(summary):
         again = len(summary.steps) > 1 and _same_graphs(summary)
-        seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
-        return Verdict(again and not summary.recompiled, seen)
+        seen = f"{len(summary.compiled.graphs)} in {counted(len(summary.steps), 'step')}"
+        return Verdict(again and not summary.compiled.recompiled, seen)
 
     return Finding("the same graph hash in all steps", judge)
 
@@ -206,6 +213,8 @@ def recompiled() -> Finding:
         us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
         # While the CPU compiles for so long, either lane waits.
         cost = cost_of(summary, us, us) if us else None
-        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=cost)
+        return Verdict(
+            bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]), cost_us=cost
+        )
 
     return Finding("Torch-Compiled Region n/1 or higher", judge)

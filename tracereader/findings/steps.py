@@ -118,7 +118,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
-        if summary.devices:
+        if summary.source.devices:
             return word, "the trace holds GPU work, and none of it in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
@@ -179,7 +179,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     compute or memory, outside where that much of it lies in no op, else cpu-only; and the figures.
     """
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
-    for one in summary.cpu_work:
+    for one in summary.cpu.work:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
     for (near, roof), ops in groups.items():
@@ -190,10 +190,10 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
             took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the best rate of {best}"
             small = ": small ops, or cores that others use, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
-    if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
+    if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
-        return "outside", f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
-    could = summary.lesson and not summary.shapes_recorded
+        return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
+    could = summary.source.lesson and not summary.source.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
 
@@ -225,10 +225,10 @@ def _uneven_steps(summary: Summary) -> str | None:
     more = long.cpu_us - short.cpu_us
     waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
     # Another program's Python may do other things from step to step; a numbered script's does not.
-    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.lesson)
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.lesson)
     if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
         return None
-    same = summary.lesson or summary.shapes_recorded or short.gpu_busy_us
+    same = summary.source.lesson or summary.source.shapes_recorded or short.gpu_busy_us
     supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
     return (
         f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
@@ -241,7 +241,7 @@ def _slow_products(summary: Summary) -> str | None:
         return None
     slow = [
         one
-        for one in summary.cpu_work
+        for one in summary.cpu.work
         if one.best_us is not None
         and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
         and one.us > FAR_SLOWER * one.best_us + BESIDES_US
@@ -259,7 +259,7 @@ def bound_by(summary: Summary) -> str:
     """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
     found = waits_for(summary)
     if found == "cpu-only":
-        found = None if summary.devices else _on_cpu(summary)[0]
+        found = None if summary.source.devices else _on_cpu(summary)[0]
     return BOUND_BY[found]
 
 
@@ -278,7 +278,7 @@ def regime_is(name: str) -> Finding:
         found, figures = waiting(summary)
         holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
         sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
-        if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.shapes_recorded:
+        if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
             return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
         return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
@@ -314,7 +314,7 @@ def gpu_total_near_or_above() -> Finding:
 @recordable
 def records_steps(first: int, count: int) -> Finding:
     def judge(summary):
-        names = [step.name for step in summary.steps] if summary.has_steps else []
+        names = [step.name for step in summary.steps] if summary.source.has_steps else []
         right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
         return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
 
@@ -328,7 +328,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         return None
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
     beside = f" (in the same step: {told})" if told else ""
-    first = summary.has_steps and step is summary.steps[0]
+    first = summary.source.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
         return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
@@ -416,7 +416,7 @@ def _took(more: Excess, names: list[str]) -> str:
 def wide_first_step() -> Finding:
     def judge(summary):
         first = summary.steps[0]
-        if first.times_the_typical is None or not summary.has_steps:
+        if first.times_the_typical is None or not summary.source.has_steps:
             return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
         return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
@@ -453,7 +453,7 @@ def label_gap() -> Finding:
         gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
         if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
             return Verdict(False, "")
-        whose = "" if summary.label else "; no label here, so from the step's start"
+        whose = "" if summary.cpu.label else "; no label here, so from the step's start"
         return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
     return Finding("a gap between the label's start and the first op in it", judge)
@@ -478,7 +478,7 @@ def steps_are_alike() -> Finding:
 @recordable
 def one_buffer_request() -> Finding:
     def judge(summary):
-        requests = summary.buffer_requests
+        requests = summary.profiler.buffer_requests
         before = [one for one in requests if one.before_first_work]
         seen = counted(len(requests), "request") + (
             f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
@@ -490,7 +490,7 @@ def one_buffer_request() -> Finding:
 
 def buffer_request() -> Finding:
     def judge(summary):
-        requests = summary.buffer_requests
+        requests = summary.profiler.buffer_requests
         return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
 
     return Finding("an Activity Buffer Request", judge)
@@ -498,7 +498,7 @@ def buffer_request() -> Finding:
 
 def module_loading() -> Finding:
     def judge(summary):
-        loads = [one for name, one in summary.overheads.items() if "Loading" in name]
+        loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
         return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
 
     return Finding("module or function loading", judge)
@@ -507,12 +507,12 @@ def module_loading() -> Finding:
 @recordable
 def long_final_sync() -> Finding:
     def judge(summary):
-        if summary.final_sync_us is None:
+        if summary.profiler.final_sync_us is None:
             return Verdict(None, "no synchronization after the last step")
         busy = summary.gpu.busy_us if summary.gpu else 0.0
-        seen = f"{summary.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
+        seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
         short = "here it only waits for the last kernel: it measures no idleness"
-        return Verdict(summary.final_sync_us > 10 * busy, seen, short)
+        return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
     return Finding("the closing cudaDeviceSynchronize dwarfs the GPU's work", judge, needs_gpu=True)
 
@@ -520,7 +520,7 @@ def long_final_sync() -> Finding:
 def final_sync() -> Finding:
     def judge(summary):
         # The shortest one seen on the H200 took 8.5 µs: the call itself.
-        us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
+        us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
         long = us is not None and us > max(20, 0.05 * summary.window_us)
         return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 

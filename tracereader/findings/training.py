@@ -66,7 +66,7 @@ def starving() -> Finding:
 @recordable
 def backward_is_twice_the_forward() -> Finding:
     def judge(summary):
-        gpu_us = {place.name: place.gpu_us for place in summary.by_label}
+        gpu_us = {place.name: place.gpu_us for place in summary.places.by_label}
         if not gpu_us.get("forward") or "backward" not in gpu_us:
             return Verdict(None, "the step has no labels forward and backward with GPU work")
         least, most = ABOUT_TWICE

@@ -14,6 +14,7 @@ from tracereader.figures.ranks import RankFigures, RanksSummary, joined
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.show import lanes
+from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
 from tracereader.show.view import View
@@ -71,7 +72,7 @@ def as_json(summary: RanksSummary, view: View) -> str:
     Raises BadInput.
     """
     wanted = _wanted(summary, view)
-    document = msgspec.to_builtins(summary)
+    document = {"version": VERSION} | msgspec.to_builtins(summary)
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
