@@ -75,7 +75,7 @@ class Point:
             compute_share=None if on_gpu or not total else covered_us(summary.cpu.work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
-            peak_bytes=summary.source.lesson["facts"].get("peak_bytes") if summary.source.lesson else None,
+            peak_bytes=summary.source.facts.peak_bytes,
             busy=busy_machine(summary),
             decoding=summary.llm.decoding,
         )

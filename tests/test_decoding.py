@@ -20,11 +20,11 @@ from references import LARGE, OTHERS, REFERENCES
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.figures.decoding import facts_of
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
 from tracereader.findings.finding import Finding, Verdict
 from tracereader.trace import read
+from tracereader.trace.facts import run_facts
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -402,9 +402,10 @@ def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
 def test_facts_of_any_shape(facts, tmp_path):
     """Somebody else's file may hold anything; what is usable is used, and the report is printed all the same."""
     told = {**FACTS, **facts} if isinstance(facts, dict) else facts
-    assert facts_of({"facts": {"decoding": told}}) is None
-    assert facts_of({"facts": facts}) is None
-    assert facts_of({"facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).gb_s is None
+    assert run_facts({"script": "x", "facts": {"decoding": told}}).decoding is None
+    assert run_facts({"script": "x", "facts": facts}).decoding is None
+    odd = run_facts({"script": "x", "facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).decoding
+    assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
 
 
 def test_attention_over_an_empty_cache(tmp_path, capsys):

@@ -57,8 +57,7 @@ def difference(first: Side, other: Side) -> Difference:
 def _flags(first: Side, other: Side) -> list[str]:
     """The flags in which two runs of numbered scripts differ, of those that both have."""
     before, after = (
-        {name: _value(flag) for name, flag in (side.summary.source.lesson or {}).get("flags", {}).items()}
-        for side in (first, other)
+        {name: _value(flag) for name, flag in side.summary.source.facts.flags.items()} for side in (first, other)
     )
     told = [
         f"{name} {before[name]}, then {after[name]}" for name in before if after.get(name, before[name]) != before[name]

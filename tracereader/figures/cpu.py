@@ -4,7 +4,7 @@ from collections import Counter
 
 import msgspec
 
-from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops, roofs_of
+from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import inputs_of
 from tracereader.figures.steps import label_of, self_us
 from tracereader.trace import Step, Trace
@@ -73,7 +73,7 @@ def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
         ops=_times(chain, "op"),
         inputs=inputs_of(step) if trace.has_shapes else {},
         runtime=_times(chain, "runtime"),
-        work=cpu_work(step, layers, roofs_of(trace.lesson)) if cpu_only else (),
+        work=cpu_work(step, layers, trace.facts) if cpu_only else (),
         outside_ops=outside_ops(trace, step) if cpu_only else None,
         op_threads=op_threads(step),
     )

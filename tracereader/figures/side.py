@@ -23,7 +23,7 @@ class Side:
     def name(self) -> str:
         """Script and tag of a numbered script's trace; else the file's name."""
         stem = Path(self.summary.source.trace).name.removesuffix(".gz").removesuffix(".json")
-        return f"{self.summary.source.lesson['script']} {stem}" if self.summary.source.lesson else stem
+        return f"{self.summary.source.facts.script} {stem}".strip()
 
     @cached_property
     def work(self) -> Counter:
@@ -49,8 +49,7 @@ class Side:
     @property
     def peak_bytes(self) -> int | None:
         """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
-        told = (self.summary.source.lesson or {}).get("facts", {}).get("peak_bytes")
-        return told if type(told) is int and 0 < told < 2**53 else self.summary.source.peak_bytes
+        return self.summary.source.facts.peak_bytes or self.summary.source.peak_bytes
 
     @cached_property
     def ops(self) -> Counter:

@@ -6,13 +6,14 @@ import msgspec
 
 from tracereader.figures.captures import captures, is_launch
 from tracereader.trace import Trace, kernel_names
+from tracereader.trace.facts import RunFacts
 
 
 class Source(msgspec.Struct, frozen=True):
     """What a trace is of."""
 
     trace: str
-    lesson: dict | None
+    facts: RunFacts
     devices: list[str]
     compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
     rank: int | None
@@ -27,7 +28,7 @@ def source(trace: Trace) -> Source:
     """What a trace is of."""
     return Source(
         trace=str(trace.path),
-        lesson=_lesson(trace),
+        facts=trace.facts,
         devices=list(trace.devices),
         compute_capability=_compute_capability(trace),
         rank=trace.rank.rank if trace.rank else None,
@@ -37,11 +38,6 @@ def source(trace: Trace) -> Source:
         peak_bytes=_peak_bytes(trace),
         warnings=_warnings(trace),
     )
-
-
-def _lesson(trace: Trace) -> dict | None:
-    found = trace.lesson
-    return {"script": found.script, "flags": found.flags, "facts": found.facts} if found else None
 
 
 def _compute_capability(trace: Trace) -> str | None:
@@ -87,7 +83,7 @@ def _warnings(trace: Trace) -> list[str]:
 
 def _table_of_another_run(trace: Trace) -> Path | None:
     """The .txt beside a numbered script's trace, where its first line names another run."""
-    if not trace.lesson or not trace.lesson.run:
+    if not trace.facts.run:
         return None
     table = trace.path.with_name(trace.path.name.removesuffix(".gz").removesuffix(".json") + ".txt")
     try:
@@ -95,7 +91,7 @@ def _table_of_another_run(trace: Trace) -> Path | None:
             words = file.readline(200).split()
     except OSError:
         return None
-    return table if words[:1] == ["run"] and words[1:] != [trace.lesson.run] else None
+    return table if words[:1] == ["run"] and words[1:] != [trace.facts.run] else None
 
 
 def _launches(trace: Trace) -> bool:

@@ -24,6 +24,7 @@ from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
+from tracereader.figures.pace import recorded_step_us, window
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.repeats import Repeat, repeats
@@ -32,10 +33,6 @@ from tracereader.figures.steps import StepFacts, Uneven, first_start, spanned, s
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace
-
-# A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
-# the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
-FAR_WIDER = 10
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -88,6 +85,8 @@ class Summary(msgspec.Struct, frozen=True):
     typical_index: int  # its place among the trace's steps: a name may be there twice
     cpu_us: float  # of the typical step, whichever one is spoken of
     window_us: float
+    recorded_step_us: float  # the step's time while it was recorded: see pace.py
+    unprofiled_step_us: float | None  # the same without the profiler, where the run measured it
     gpu: GpuTime | None
     steady: GpuTime | None  # the same from one step's first GPU work to the last one's: see _steady()
     steady_us: float  # of its window
@@ -152,14 +151,6 @@ class Summary(msgspec.Struct, frozen=True):
         return sum(one.kind == kind for one in self.gpu_work)
 
 
-def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
-    """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
-    far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
-    spoken_of = trace.steps[far_wider:]
-    ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
-    return spoken_of, min(one.start for one in spoken_of), max(ends)
-
-
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
 
@@ -181,14 +172,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     gpu = gpu_time(trace.work, start, end)
     steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
     layers = layer_names(trace, step)
-    known = source(trace)
     waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
     return Summary(
-        source=known,
+        source=source(trace),
         steps=facts,
         uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
@@ -196,6 +186,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         typical_index=next(place for place, one in enumerate(trace.steps) if one is step),
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
+        recorded_step_us=recorded_step_us(trace, usual),
+        unprofiled_step_us=trace.facts.unprofiled_step_us,
         gpu=gpu,
         steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
         steady_us=(steady_end - steady_start) / 1e3,
@@ -214,7 +206,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         training=training(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(
-            decoding=decoding(trace, facts, known.lesson),
+            decoding=decoding(trace, facts, trace.facts),
             weight_reads=weight_reads(trace, step, measured),
             unneeded=unneeded(step, measured),
             same_in_all_steps=same_in_all_steps(trace),

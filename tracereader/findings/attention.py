@@ -238,12 +238,5 @@ def sdpa_runs() -> Finding:
 
 def refused(summary: Summary) -> dict[str, list[str]]:
     """torch's reasons against each other backend, as the run's script asked for them and stored them."""
-    told = (summary.source.lesson or {}).get("facts", {}).get("attention")
-    reasons = told.get("refused") if isinstance(told, dict) else None
-    if not isinstance(reasons, dict):
-        return {}
-    return {
-        name: [" ".join(one.split()) for one in why]
-        for name, why in reasons.items()
-        if isinstance(why, list) and why and all(isinstance(one, str) for one in why)
-    }
+    told = summary.source.facts.attention
+    return {name: [" ".join(one.split()) for one in why] for name, why in told.refused.items() if why} if told else {}

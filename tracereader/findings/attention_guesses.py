@@ -151,15 +151,10 @@ def scores_in_memory(at_least: int) -> Finding:
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
     """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
-    lesson = summary.source.lesson or {}
-    facts = lesson.get("facts", {})
-    known, peak = facts.get("attention"), facts.get("peak_bytes")
-    dtype = dtype_of(lesson.get("flags", {}).get("dtype"))
-    if not isinstance(known, dict) or type(peak) is not int or dtype is None:
-        return None
-    sizes = [known.get(name) for name in ("batch", "heads", "seq", "head_dim")]
-    if not all(type(one) is int and one > 0 for one in sizes):
+    facts = summary.source.facts
+    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
+    if sizes is None or facts.peak_bytes is None or dtype is None:
         return None
     batch, heads, seq, head_dim = sizes
     one_side = batch * heads * seq * dtype.bytes
-    return one_side * seq, peak - 4 * one_side * head_dim
+    return one_side * seq, facts.peak_bytes - 4 * one_side * head_dim

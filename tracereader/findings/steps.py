@@ -193,7 +193,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
-    could = summary.source.lesson and not summary.source.shapes_recorded
+    could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
 
@@ -225,10 +225,10 @@ def _uneven_steps(summary: Summary) -> str | None:
     more = long.cpu_us - short.cpu_us
     waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
     # Another program's Python may do other things from step to step; a numbered script's does not.
-    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.lesson)
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.facts.script)
     if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
         return None
-    same = summary.source.lesson or summary.source.shapes_recorded or short.gpu_busy_us
+    same = summary.source.facts.script or summary.source.shapes_recorded or short.gpu_busy_us
     supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
     return (
         f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "

@@ -20,7 +20,7 @@ READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: 
 
 def guesses_of(trace: Trace) -> list[Finding]:
     """What the numbered script that made this trace guessed, as far as this version can read it."""
-    records = trace.lesson.guesses if trace.lesson else ()
+    records = trace.facts.guesses
     return [guess for record in records if (guess := expect.from_record(record))]
 
 

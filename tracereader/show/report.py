@@ -111,7 +111,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "names": lambda view: work.names(out, summary, view),
         "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
         "series": lambda view: series_of.show(
-            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), summary.source.lesson is not None
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), bool(summary.source.facts.script)
         ),
         "chain": lambda view: chain.show(out, summary, view),
         "patterns": lambda view: _patterns(out, summary, found, view),
@@ -218,8 +218,8 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         words.append(f"no profiler steps: {duration(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
-    took = (summary.source.lesson or {}).get("facts", {}).get("first_call_s")
-    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
+    took = summary.source.facts.first_call_s
+    if took is not None and not view.brief:  # a script has said it already
         words.append(f"first call {seconds(took)}")
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
@@ -491,7 +491,7 @@ def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
 
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.lesson and view.share == 1
+    roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script and view.share == 1
     explained = view.all or view.only or roomy
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]
