@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
-from tracereader.findings.steps import MUCH_IDLE
+from tracereader.figures.regime import MUCH_IDLE
 
 if TYPE_CHECKING:  # which imports torch: not before the flags are read
     from common.speed import Roof

@@ -26,7 +26,7 @@ import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, cpu_work, pace, ranks, summarize  # noqa: E402
+from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
@@ -45,12 +45,12 @@ VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
 # The thresholds that the pages name, as the code has them.
 THRESHOLDS = {
-    "idle": f"{steps.MUCH_IDLE:.0%}",
-    "busy": f"{1 - steps.MUCH_IDLE:.0%}",
+    "idle": f"{regime.MUCH_IDLE:.0%}",
+    "busy": f"{1 - regime.MUCH_IDLE:.0%}",
     "some-idle": f"{steps.SOME_IDLE:.0%}",
-    "exposed": f"{steps.MUCH_EXPOSED:.0%}",
-    "near-peak": f"{steps.NEAR_THE_ROOF:.0%}",
-    "known": f"{steps.MUCH_KNOWN:.0%}",
+    "exposed": f"{regime.MUCH_EXPOSED:.0%}",
+    "near-peak": f"{regime.NEAR_THE_ROOF:.0%}",
+    "known": f"{regime.MUCH_KNOWN:.0%}",
     "wide-step": f"{step_figures.STANDS_OUT:g}",
     "left-out": f"{pace.FAR_WIDER:g}",
     "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",

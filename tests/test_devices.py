@@ -50,13 +50,13 @@ def test_a_single_entry_is_the_device_whatever_number_the_events_carry(summary_o
 
 def test_several_entries_of_one_name_are_the_device(summary_of):
     properties = [MI300X | {"id": number} for number in (0, 1)]
-    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).devices == ["AMD Instinct MI300X"]
+    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["AMD Instinct MI300X"]
 
 
 def test_entries_of_different_names_do_not_tell_which_one_it_is(summary_of):
     properties = [{"id": 0, "name": "NVIDIA T400"}, {"id": 1, "name": "NVIDIA H200"}]
-    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).devices == ["GPU 5"]
-    assert summary_of(MARK, *launched(10, 1, 1), deviceProperties=properties).devices == ["NVIDIA H200"]
+    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["GPU 5"]
+    assert summary_of(MARK, *launched(10, 1, 1), deviceProperties=properties).source.devices == ["NVIDIA H200"]
 
 
 @pytest.mark.parametrize("name", ["", "  ", None])

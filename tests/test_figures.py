@@ -17,7 +17,6 @@ from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet
-from tracereader.findings.steps import waits_for
 from tracereader.show.guesses import guesses_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
@@ -161,7 +160,7 @@ def test_window_and_regime(both):
     assert ours.window_us == about(window)
     assert len(ours.left_out) == len(raw_steps(events)) - len(marks)
     if not work:
-        assert waits_for(ours) == "cpu-only" and ours.gpu is None
+        assert ours.waits_for == "cpu-only" and ours.gpu is None
 
 
 def is_communication(event):
@@ -326,7 +325,7 @@ def test_backwards_work_goes_to_its_module():
     [("train_item", "overhead"), ("memory_bound", "memory"), ("conv", "gpu"), ("blocking", "gpu")],
 )
 def test_what_other_programs_wait_for(name, waits):
-    assert waits_for(summarize(read(ROOT / f"tests/traces/{name}.json.gz"))) == waits
+    assert summarize(read(ROOT / f"tests/traces/{name}.json.gz")).waits_for == waits
 
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
@@ -601,4 +600,4 @@ def test_the_regime_is_judged_from_step_to_step():
     busy = covered([(e["ts"], end(e)) for e in work[0] + work[1]])
     ours = summarize(read(trace))
     assert ours.steady_us == about(stop - start) and ours.steady.busy_us == pytest.approx(busy, rel=1e-3)
-    assert waits_for(ours) == "gpu"
+    assert ours.waits_for == "gpu"

@@ -12,7 +12,7 @@ from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.findings.ranks import ms
-from tracereader.findings.steps import cost_of, waiting, waits_for
+from tracereader.findings.steps import cost_of, waiting
 from tracereader.trace import read
 
 
@@ -200,7 +200,7 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
     trace = written(*step, *launched(10, 1), *captured(100, 19), backward)
     summary = summarize(read(trace))
     assert (summary.captures.graphs, summary.captures.launches, summary.captures.us) == (1, 20, 208)
-    assert summary.chosen.launches == 1 and waits_for(summary) == "capture"
+    assert summary.chosen.launches == 1 and summary.waits_for == "capture"
     assert cost_of(summary, gpu_us=10) is None
     assert cli.main([str(trace)]) == 0
     said = capsys.readouterr().out
@@ -211,7 +211,7 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
 def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
     step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
     summary = summarize(read(written(*step, *captured(100, 9))))
-    assert waits_for(summary) == "capture" and summary.source.warnings == []
+    assert summary.waits_for == "capture" and summary.source.warnings == []
     summary = summarize(read(written(*step, *captured(100, 9), event("cudaLaunchKernel", "cuda_runtime", 500, 5))))
     assert any("GPU's records are missing" in text for text in summary.source.warnings)
 
@@ -220,7 +220,7 @@ def test_a_step_that_replays_is_no_capture(written):
     """The first step captured the graph that the others replay."""
     steps = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 990) for n in (1, 2, 3)]
     summary = summarize(read(written(*steps, *captured(1100, 19), *launched(2100, 1), *launched(3100, 2))))
-    assert waits_for(summary) == "overhead" and summary.captures is None
+    assert summary.waits_for == "overhead" and summary.captures is None
 
 
 def test_the_first_wait_for_work_that_is_not_recorded(written):

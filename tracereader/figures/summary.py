@@ -27,6 +27,7 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import recorded_step_us, window
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.profiler import Profiler, profiler
+from tracereader.figures.regime import waits_for
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, first_start, spanned, step_facts, typical, uneven
@@ -91,6 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     steady: GpuTime | None  # the same from one step's first GPU work to the last one's: see _steady()
     steady_us: float  # of its window
     after_first: bool  # whether that leaves out a first step that stands out
+    waits_for: str | None  # what limits the steps: see regime.py
     families: tuple[FamilyTime, ...]
     captures: Captures | None  # of the step, into CUDA graphs; None of a step that captures nothing
     gpu_work: tuple[GpuWork, ...]
@@ -177,23 +179,27 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
+    steady, steady_us = gpu_time(trace.work, steady_start, steady_end) or gpu, (steady_end - steady_start) / 1e3
+    index = next(place for place, one in enumerate(trace.steps) if one is step)
+    caught = captures(step.roots)
     return Summary(
         source=source(trace),
         steps=facts,
         uneven=uneven(trace),
         left_out=[one.name for one in trace.steps[:left_out]],
         typical_step=step.name,
-        typical_index=next(place for place, one in enumerate(trace.steps) if one is step),
+        typical_index=index,
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
         recorded_step_us=recorded_step_us(trace, usual),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         gpu=gpu,
-        steady=gpu_time(trace.work, steady_start, steady_end) or gpu,
-        steady_us=(steady_end - steady_start) / 1e3,
+        steady=steady,
+        steady_us=steady_us,
         after_first=wide_start,
+        waits_for=waits_for(steady, steady_us, caught, facts[index], measured),
         families=families(trace.work, start, end),
-        captures=captures(step.roots),
+        captures=caught,
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),

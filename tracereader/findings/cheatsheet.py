@@ -154,7 +154,7 @@ def what_to_do(summary: Summary) -> str:
     """What the regime usually means: the first two patterns speak of it."""
     overhead, busy = PATTERNS[:2]
     means = {"overhead": overhead.means, **dict.fromkeys(("compute", "memory", "gpu"), busy.means)}
-    return means.get(steps.waits_for(summary), "")
+    return means.get(summary.waits_for, "")
 
 
 def reveals(summary: Summary) -> list[str]:

@@ -6,7 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import Finding, Verdict, counted, duration, size, tokens_s
-from tracereader.findings.steps import cost_of, waits_for
+from tracereader.findings.steps import cost_of
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -130,7 +130,7 @@ def graph_would_do() -> Finding:
         graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
         peers = any(one.family == "communication" for one in summary.gpu_work)
         if (
-            waits_for(summary) != "overhead"
+            summary.waits_for != "overhead"
             or not summary.llm.same_in_all_steps
             or step.launches < MANY_LAUNCHES
             or max(summary.idle_in.values(), default=0.0) > MUCH_OF_THE_WAIT * sum(summary.idle_in.values())
@@ -181,7 +181,7 @@ def casts() -> Finding:
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     """Holds where it is worth a word on the lane that the step waits for."""
     step, total = summary.chosen, summary.summed_us
-    on_cpu = waits_for(summary) == "overhead" and found.cpu_us
+    on_cpu = summary.waits_for == "overhead" and found.cpu_us
     much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:

@@ -9,28 +9,16 @@ from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
 from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
-# Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
-# decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
-MUCH_IDLE = 0.35
-# Of a step's time, what is most of it.
-MOST = 0.5
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
-# Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
-# rank, 34% in FSDP of a model too small for it.
-MUCH_EXPOSED = 0.3
-# Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
-# kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
-NEAR_THE_ROOF = 0.5
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
 FAR_FROM_A_ROOF = 0.05
-# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
-MUCH_KNOWN = 0.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
@@ -50,30 +38,6 @@ MUCH_SLOWER = 5
 ALIKE_SPREAD = 3
 
 
-def waits_for(summary: Summary) -> str | None:
-    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why.
-
-    Judged from step to step, and after a first step that stands out: it would hide what the others are like.
-    """
-    gpu, window = summary.steady, summary.steady_us
-    if _captures(summary) and (gpu is None or gpu.idle_us > MUCH_IDLE * window):
-        return "capture"
-    if gpu is None:
-        return "cpu-only"
-    if gpu.idle_us > MUCH_IDLE * window:
-        causes = _idle_by_cause(gpu)
-        return max(causes, key=causes.get)
-    if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
-        return "communication"
-    return _roof_met(summary)
-
-
-def _captures(summary: Summary) -> bool:
-    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
-    found, step = summary.captures, summary.chosen
-    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
-
-
 def cost_of(
     summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
 ) -> float | None:
@@ -85,32 +49,17 @@ def cost_of(
     """
     if idle_us is not None:
         return idle_us
-    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(waits_for(summary), gpu_us)
-
-
-def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
-    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
-
-
-def _roof_met(summary: Summary) -> str:
-    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
-    near = Counter()
-    for one in summary.gpu_work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
-    total = summary.summed_us
-    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
-    return roof if us > MUCH_KNOWN * total else "gpu"
+    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(summary.waits_for, gpu_us)
 
 
 def regime(summary: Summary) -> str:
     """What the steps wait for, in a word of WORDS."""
-    return WORDS[waits_for(summary)]
+    return WORDS[summary.waits_for]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
-    gpu, found, word = summary.steady, waits_for(summary), regime(summary)
+    gpu, found, word = summary.steady, summary.waits_for, regime(summary)
     if found == "capture":
         recorded, ran = summary.captures, summary.chosen.launches
         seen = f"{counted(recorded.launches, 'launch call')} of the step"
@@ -138,13 +87,13 @@ def waiting(summary: Summary) -> tuple[str, str]:
     else:
         seen = f"{busy}, {_largest_family(summary)}"
     if idle > SOME_IDLE:
-        causes = _idle_by_cause(gpu)
+        causes = idle_by_cause(gpu)
         seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
     return word, seen + _untraced(summary)
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
-    share = f"{_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
+    share = f"{idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
     part = f"{'all' if share == '100%' else share} of the idle time"
     return {
         "overhead": f"{part} is the GPU waiting for CPU launches",
@@ -212,7 +161,7 @@ WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
 def busy_machine(summary: Summary) -> str | None:
     """What shows that other programs probably used the cores, and what to do; None where nothing does."""
-    if waits_for(summary) not in ("cpu-only", "overhead"):
+    if summary.waits_for not in ("cpu-only", "overhead"):
         return None
     return _uneven_steps(summary) or _slow_products(summary)
 
@@ -257,7 +206,7 @@ def _slow_products(summary: Summary) -> str | None:
 
 def bound_by(summary: Summary) -> str:
     """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
-    found = waits_for(summary)
+    found = summary.waits_for
     if found == "cpu-only":
         found = None if summary.source.devices else _on_cpu(summary)[0]
     return BOUND_BY[found]
@@ -297,7 +246,7 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
 def cpu_total_far_above() -> Finding:
     def judge(summary):
         cpu, gpu = _self_totals(summary)
-        return Verdict(waits_for(summary) == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
+        return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
     return Finding("the CPU's self total far above the GPU's, which waits", judge, needs_gpu=True)
 
@@ -305,7 +254,7 @@ def cpu_total_far_above() -> Finding:
 def gpu_total_near_or_above() -> Finding:
     def judge(summary):
         cpu, gpu = _self_totals(summary)
-        busy = waits_for(summary) in ("compute", "memory", "gpu")
+        busy = summary.waits_for in ("compute", "memory", "gpu")
         return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
 
     return Finding("the GPU's self total near the CPU's, or above it, and the GPU busy", judge, needs_gpu=True)

@@ -2,7 +2,7 @@
 
 from tracereader.figures import Summary
 from tracereader.findings.finding import Finding, Verdict, counted, listed, recordable
-from tracereader.findings.steps import cost_of, waits_for
+from tracereader.findings.steps import cost_of
 
 # Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
 MUCH_LOADING = 0.1
@@ -100,7 +100,7 @@ def busy_while_waiting() -> Finding:
         if not total:
             return Verdict(None, "no collective on the GPU in the steps")
         exposed, busy = summary.gpu.exposed_communication_us, summary.gpu.busy_us
-        looks_busy = waits_for(summary) in ("communication", "compute", "memory", "gpu")
+        looks_busy = summary.waits_for in ("communication", "compute", "memory", "gpu")
         seen = f"busy {summary.busy_share:.0%} of the time, and {exposed / busy:.0%} of that in collectives alone"
         return Verdict(looks_busy and exposed > MUCH_WAITED * busy, seen)
 

@@ -57,7 +57,6 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     for step, row in zip(summary.steps, document["steps"], strict=True):
         row["cause"] = steps.cause(summary, step)
     document["busy_machine"] = steps.busy_machine(summary)
-    document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
         {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}

@@ -200,7 +200,7 @@ def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
     nothing = "no GPU work recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
-    if steps.waits_for(summary) == "capture":
+    if summary.waits_for == "capture":
         nothing = "no GPU work"  # a capture runs nothing
     words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]
     if len(summary.source.devices) > 1:
