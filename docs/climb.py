@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.findings import decoding, ops
 from tracereader.trace import read
 
 FOLDER = Path(__file__).resolve().parent.parent / "traces/reference/nvidia-h200/05_llm"
@@ -27,8 +28,11 @@ class Row:
 
 
 OVERHEAD = r"in short +overhead-bound.*"
-IDLE = r"the same launches in every step, and the GPU waiting for them: .*"
-FAMILIES = r"of the GPU's time: .*"
+IDLE, EXPANDED, LOOKUP = (
+    rf"{re.escape(one.see)}: .*"
+    for one in (decoding.graph_would_do, decoding.expanded_keys, ops.cache_lookup_in_every_step)
+)
+FAMILIES = r"of the GPU's busy time: .*"
 ROOF = r"its roof is .*"
 
 CLIMBS = {
@@ -36,10 +40,10 @@ CLIMBS = {
         Row("", "1x512_bf16_warm_eager_active2_shapes", IDLE),
         Row("--graph", "1x512_bf16_warm_eager_graph", FAMILIES),
         Row("--compile", "1x512_bf16_warm_compile", IDLE),
-        Row("--compile reduce-overhead", "1x512_bf16_warm_compile_reduce-overhead", r"keys and values expanded .*"),
+        Row("--compile reduce-overhead", "1x512_bf16_warm_compile_reduce-overhead", EXPANDED),
         Row("… --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead", FAMILIES),
         Row("--compile max-autotune --attention gqa --tune", "1x512_bf16_warm_compile_gqa_tune_max-autotune",
-            r"TorchDynamo Cache Lookup in every step: .*"),
+            LOOKUP),
         Row("--compile max-autotune-no-cudagraphs --attention gqa --tune --graph",
             "1x512_bf16_warm_compile_gqa_tune_graph_max-autotune-no-cudagraphs", FAMILIES),
         Row("… --merge", "1x512_bf16_warm_compile_gqa_merge_tune_graph_max-autotune-no-cudagraphs", FAMILIES),
@@ -51,7 +55,7 @@ CLIMBS = {
         Row("--compile reduce-overhead --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead", FAMILIES),
         Row("… --merge", "1x512_bf16_warm_compile_gqa_merge_reduce-overhead", FAMILIES),
         Row("--compile reduce-overhead --attention flex", "1x512_bf16_warm_compile_flex_reduce-overhead",
-            r"TorchDynamo Cache Lookup in every step: .*"),
+            LOOKUP),
     ),
     "climb-batch": (
         Row("--batch 32", "32x512_bf16_warm_eager_active1", OVERHEAD),

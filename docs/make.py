@@ -31,7 +31,8 @@ from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
-from tracereader.show.guesses import guesses_of  # noqa: E402
+from tracereader.findings.finding import Prediction  # noqa: E402
+from tracereader.show.predictions import predictions_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,24 +81,13 @@ A100 = {
     "56": "214 against 138 and 117 µs", "57": "not reported", "58": "yes", "59": "yes",
 }  # fmt: skip
 
-# The claims that a prediction checks, by the prediction's kind. claims_of decides the other kinds.
-CLAIMS = {
-    "records_steps": "05", "self_time_excludes_children": "04", "first_step_is_wider": "06", "steps_are_alike": "07",
-    "one_buffer_request": "08", "occupancy_asked_once": "11 28", "gemm_is_heavy": "12", "long_final_sync": "13",
-    "duration_varies": "14", "compiled_rows": "15", "dynamo_costs_more_than_the_op": "18", "launch_nothing": "25 29",
-    "graph_replay_without_copies": "19", "bias_in_the_epilogue": "22", "name_says_transposed": "24",
-    "down_proj_has_another_tile": "30", "product_sizes": "30", "pointwise_round_trip": "33", "no_compile_rows": "34",
-    "launch_settings": "37", "hidden_copy": "42", "unfused": "41", "cast_before_product": "46", "on_cuda_cores": "46",
-    "mask_remade": "47", "safe_softmax": "48", "written_for_this_gpu": "49", "low_occupancy": "51", "launched_by": "54",
-    "occupancy_not_estimated": "55", "time_in_a_library": "56", "sdpa_runs_on": "57", "scores_in_memory": "",
-}  # fmt: skip
 
+def claims_of(prediction: Prediction, script: str, flags: dict) -> str:
+    """The claims of the articles that one prediction bears on; "" where it is of none.
 
-def claims_of(record: dict, script: str, flags: dict) -> str:
-    """The claims of the articles that one prediction checks, "" if there are none."""
-    kind, compiled = record["guess"], bool(flags.get("compile"))
-    if kind in CLAIMS:
-        return CLAIMS[kind]
+    A finding declares them; where they depend on more than the finding, they are here.
+    """
+    kind, record, compiled = prediction.finding.name, prediction.record, bool(flags.get("compile"))
     if kind == "regime_is":
         return {"overhead-bound": "02", "compute-bound": "03", "GPU-bound": "03"}[record["name"]]
     if kind == "dispatches":
@@ -116,7 +106,8 @@ def claims_of(record: dict, script: str, flags: dict) -> str:
     if kind == "kernels_are":
         return {"01_matmul_add": "09", "03_simple_mlp": "27", "03_kernels_mlp": "34",
                 "04_c_sdpa_attention": "45"}[script]  # fmt: skip
-    assert kind == "ops_are", kind
+    if kind != "ops_are":
+        return prediction.finding.claims
     return {
         "01_matmul_add": ("09" if record["name"] == "aten::add" else "20", "16"),
         "02_linear": ("21", "23"), "03_simple_mlp": ("27", "31"), "03_kernels_mlp": ("34", "34"),
@@ -151,10 +142,10 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
             if trace.facts.script == "06_training":  # it checks no claim of the articles: see training()
                 continue
             summary = summarize(trace)
-            for guess in guesses_of(trace):
-                verdict = guess.ask(summary)
-                claims = claims_of(guess.record, trace.facts.script, trace.facts.flags)
-                cells = table.setdefault((claims, guess.text), {})
+            for one in predictions_of(trace):
+                verdict = one.ask(summary)
+                claims = claims_of(one, trace.facts.script, trace.facts.flags)
+                cells = table.setdefault((claims, one.text), {})
                 if machine not in cells or cells[machine].startswith("–"):
                     why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
                     cells[machine] = f"{MARK[verdict.holds]}: {verdict.evidence}{why}"
@@ -170,8 +161,8 @@ def training() -> str:
             if not run.endswith("rank1"):
                 trace = read(file)
                 summary = summarize(trace)
-                asked = [guess for guess in guesses_of(trace) if guess.record["guess"] != "records_steps"]
-                rows += [(machine, run.removesuffix("_rank0"), guess.text, guess.ask(summary)) for guess in asked]
+                asked = [one for one in predictions_of(trace) if one.finding.name != "records_steps"]
+                rows += [(machine, run.removesuffix("_rank0"), one.text, one.ask(summary)) for one in asked]
     lines = ["| machine | run | prediction | its trace |", "|---|---|---|---|"]
     lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
     return "\n".join(lines) + "\n"

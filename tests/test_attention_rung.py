@@ -19,7 +19,7 @@ from common import sdpa
 from common.flags import tag_of
 from tracereader import expect
 from tracereader.figures import summarize
-from tracereader.findings.attention import sdpa_runs
+from tracereader.findings.attention import sdpa_backend
 from tracereader.trace import read
 from tracereader.trace.facts import run_facts
 
@@ -111,7 +111,7 @@ def test_a_trace_names_the_backends_that_torch_refused():
     file = ROOT / "tests/traces/attention_refused.json.gz"
     refused = json.loads(gzip.decompress(file.read_bytes()))["lesson"]["facts"]["attention"]["refused"]
     assert set(refused) == {"flash", "cudnn"}
-    evidence = sdpa_runs().ask(summarize(read(file))).evidence
+    evidence = sdpa_backend.ask(summarize(read(file))).evidence
     assert "efficient in 1 call" in evidence
     for name, (reason,) in refused.items():
         assert f"{name} refused: {reason}" in evidence

@@ -10,6 +10,7 @@ import random
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from dataclasses import replace
 from operator import itemgetter
 from statistics import median
 
@@ -22,7 +23,7 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
-from tracereader.findings.finding import Finding, Verdict
+from tracereader.findings.finding import Verdict
 from tracereader.trace import read
 from tracereader.trace.facts import run_facts
 
@@ -243,10 +244,10 @@ def test_what_reading_weights_takes(name, rows):
 
 
 def see(summary):
-    return {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(summary)}
+    return {one.name: verdict.evidence for one, verdict in cheatsheet.found(summary)}
 
 
-GRAPH = "the same launches in every step, and the GPU waiting for them"
+GRAPH = "graph_would_do"
 
 
 def test_a_graph_is_advised_where_it_would_do():
@@ -375,8 +376,8 @@ def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
     facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
     summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
     assert "perhaps" in decoding.in_words(summary)[-1]
-    told = Finding("attention over the empty rest", lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
-    monkeypatch.setattr(decoding, "empty_cache", lambda: told)
+    told = replace(decoding.empty_cache, judge=lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
+    monkeypatch.setattr(decoding, "empty_cache", told)
     assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
 
 
@@ -391,7 +392,7 @@ def test_no_rate_of_attention_where_it_would_be_none(tmp_path):
 
 def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
     shown = cheatsheet.found(summarize(read(decode_in_a_graph(tmp_path))))
-    (graph,) = [pattern for pattern, _ in shown if pattern.see == "cudaGraphLaunch"]
+    (graph,) = [one for one, _ in shown if one.name == "graph_replay"]
     assert graph.where == "CPU lane" and "torch.cuda.graph" in graph.means
 
 
@@ -410,18 +411,18 @@ def test_facts_of_any_shape(facts, tmp_path):
 
 def test_attention_over_an_empty_cache(tmp_path, capsys):
     """Said where the shapes say that attention went over the whole static cache, and much of it is empty."""
-    sentence = "attention over the empty rest of a static cache"
+    sentence = "empty_cache"
     half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
     assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
     assert cli.main([str(half), "--only", "patterns"]) == 0
-    assert sentence in capsys.readouterr().out
+    assert decoding.empty_cache.see in capsys.readouterr().out
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path))))  # 521 of 524
     longer = {"cache_bytes": 262 * KEY_BYTES, "cache_bytes_allocated": 1048 * KEY_BYTES}
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
 
 
 def test_logits_of_every_token(tmp_path):
-    sentence = "in prefill, logits of every token"
+    sentence = "logits_of_all"
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
     seen = see(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))[sentence]
     assert seen.startswith("M 512 · K 1,024 · N 151,936")

@@ -17,7 +17,7 @@ from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet
-from tracereader.show.guesses import guesses_of
+from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
 
@@ -234,12 +234,12 @@ def test_gaps_within_a_steps_own_work(any_trace):
         reached = max(reached, end(piece))
     assert ours.step_gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
     assert ours.step_gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
-    said = {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(ours)}
-    by_cpu = said.get("gaps between the kernels of one step")
+    said = {one.name: verdict.evidence for one, verdict in cheatsheet.found(ours)}
+    by_cpu = said.get("gaps_between_kernels")
     assert bool(by_cpu) == (idle["not"] >= 3 * len(work) and idle["not"] > 0.02 * (reached - work[0]["ts"]))
     assert not by_cpu or float(by_cpu.split()[0].replace(",", "")) == pytest.approx(idle["not"], abs=0.1)
     graphs = [e for e in runtime(events) if "GraphLaunch" in e["name"]]
-    assert graphs or "gaps between the kernels of a CUDA graph" not in said
+    assert graphs or "gaps_in_a_graph" not in said
 
 
 def test_work_by_label_and_module(any_trace):
@@ -401,7 +401,7 @@ def test_a_trace_equals_itself():
 def verdicts(name):
     ours = read(H200 / f"{name}.json.gz")
     summary = summarize(ours)
-    return {guess.text: guess.ask(summary) for guess in guesses_of(ours)}
+    return {one.text: one.ask(summary) for one in predictions_of(ours)}
 
 
 @pytest.mark.parametrize(
@@ -410,17 +410,17 @@ def verdicts(name):
         ("01_matmul_add/64_bf16_cold_eager", "overhead-bound", True, "waiting for CPU launches"),
         ("01_matmul_add/64_bf16_cold_eager", "occupancy query", True, "none in steps #2 to #4"),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0", "occupancy query", True, "in step #0"),
-        ("01_matmul_add/64_bf16_cold_eager", "closing cudaDeviceSynchronize", False, ""),
+        ("01_matmul_add/64_bf16_cold_eager", "last cudaDeviceSynchronize", False, ""),
         ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "its work is matrix products"),
         ("01_matmul_add/4096_bf16_warm_eager_shapes", "compute-bound", True, "the arithmetic peak"),
-        ("01_matmul_add/4096_bf16_warm_eager", "footprint", True, "168 registers"),
-        ("01_matmul_add/64_bf16_warm_eager", "warm: the steps", False, ""),
+        ("01_matmul_add/4096_bf16_warm_eager", "many registers", True, "168 registers"),
+        ("01_matmul_add/64_bf16_warm_eager", "warm: all steps", False, ""),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0_active20", "buffer once", True, "1,"),
         ("01_matmul_add/64_bf16_warm_eager_batch8", "resolves to aten::bmm", True, ""),
         ("01_matmul_add/4096_bf16_warm_compile", "copy of the bias", True, "33.6 MB"),
         ("01_matmul_add/4096_bf16_warm_compile", "Dynamo looks up", True, "1 graph hash in 3 steps"),
         ("01_matmul_add/4096_bf16_warm_compile_reduce-overhead", "CUDA graph replays", False, "3 more before it"),
-        ("02_linear/1024x32x64_bf16_cold_eager", "bias is added in the GEMM", True, "bias_TNT"),
+        ("02_linear/1024x32x64_bf16_cold_eager", "epilogue adds the bias", True, "bias_TNT"),
         ("02_linear/1024x32x64_bf16_cold_eager", "read transposed", True, "TNT"),
         ("02_linear/1024x32x64_bf16_cold_eager", "aten::t: no GPU work", True, ""),
         ("03_simple_mlp/64x128x768x3072_bf16_warm_eager", "5 kernels", True, "2 memsets"),
@@ -435,7 +435,7 @@ def test_verdicts(name, part, holds, says):
     assert says in answer.evidence + answer.why_not
 
 
-def test_a_guess_can_break_and_can_be_out_of_reach():
+def test_a_prediction_can_be_wrong_and_can_be_out_of_reach():
     """The same questions, put to traces of another kind."""
     assert any(answer.holds is True for answer in verdicts("02_linear/1024x32x64_bf16_cold_eager").values())
     compiled = measured("02_linear/1024x32x64_bf16_warm_compile")
@@ -453,12 +453,12 @@ def test_a_guess_can_break_and_can_be_out_of_reach():
     assert expect.pointwise_round_trip(8192, 3072, 4).ask(shapes).holds is False
 
 
-def test_every_kind_of_guess_survives_being_written_down():
+def test_the_predictions_of_the_references_survive_being_written_down():
     for file in REFERENCES:
-        for guess in guesses_of(read(file)):
-            record = json.loads(json.dumps(guess.record))
+        for one in predictions_of(read(file)):
+            record = json.loads(json.dumps(one.record))
             again = expect.from_record(record)
-            assert (again.text, json.loads(json.dumps(again.record))) == (guess.text, record)
+            assert (again.text, json.loads(json.dumps(again.record))) == (one.text, record)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_every_kind_of_guess_survives_being_written_down():
     [{}, {"guess": 3}, {"guess": "nothing"}, {"guess": "ops_are"}, {"guess": "ops_are", "count": "x", "name": "y"},
      {"guess": "records_steps", "first": 1, "count": [2]}, {"guess": "fused_into_one", "maker": "x", "words": "y"}],
 )  # fmt: skip
-def test_a_guess_that_cannot_be_read_is_left_out(record):
+def test_a_prediction_that_cannot_be_read_is_left_out(record):
     assert expect.from_record(record) is None
 
 

@@ -379,7 +379,7 @@ def test_guess_at_a_terminal(tmp_path):
             # The first answer is none: the question comes again.
             os.write(terminal, b"perhaps\n" if answered == 1 else b"n\n")
     assert os.waitpid(pid, 0)[1] == 0
-    assert "kernels a step?" not in seen, "a CPU's trace cannot tell"
+    assert "kernels per step?" not in seen, "a CPU's trace cannot tell"
     _, _, marks = seen.partition("your guesses")
     assert marks.count("you: no") == answered - 1
     assert f"{answered - 1} guesses about this run; answer y or n" in seen

@@ -20,7 +20,7 @@ from conftest import ROOT, names, only_trace
 from common import harness
 from common.flags import tag_of
 from tracereader.figures import summarize
-from tracereader.show.guesses import guesses_of
+from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 
 TINY = ("--layers", "2", "--dim", "16", "--seq", "8", "--dtype", "fp32")
@@ -365,7 +365,7 @@ def test_what_the_references_show_of_communication(run, hidden):
     summary = summarize(trace)
     assert summary.gpu.exposed_communication_us == pytest.approx(len(alone) / 10, rel=0.01)
     assert (len(alone) < len(sent) / 2) is hidden or hidden is None
-    verdicts = {guess.record["guess"]: guess.ask(summary) for guess in guesses_of(trace)}
+    verdicts = {one.finding.name: one.ask(summary) for one in predictions_of(trace)}
     if hidden is not None:
         assert verdicts["communication_is_hidden"].holds
         assert f"{len(sent) / 1e4:.1f} ms of collectives" in verdicts["communication_is_hidden"].evidence
@@ -393,8 +393,8 @@ def test_what_the_references_show_of_the_phases():
     assert 1.7 < times[1] / times[0] < 2.3
     trace = read(file)
     (verdict,) = [
-        guess.ask(summarize(trace)) for guess in guesses_of(trace)
-        if guess.record["guess"] == "backward_is_twice_the_forward"
+        one.ask(summarize(trace)) for one in predictions_of(trace)
+        if one.finding.name == "backward_is_twice_the_forward"
     ]  # fmt: skip
     assert verdict.holds
     assert float(verdict.evidence.rpartition(" ")[2]) == pytest.approx(times[1] / times[0], rel=0.02)

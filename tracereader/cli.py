@@ -65,7 +65,7 @@ def main(argv=None):
     # Here, so that --help and refusals are there at once; and each only where it is used: a tenth of a
     # second is a third of what reading a trace of 10 MB takes.
     from tracereader.show import report
-    from tracereader.show.guesses import guesses_of
+    from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT, TraceError, refuse_at_once
 
@@ -82,7 +82,7 @@ def main(argv=None):
     if args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(trace, summary, guesses_of(trace), view))
+        print(as_json(trace, summary, predictions_of(trace), view))
     elif not others:
         report.explain(trace, summary, view)
     else:

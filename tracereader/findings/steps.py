@@ -11,7 +11,7 @@ from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
+from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, family_in_words, finding, listed
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
@@ -219,19 +219,15 @@ def _largest_family(summary: Summary) -> str:
     return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
 
 
-@recordable
-def regime_is(name: str) -> Finding:
+@finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)
+def regime_is(summary: Summary, name: str) -> Verdict:
     """name: as in WORDS; GPU-bound holds for compute-bound and memory-bound, too."""
-
-    def judge(summary):
-        found, figures = waiting(summary)
-        holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
-        sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
-        if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
-            return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
-        return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
-
-    return Finding(f"at this size the step is {name}", judge, needs_gpu=True)
+    found, figures = waiting(summary)
+    holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
+    sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
+    if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
+        return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
+    return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
 
 # Times the GPU's self total: on the H200 22 to 180 where the GPU waits at 64 x 64, 1.2 and less where it is busy.
@@ -243,31 +239,36 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
-def cpu_total_far_above() -> Finding:
-    def judge(summary):
-        cpu, gpu = _self_totals(summary)
-        return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
-
-    return Finding("the CPU's self total far above the GPU's, which waits", judge, needs_gpu=True)
-
-
-def gpu_total_near_or_above() -> Finding:
-    def judge(summary):
-        cpu, gpu = _self_totals(summary)
-        busy = summary.waits_for in ("compute", "memory", "gpu")
-        return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
-
-    return Finding("the GPU's self total near the CPU's, or above it, and the GPU busy", judge, needs_gpu=True)
+@finding(
+    TABLE,
+    "a CPU self total far above the GPU's",
+    "The step is overhead-bound: the GPU waits for the CPU to launch kernels. Give each launch more work (larger or "
+    "batched inputs), or fuse kernels so that there are fewer launches.",
+    needs_gpu=True,
+    change="larger_batch",
+)
+def overhead_bound(summary: Summary) -> Verdict:
+    cpu, gpu = _self_totals(summary)
+    return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
 
-@recordable
-def records_steps(first: int, count: int) -> Finding:
-    def judge(summary):
-        names = [step.name for step in summary.steps] if summary.source.has_steps else []
-        right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
-        return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
+@finding(
+    TABLE,
+    "a GPU self total near the CPU's, or above it",
+    "The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster.",
+    needs_gpu=True,
+)
+def gpu_bound(summary: Summary) -> Verdict:
+    cpu, gpu = _self_totals(summary)
+    busy = summary.waits_for in ("compute", "memory", "gpu")
+    return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
 
-    return Finding(f"the trace holds steps #{first} to #{first + count - 1}", judge)
+
+@finding(predicts=lambda first, count: f"the trace holds steps #{first} to #{first + count - 1}", claims="05")
+def records_steps(summary: Summary, first: int, count: int) -> Verdict:
+    names = [step.name for step in summary.steps] if summary.source.has_steps else []
+    right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
+    return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
 
 
 def cause(summary: Summary, step: StepFacts) -> str | None:
@@ -362,171 +363,180 @@ def _took(more: Excess, names: list[str]) -> str:
     return ", ".join(whose) + ", other calls less" * less
 
 
-def wide_first_step() -> Finding:
-    def judge(summary):
-        first = summary.steps[0]
-        if first.times_the_typical is None or not summary.source.has_steps:
-            return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
-        return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
+@finding(
+    CPU,
+    "a first step much slower than the others",
+    "In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all "
+    "calls are slower by similar factors, the profiler has probably just started: read the other steps.",
+)
+def slow_first_step(summary: Summary) -> Verdict:
+    first = summary.steps[0]
+    if first.times_the_typical is None or not summary.source.has_steps:
+        return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
+    return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
-    return Finding("the first step is much wider than the others", judge)
 
-
-@recordable
-def first_step_is_wider() -> Finding:
-    def judge(summary):
-        first, gaps = summary.steps[0], _gaps(summary)
-        if len(summary.steps) < 3 or first.label_to_first_op_us is None:
-            return Verdict(None, "fewer than three steps with an op")
-        usual = summary.cpu_us
-        more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
-        if not wide_first_step().ask(summary).holds:
-            wider = "not much" if more > 0 else "it is not"
-            return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
-        seen = (
-            f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
-            f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
-        )
-        return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
-
-    return Finding("cold: the first step is wider, through the gap from the label to its first op", judge)
+@finding(
+    predicts="cold: the first step is slower, because of the gap between its annotation and its first op", claims="06"
+)
+def first_step_is_wider(summary: Summary) -> Verdict:
+    first, gaps = summary.steps[0], _gaps(summary)
+    if len(summary.steps) < 3 or first.label_to_first_op_us is None:
+        return Verdict(None, "fewer than three steps with an op")
+    usual = summary.cpu_us
+    more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
+    if not slow_first_step.ask(summary).holds:
+        wider = "not much" if more > 0 else "it is not"
+        return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
+    seen = (
+        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
+        f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
+    )
+    return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
 
 def _gaps(summary: Summary) -> list[float]:
     return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
 
 
-def label_gap() -> Finding:
-    def judge(summary):
-        # 3 to 6 µs are the record_function itself on the H200's machine.
-        gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
-        if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
-            return Verdict(False, "")
-        whose = "" if summary.cpu.label else "; no label here, so from the step's start"
-        return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
-
-    return Finding("a gap between the label's start and the first op in it", judge)
+@finding(CPU, "a gap between the annotation's start and its first op", "Also cold-start cost, before the first op.")
+def late_first_op(summary: Summary) -> Verdict:
+    # 3 to 6 µs are the record_function itself on the H200's machine.
+    gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
+    if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
+        return Verdict(False, "")
+    whose = "" if summary.cpu.label else "; without an annotation, from the step's start"
+    return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
 
-@recordable
-def steps_are_alike() -> Finding:
-    def judge(summary):
-        times = [one.cpu_us for one in summary.steps]
-        shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
-        if min(times) <= 0:
-            return Verdict(None, shown)
-        alike = max(times) < STANDS_OUT * min(times)
-        wide = [one for one in summary.steps if one.times_the_typical is not None]
-        why = cause(summary, wide[0]) if wide else None
-        seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
-        return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
-
-    return Finding("warm: the steps take alike", judge)
+@finding(predicts="warm: all steps take about the same time", claims="07")
+def steps_are_alike(summary: Summary) -> Verdict:
+    times = [one.cpu_us for one in summary.steps]
+    shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
+    if min(times) <= 0:
+        return Verdict(None, shown)
+    alike = max(times) < STANDS_OUT * min(times)
+    wide = [one for one in summary.steps if one.times_the_typical is not None]
+    why = cause(summary, wide[0]) if wide else None
+    seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
+    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
 
 
-@recordable
-def one_buffer_request() -> Finding:
-    def judge(summary):
-        requests = summary.profiler.buffer_requests
-        before = [one for one in requests if one.before_first_work]
-        seen = counted(len(requests), "request") + (
-            f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
-        )
-        return Verdict(len(requests) == 1 and len(before) == 1, seen)
-
-    return Finding("the profiler asks for its buffer once, before the first kernel", judge, needs_gpu=True)
+@finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")
+def one_buffer_request(summary: Summary) -> Verdict:
+    requests = summary.profiler.buffer_requests
+    before = [one for one in requests if one.before_first_work]
+    seen = counted(len(requests), "request") + (
+        f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
+    )
+    return Verdict(len(requests) == 1 and len(before) == 1, seen)
 
 
-def buffer_request() -> Finding:
-    def judge(summary):
-        requests = summary.profiler.buffer_requests
-        return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
-
-    return Finding("an Activity Buffer Request", judge)
-
-
-def module_loading() -> Finding:
-    def judge(summary):
-        loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
-        return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
-
-    return Finding("module or function loading", judge)
+@finding(
+    GPU,
+    "an Activity Buffer Request",
+    "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
+)
+def buffer_request(summary: Summary) -> Verdict:
+    requests = summary.profiler.buffer_requests
+    return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
 
 
-@recordable
-def long_final_sync() -> Finding:
-    def judge(summary):
-        if summary.profiler.final_sync_us is None:
-            return Verdict(None, "no synchronization after the last step")
-        busy = summary.gpu.busy_us if summary.gpu else 0.0
-        seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
-        short = "here it only waits for the last kernel: it measures no idleness"
-        return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
-
-    return Finding("the closing cudaDeviceSynchronize dwarfs the GPU's work", judge, needs_gpu=True)
+@finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
+def module_loading(summary: Summary) -> Verdict:
+    loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
+    return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
 
 
-def final_sync() -> Finding:
-    def judge(summary):
-        # The shortest one seen on the H200 took 8.5 µs: the call itself.
-        us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
-        long = us is not None and us > max(20, 0.05 * summary.window_us)
-        return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
-
-    return Finding("a long cudaDeviceSynchronize after the last step", judge)
-
-
-def synchronization() -> Finding:
-    def judge(summary):
-        syncs = [one for one in summary.training.syncs if one.idle_us]
-        us = sum(one.idle_us for one in syncs)
-        calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
-        # A launch alone takes 5 µs.
-        return Verdict(
-            us > 5,
-            f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
-            cost_us=cost_of(summary, idle_us=us),
-        )
-
-    return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
+@finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
+def long_final_sync(summary: Summary) -> Verdict:
+    if summary.profiler.final_sync_us is None:
+        return Verdict(None, "no synchronization after the last step")
+    busy = summary.gpu.busy_us if summary.gpu else 0.0
+    seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
+    short = "here it only waits for the last kernel: it measures no idleness"
+    return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 
-def queued() -> Finding:
-    def judge(summary):
-        # A launch reaches an idle GPU in 5 to 15 µs on the H200.
-        waits = [
-            one.launch_to_start_us
-            for one in summary.gpu_work
-            if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
-        ]
-        if not waits:
-            return Verdict(None, "no launch in the trace")
-        ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-        seen = f"{median(waits):,.0f} µs from launch to start, the median of a step"
-        return Verdict(median(waits) > 30 and ahead, seen)
-
-    return Finding("kernels start long after their launch", judge, needs_gpu=True)
+@finding(
+    CPU,
+    "a long cudaDeviceSynchronize after the last step",
+    "The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued "
+    "kernels. After little GPU work, the GPU is idle for most of the wait.",
+)
+def final_synchronization(summary: Summary) -> Verdict:
+    # The shortest one seen on the H200 took 8.5 µs: the call itself.
+    us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
+    long = us is not None and us > max(20, 0.05 * summary.window_us)
+    return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 
 
-def gaps_between_kernels() -> Finding:
-    def judge(summary):
-        span, found = summary.chosen.gpu_span_us, summary.step_gpu
-        gaps = found.idle_not_launched_us if found else 0.0
-        seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
-        # Back-to-back kernels of one stream stand 1 to 2 µs apart.
-        return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
+@finding(
+    CPU,
+    "a synchronization inside a step that leaves the GPU idle",
+    "The CPU waits for a result (.item(), nonzero, a blocking copy) and launches nothing meanwhile. Remove the "
+    "synchronization, or ask for the result later.",
+    needs_gpu=True,
+    change="remove_sync",
+)
+def sync_idles_the_gpu(summary: Summary) -> Verdict:
+    syncs = [one for one in summary.training.syncs if one.idle_us]
+    us = sum(one.idle_us for one in syncs)
+    calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
+    # A launch alone takes 5 µs.
+    return Verdict(
+        us > 5,
+        f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
+        cost_us=cost_of(summary, idle_us=us),
+    )
 
-    return Finding("gaps between the kernels of one step", judge, needs_gpu=True)
+
+@finding(
+    GPU,
+    "kernels that start long after their launch",
+    "The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches.",
+    needs_gpu=True,
+)
+def kernels_queue(summary: Summary) -> Verdict:
+    # A launch reaches an idle GPU in 5 to 15 µs on the H200.
+    waits = [
+        one.launch_to_start_us
+        for one in summary.gpu_work
+        if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
+    ]
+    if not waits:
+        return Verdict(None, "no launch in the trace")
+    ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
+    seen = f"{median(waits):,.0f} µs from launch to start, the median of a step"
+    return Verdict(median(waits) > 30 and ahead, seen)
 
 
-def gaps_in_a_graph() -> Finding:
-    def judge(summary):
-        span, found = summary.chosen.gpu_span_us, summary.step_gpu
-        pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
-        if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
-            return Verdict(False, "no CUDA graph in the step")
-        gaps = found.idle_launched_us
-        seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
-        return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))
+@finding(
+    GPU,
+    "gaps between the kernels of one step",
+    "The GPU is idle because the CPU has not launched the next kernel.",
+    needs_gpu=True,
+)
+def gaps_between_kernels(summary: Summary) -> Verdict:
+    span, found = summary.chosen.gpu_span_us, summary.step_gpu
+    gaps = found.idle_not_launched_us if found else 0.0
+    seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
+    # Back-to-back kernels of one stream stand 1 to 2 µs apart.
+    return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
-    return Finding("gaps between the kernels of a CUDA graph", judge, needs_gpu=True)
+
+@finding(
+    GPU,
+    "gaps between the kernels of a CUDA graph",
+    "A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels "
+    "have fewer gaps.",
+    needs_gpu=True,
+)
+def gaps_in_a_graph(summary: Summary) -> Verdict:
+    span, found = summary.chosen.gpu_span_us, summary.step_gpu
+    pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
+        return Verdict(False, "no CUDA graph in the step")
+    gaps = found.idle_launched_us
+    seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
+    return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))

@@ -9,7 +9,7 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import Finding
+from tracereader.findings.finding import Prediction
 from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
@@ -45,7 +45,7 @@ VERSION = 2
 FLAT = ("source", "cpu", "places", "attention", "llm", "compiled", "profiler")
 
 
-def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
+def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1."""
     measured = msgspec.to_builtins(summary)
     del measured["source"]["facts"]  # shown as they stand in the trace
@@ -59,13 +59,20 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     document["busy_machine"] = steps.busy_machine(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        {
+            "name": one.name,
+            "where": one.where,
+            "see": one.see,
+            "means": one.means,
+            "figure": verdict.evidence,
+            "change": one.change or None,
+        }
         for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
-        {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
-        for guess in guesses
-        for verdict in (guess.ask(summary),)
+        {"guess": one.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
+        for one in predictions
+        for verdict in (one.ask(summary),)
     ]
     step = trace.steps[summary.typical_index]
     measured_here = {

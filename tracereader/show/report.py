@@ -20,7 +20,7 @@ from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, steps
 from tracereader.findings.finding import counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
-from tracereader.show import chain, guesses, lanes, repeats, training, work
+from tracereader.show import chain, lanes, predictions, repeats, training, work
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -90,8 +90,8 @@ def explain_file(path: Path, view: View) -> Summary:
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
-    guessed = guesses.guesses_of(trace)
-    wanted = _wanted(summary, bool(guessed), view)
+    predicted = predictions.predictions_of(trace)
+    wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
     found = cheatsheet.found(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
@@ -99,7 +99,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     sections: dict[str, Callable[[View], None]] = {
         "short": lambda view: _in_short(out, summary, found, view),
         "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
-        "guesses": lambda view: guesses.show(out, guessed, summary, view),
+        "guesses": lambda view: predictions.show(out, predicted, summary, view),
         "steps": lambda view: _steps(out, summary, view),
         "lanes": lambda view: _lanes(out, trace, step, summary),
         "gpu": lambda view: _gpu_time(out, summary, view),
@@ -153,7 +153,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
 
 
-def _wanted(summary: Summary, guessed: bool, view: View) -> set[str]:
+def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     """The sections that this view shows of this trace."""
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not lanes_wanted(view):
@@ -175,10 +175,10 @@ def _wanted(summary: Summary, guessed: bool, view: View) -> set[str]:
         wanted.discard("repeats")
     if not training.tells(summary):
         wanted.discard("training")
-    if not guessed:
+    if not predicted:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
-        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+        wanted.discard("steps")  # drawn; and a prediction speaks of the first one
     return wanted
 
 
@@ -504,15 +504,15 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
 
 
 def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
-    """The reader's own guesses: the record of each, and whether they said yes."""
+    """The reader's own predictions: the record of each, and whether they said yes."""
     out = console()
     out.print()
     out.print("[bold]your guesses[/bold]")
     words = {True: "yes", False: "no", None: "cannot tell"}
     for record, said in given:
-        guess = expect.from_record(record)
-        verdict = guess.ask(summary)
+        prediction = expect.from_record(record)
+        verdict = prediction.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
         seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
-        paragraph(out, plain(guess.text), f"  {guesses.READERS_MARKS[right]}  ", " " * 9)
+        paragraph(out, plain(prediction.text), f"  {predictions.READERS_MARKS[right]}  ", " " * 9)
         paragraph(out, f"you: {words[said]}; the trace: {seen}", " " * 9, " " * 9)

@@ -1,4 +1,4 @@
-"""A numbered script's guesses and the reader's own, against the trace."""
+"""A numbered script's predictions and the reader's own, against the trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tracereader import expect
 from tracereader.figures import Summary, summarize
-from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted
+from tracereader.findings.finding import NO_GPU, Prediction, Verdict, counted
 from tracereader.show import references
 from tracereader.show.text import head, paragraph, plain, shown_path
 from tracereader.show.view import View
@@ -18,63 +18,63 @@ MARKS = {True: "[green]yes[/green]", False: "[red]no [/red]", None: "[dim] – [
 READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: "[dim]  –  [/dim]"}
 
 
-def guesses_of(trace: Trace) -> list[Finding]:
-    """What the numbered script that made this trace guessed, as far as this version can read it."""
+def predictions_of(trace: Trace) -> list[Prediction]:
+    """What the numbered script that made this trace predicted, as far as this version can read it."""
     records = trace.facts.guesses
-    return [guess for record in records if (guess := expect.from_record(record))]
+    return [one for record in records if (one := expect.from_record(record))]
 
 
-def show(out: Console, guesses: Sequence[Finding], summary: Summary, view: View) -> None:
-    """Each guess, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
-    answers = [(guess, guess.ask(summary)) for guess in guesses]
-    told = [(guess, verdict) for guess, verdict in answers if verdict.evidence != NO_GPU]
+def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view: View) -> None:
+    """Each prediction, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
+    answers = [(one, one.ask(summary)) for one in predictions]
+    told = [(one, verdict) for one, verdict in answers if verdict.evidence != NO_GPU]
     brief = (view.brief or view.share < 1) and not (view.all or view.only)
     kept = _kept(told) if brief else ""
     if not told:
         kept = f": {counted(len(answers), 'guess', 'guesses')}, about the GPU; this run was on the CPU"
     out.print(f"{head('guess first, then look', 'guesses')}{kept}")
-    for guess, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
+    for one, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
-        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        paragraph(out, plain(one.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if verdict.evidence and (view.all or view.only or (not verdict.holds and not (brief and verdict.why_not))):
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
     if len(told) < len(answers):
-        about_gpu = [guess for guess, verdict in answers if verdict.evidence == NO_GPU]
+        about_gpu = [one for one, verdict in answers if verdict.evidence == NO_GPU]
         _gpu_answers(out, about_gpu, summary, brief, more=bool(told))
 
 
-def _kept(answers: Sequence[tuple[Finding, Verdict]]) -> str:
-    """How many guesses the trace bears out."""
+def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
+    """How many predictions the trace bears out."""
     holds = [verdict.holds for _, verdict in answers]
     unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
     broken = {0: "", 1: "; not this one:"}.get(holds.count(False), "; not these:")
     return f": {holds.count(True)} of {len(holds)} hold{'s' * (len(holds) == 1)}{unknown}{broken}"
 
 
-def _gpu_answers(out: Console, guesses: Sequence[Finding], summary: Summary, brief: bool, more: bool) -> None:
+def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot. more: others have been told."""
     reference = references.of(Path(summary.source.trace), GPU_REFERENCE)
     try:
         gpu = reference and summarize(read(reference))
     except TraceError:  # no answer of this run's is lost by it
         gpu = None
-    left = f"{len(guesses)} more about the GPU: this run was on the CPU" if more else ""
+    left = f"{len(predictions)} more about the GPU: this run was on the CPU" if more else ""
     if gpu is None:
         if left:
             out.print(f"  {MARKS[None]}  {left}")
         return
-    answers = [(guess, guess.ask(gpu)) for guess in guesses]
+    answers = [(one, one.ask(gpu)) for one in predictions]
     on_gpu = f"On an {plain(gpu.source.devices[0])}, by its reference trace"
     told = ". ".join([*[left] * more, on_gpu])
     paragraph(out, f"{told}{_kept(answers) if brief else ':'}", "  ", "  ")
     if not brief:
         out.print(f"  {plain(shown_path(reference))}")  # to be copied, so on a line of its own
-    for guess, verdict in answers:
+    for one, verdict in answers:
         if brief and verdict.holds is not False:
             continue
-        paragraph(out, plain(guess.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
+        paragraph(out, plain(one.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
         if verdict.evidence and not verdict.holds:
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
