@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
-from tracereader.findings.steps import MUCH_IDLE
+from tracereader.figures.regime import MUCH_IDLE
 
 if TYPE_CHECKING:  # which imports torch: not before the flags are read
     from common.speed import Roof
@@ -61,7 +61,7 @@ class Point:
         from tracereader.trace import read
 
         summary = summarize(read(trace))
-        work = summary.gpu_work or summary.cpu_work
+        work = summary.gpu_work or summary.cpu.work
         total = sum(one.us for one in work)
         on_gpu, steady = bool(summary.gpu_work), summary.steady
         products = [one for one in work if one.family in ("GEMM", "matrix product")]
@@ -72,12 +72,12 @@ class Point:
             bound_by=bound_by(summary),
             idle_share=steady.idle_us / summary.steady_us if steady and summary.steady_us else None,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
-            compute_share=None if on_gpu or not total else covered_us(summary.cpu_work) / summary.chosen.cpu_us,
+            compute_share=None if on_gpu or not total else covered_us(summary.cpu.work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
-            peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
+            peak_bytes=summary.source.facts.peak_bytes,
             busy=busy_machine(summary),
-            decoding=summary.decoding,
+            decoding=summary.llm.decoding,
         )
 
     @property

@@ -82,7 +82,7 @@ def table(name: str) -> str:
     for row in CLIMBS[name]:
         file = FOLDER / f"{row.trace}.json.gz"
         summary = summarize(read(file))
-        found, step = summary.decoding, summary.chosen
+        found, step = summary.llm.decoding, summary.chosen
         share = f"{found.least_us / found.step_us:.0%}" if found.least_us and found.facts.phase == "decode" else "–"
         cells = (
             f"`{row.flags}`" if row.flags else "(eager)",

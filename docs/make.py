@@ -26,7 +26,7 @@ import climb  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, cpu_work, ranks, summarize, summary  # noqa: E402
+from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
@@ -46,14 +46,14 @@ VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
 # The thresholds that the pages name, as the code has them.
 THRESHOLDS = {
-    "idle": f"{steps.MUCH_IDLE:.0%}",
-    "busy": f"{1 - steps.MUCH_IDLE:.0%}",
+    "idle": f"{regime.MUCH_IDLE:.0%}",
+    "busy": f"{1 - regime.MUCH_IDLE:.0%}",
     "some-idle": f"{steps.SOME_IDLE:.0%}",
-    "exposed": f"{steps.MUCH_EXPOSED:.0%}",
-    "near-peak": f"{steps.NEAR_THE_ROOF:.0%}",
-    "known": f"{steps.MUCH_KNOWN:.0%}",
+    "exposed": f"{regime.MUCH_EXPOSED:.0%}",
+    "near-peak": f"{regime.NEAR_THE_ROOF:.0%}",
+    "known": f"{regime.MUCH_KNOWN:.0%}",
     "wide-step": f"{step_figures.STANDS_OUT:g}",
-    "left-out": f"{summary.FAR_WIDER:g}",
+    "left-out": f"{pace.FAR_WIDER:g}",
     "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",
     "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
     "reading": f"{decoding.MUCH_READING:.0%}",
@@ -139,12 +139,12 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
-            if trace.lesson.script == "06_training":  # it checks no claim of the articles: see training()
+            if trace.facts.script == "06_training":  # it checks no claim of the articles: see training()
                 continue
             summary = summarize(trace)
             for one in predictions_of(trace):
                 verdict = one.ask(summary)
-                claims = claims_of(one, trace.lesson.script, trace.lesson.flags)
+                claims = claims_of(one, trace.facts.script, trace.facts.flags)
                 cells = table.setdefault((claims, one.text), {})
                 if machine not in cells or cells[machine].startswith("–"):
                     why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
@@ -222,7 +222,7 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
         return sum(work.us for work in one.gpu_work)
 
     def ops(one) -> int:
-        return sum(call.kind == "op" for call in one.chain)
+        return sum(call.kind == "op" for call in one.cpu.chain)
 
     def occupancy(one) -> float:
         return next(work.occupancy.limit for work in one.gpu_work if work.family == "attention")

@@ -21,6 +21,7 @@ from tracereader import expect
 from tracereader.figures import summarize
 from tracereader.findings.attention import sdpa_backend
 from tracereader.trace import read
+from tracereader.trace.facts import run_facts
 
 FLASH = "kernels-community/flash-attn2"
 SMALL = ("--batch", "2", "--heads", "2", "--seq", "32", "--head_dim", "16")
@@ -412,7 +413,8 @@ def test_how_often_the_scores_are_in_memory(name, whole):
 )
 def test_somebody_elses_facts_are_no_error(facts):
     summary, _ = reference(f"{AUTO}_flash")
-    other = msgspec.structs.replace(summary, lesson={"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
+    known = run_facts({"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
+    other = msgspec.structs.replace(summary, source=msgspec.structs.replace(summary.source, facts=known))
     assert expect.scores_in_memory(0).ask(other).holds is None
 
 
@@ -422,7 +424,7 @@ def test_what_the_rung_guesses_of_its_references():
     for file in sorted(H200.glob("04_*/*.json.gz")):
         trace = read(file)
         summary = summarize(trace)
-        for record in trace.lesson.guesses:
+        for record in trace.facts.guesses:
             verdict = expect.from_record(record).ask(summary)
             assert verdict.holds is not None, (file.name, record)
             if not verdict.holds:

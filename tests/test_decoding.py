@@ -21,11 +21,11 @@ from references import LARGE, OTHERS, REFERENCES
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.figures.decoding import facts_of
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
 from tracereader.findings.finding import Verdict
 from tracereader.trace import read
+from tracereader.trace.facts import run_facts
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -189,17 +189,17 @@ def test_casts_and_copies_of_keys(name):
     casts = [e for e in work if e["cat"] == "kernel" and inside(e, "aten::to", "aten::_to_copy", "aten::copy_")]
     types = {x["ts"]: x["args"].get("Input type") for x in cpu if x["name"] == "aten::copy_"}
     casts = [e for e in casts if not _same_type(e, calls, cpu, types)]
-    assert ours.unneeded.casts.pieces == len(casts)
-    assert ours.unneeded.casts.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in casts), abs=0.5)
+    assert ours.llm.unneeded.casts.pieces == len(casts)
+    assert ours.llm.unneeded.casts.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in casts), abs=0.5)
     copies = [e for e in work if inside(e, "aten::reshape", "aten::clone", "aten::copy_")]
     attention = [x for x in cpu if x["name"] == "aten::scaled_dot_product_attention"]
     assert len(attention) == 28
     if name == "qwen3_prefill_logits":  # without a mask transformers passes grouped queries through
-        assert ours.unneeded.expanded is None and not copies
+        assert ours.llm.unneeded.expanded is None and not copies
     else:
-        assert ours.unneeded.expanded.pieces == len(copies) == 2 * 28
-        assert ours.unneeded.expanded.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in copies), abs=0.5)
-    assert ours.unneeded.key_heads == (8 if name != "qwen3_decode_eager" else None)  # it has no shapes
+        assert ours.llm.unneeded.expanded.pieces == len(copies) == 2 * 28
+        assert ours.llm.unneeded.expanded.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in copies), abs=0.5)
+    assert ours.llm.unneeded.key_heads == (8 if name != "qwen3_decode_eager" else None)  # it has no shapes
 
 
 def _same_type(e, calls, cpu, types):
@@ -215,7 +215,7 @@ def test_compiled_code_expands_keys_too():
         ours, events = measured(name), raw(name)
         work = steps_of(events)[ours.typical_step][2]
         copies = [e for e in work if re.match(r"triton_poi_fused_.*_clone_.*_expand_.*_5$", e["name"])]
-        assert len(copies) == 56 == ours.unneeded.expanded.pieces
+        assert len(copies) == 56 == ours.llm.unneeded.expanded.pieces
 
 
 @pytest.mark.parametrize(("name", "rows"), [("qwen3_generate_static", 1), ("qwen3moe_generate", 1)])
@@ -237,7 +237,7 @@ def test_what_reading_weights_takes(name, rows):
         size += 2 * (m * k + k * n + m * n)
         inside = {c for c, e in calls.items() if op["ts"] <= e["ts"] < end(op)}
         us += sum(t for e, t in timed if e["args"]["correlation"] in inside)
-    first = ours.weight_reads[0]
+    first = ours.llm.weight_reads[0]
     assert (first.rows, first.products, first.bytes) == (rows, count, size)
     assert first.us == pytest.approx(us, abs=0.5)
     assert first.ridge_rows == 207  # 989 TFLOP/s over 4.8 TB/s: 206.04
@@ -278,7 +278,7 @@ def with_facts(name, tmp_path, dtype="bf16", **facts):
 def test_tokens_a_second_and_the_roof(tmp_path):
     """From step to step on the lane that takes longer, an interval that was there; weights and cache read once."""
     for name, lane in (("qwen3_decode_eager", "CPU"), ("qwen3_decode_graph", "GPU")):
-        ours = summarize(read(with_facts(name, tmp_path))).decoding
+        ours = summarize(read(with_facts(name, tmp_path))).llm.decoding
         steps = list(steps_of(raw(name)).values())
         cpu = pace([mark["ts"] for mark, _, _ in steps], steps[-1][0]["dur"])
         firsts = [min(e["ts"] for e in work) for _, _, work in steps]
@@ -307,16 +307,16 @@ def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
     many = {"batch": 1024, "tokens": 1024}
     summary = summarize(read(with_facts("qwen3_decode_graph", tmp_path, **many)))
     reading, multiplying = (1192099840 + 521 * KEY_BYTES) / 4200e3, 2 * 596049920 * 1024 / 989e6
-    assert multiplying > reading and summary.decoding.least_us == pytest.approx(multiplying)
+    assert multiplying > reading and summary.llm.decoding.least_us == pytest.approx(multiplying)
     told = decoding.in_words(summary)
     assert told[1].startswith(
         f"its roof is {1024 / multiplying * 1e6:,.0f}, by arithmetic: 2 x 596.0 M weights x 1,024 tokens, "
         f"{2 * 596049920 * 1024 / 1e9:,.1f} GFLOP, take {multiplying / 1e3:.1f} ms at the data sheet's 989 TFLOP/s; "
-        f"{multiplying / summary.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
+        f"{multiplying / summary.llm.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
     )
     assert told[1].endswith(f"take {reading:.1f} µs")
     # Of one sequence reading is the roof; without a known type it is what reading allows.
-    assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).decoding.least_us == pytest.approx(reading)
+    assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).llm.decoding.least_us == pytest.approx(reading)
     for dtype in ("fp32", None):
         unknown = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, dtype=dtype, **many))))
         assert unknown[1].startswith(f"reading alone allows {1024 / reading * 1e6:,.0f}: weights")
@@ -403,9 +403,10 @@ def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
 def test_facts_of_any_shape(facts, tmp_path):
     """Somebody else's file may hold anything; what is usable is used, and the report is printed all the same."""
     told = {**FACTS, **facts} if isinstance(facts, dict) else facts
-    assert facts_of({"facts": {"decoding": told}}) is None
-    assert facts_of({"facts": facts}) is None
-    assert facts_of({"facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).gb_s is None
+    assert run_facts({"script": "x", "facts": {"decoding": told}}).decoding is None
+    assert run_facts({"script": "x", "facts": facts}).decoding is None
+    odd = run_facts({"script": "x", "facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).decoding
+    assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
 
 
 def test_attention_over_an_empty_cache(tmp_path, capsys):
@@ -435,12 +436,12 @@ def test_logits_of_every_token(tmp_path):
 def test_equal_modules_are_one_row():
     """BERT-base has 12 layers of six Linears, and a pooler."""
     ours = measured("bert_modules")
-    rows = {place.name: place for place in ours.by_module_class}
+    rows = {place.name: place for place in ours.places.by_module_class}
     assert rows["36 x Linear in BertSelfAttention"].pieces == 36
     assert {"12 x Linear in BertIntermediate", "12 x Linear in BertOutput", "Linear in BertPooler"} <= set(rows)
-    assert sum(place.pieces for place in ours.by_module_class) == len(ours.gpu_work)
-    assert sum(place.gpu_us for place in ours.by_module_class) == pytest.approx(
-        sum(place.gpu_us for place in ours.by_module)
+    assert sum(place.pieces for place in ours.places.by_module_class) == len(ours.gpu_work)
+    assert sum(place.gpu_us for place in ours.places.by_module_class) == pytest.approx(
+        sum(place.gpu_us for place in ours.places.by_module)
     )
 
 

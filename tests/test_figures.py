@@ -17,7 +17,6 @@ from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet
-from tracereader.findings.steps import waits_for
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
@@ -132,8 +131,8 @@ def test_ops_of_a_step(both):
     cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
     inside = [e for e in events if e.get("cat") in cats and mark["ts"] <= e["ts"] < end(mark)]
     ops = [e for e in inside if e["cat"] == "cpu_op"]
-    assert {name: op.calls for name, op in ours.ops.items()} == Counter(e["name"] for e in ops)
-    for name, op in ours.ops.items():
+    assert {name: op.calls for name, op in ours.cpu.ops.items()} == Counter(e["name"] for e in ops)
+    for name, op in ours.cpu.ops.items():
         same = [e for e in ops if e["name"] == name]
         assert op.total_us == about(sum(e["dur"] for e in same))
         own = 0.0
@@ -145,7 +144,7 @@ def test_ops_of_a_step(both):
             ]  # fmt: skip
             own += e["dur"] - covered(below)
         assert op.self_us == pytest.approx(own, abs=0.1)
-    assert len(ours.chain) == len(inside)
+    assert len(ours.cpu.chain) == len(inside)
 
 
 def spoken_of(marks):
@@ -161,7 +160,7 @@ def test_window_and_regime(both):
     assert ours.window_us == about(window)
     assert len(ours.left_out) == len(raw_steps(events)) - len(marks)
     if not work:
-        assert waits_for(ours) == "cpu-only" and ours.gpu is None
+        assert ours.waits_for == "cpu-only" and ours.gpu is None
 
 
 def is_communication(event):
@@ -249,7 +248,7 @@ def test_work_by_label_and_module(any_trace):
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     work = raw_work(events, mark)
-    for place in ours.by_label:
+    for place in ours.places.by_label:
         labels = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == place.name]
         inside = [
             e for e in work
@@ -258,9 +257,9 @@ def test_work_by_label_and_module(any_trace):
         if place.name != "outside them":
             assert place.pieces == len(inside)
             assert place.gpu_us == about(sum(e["dur"] for e in inside))
-    assert not ours.by_label or sum(place.pieces for place in ours.by_label) == len(work)
+    assert not ours.places.by_label or sum(place.pieces for place in ours.places.by_label) == len(work)
     frames = [e for e in events if e.get("cat") == "python_function" and e["name"].startswith("nn.Module: ")]
-    for place in ours.by_module:
+    for place in ours.places.by_module:
         if place.name == "no module" or place.name.endswith(" backward"):
             continue
         pieces = 0
@@ -270,7 +269,7 @@ def test_work_by_label_and_module(any_trace):
             innermost = max(around, key=lambda x: x["ts"], default=None)
             pieces += innermost is not None and innermost["name"] == f"nn.Module: {place.name}"
         assert place.pieces == pieces
-    assert not ours.by_module or sum(place.pieces for place in ours.by_module) == len(work)
+    assert not ours.places.by_module or sum(place.pieces for place in ours.places.by_module) == len(work)
 
 
 def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
@@ -315,10 +314,10 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
 def test_backwards_work_goes_to_its_module():
     """Three linears and a norm: each Linear has two products in backward, and they are found under it."""
     ours = summarize(read(ROOT / "tests/traces/train_stack.json.gz"))
-    named = {place.name: place.pieces for place in ours.by_module}
+    named = {place.name: place.pieces for place in ours.places.by_module}
     assert {"Linear_0", "Linear_1", "GELU_0", "LayerNorm_0"} <= set(named)
     assert {"Linear_0 backward", "Linear_1 backward", "GELU_0 backward", "LayerNorm_0 backward"} <= set(named)
-    assert [place.name for place in ours.by_label] == ["forward", "backward", "optimizer"]
+    assert [place.name for place in ours.places.by_label] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -326,12 +325,12 @@ def test_backwards_work_goes_to_its_module():
     [("train_item", "overhead"), ("memory_bound", "memory"), ("conv", "gpu"), ("blocking", "gpu")],
 )
 def test_what_other_programs_wait_for(name, waits):
-    assert waits_for(summarize(read(ROOT / f"tests/traces/{name}.json.gz"))) == waits
+    assert summarize(read(ROOT / f"tests/traces/{name}.json.gz")).waits_for == waits
 
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
     ours, _ = both
-    assert ours.warnings == []
+    assert ours.source.warnings == []
 
 
 # Kernels, copies, memsets and launches of a step, as shared/claims.md counts them on an H200.
@@ -499,7 +498,7 @@ def test_an_odd_compute_capability_is_none(tmp_path, major):
     document = json.loads(gzip.decompress(trace.read_bytes()))
     document["deviceProperties"][0]["computeMajor"] = major
     (tmp_path / "odd.json").write_text(json.dumps(document))
-    assert summarize(read(tmp_path / "odd.json")).compute_capability is None
+    assert summarize(read(tmp_path / "odd.json")).source.compute_capability is None
 
 
 TRAINED = "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_compile.json.gz"
@@ -601,4 +600,4 @@ def test_the_regime_is_judged_from_step_to_step():
     busy = covered([(e["ts"], end(e)) for e in work[0] + work[1]])
     ours = summarize(read(trace))
     assert ours.steady_us == about(stop - start) and ours.steady.busy_us == pytest.approx(busy, rel=1e-3)
-    assert waits_for(ours) == "gpu"
+    assert ours.waits_for == "gpu"

@@ -12,7 +12,7 @@ from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.findings.ranks import ms
-from tracereader.findings.steps import cost_of, waiting, waits_for
+from tracereader.findings.steps import cost_of, waiting
 from tracereader.trace import read
 
 
@@ -40,7 +40,7 @@ def test_a_label_of_another_thread_takes_no_work_from_the_phases(written):
         event("backward", "user_annotation", 100, 150), event("hook", "user_annotation", 120, 5, 2),
         *launched(20, 1), *launched(110, 2, tid=2), *launched(140, 3, tid=2), *launched(160, 4, tid=2),
     )  # fmt: skip
-    found = {place.name: (place.gpu_us, place.pieces) for place in summarize(read(trace)).by_label}
+    found = {place.name: (place.gpu_us, place.pieces) for place in summarize(read(trace)).places.by_label}
     assert found == {"forward": (10, 1), "backward": (30, 3)}
 
 
@@ -71,9 +71,9 @@ def test_a_label_called_launch_launches_nothing(written):
     marked = [event("ProfilerStep#1", "user_annotation", 0, 100), event("aten::mm", "cpu_op", 10, 50)]
     missing = "GPU's records are missing"
     trace = written(*marked, event("Launch workers", "user_annotation", 5, 3))
-    assert not any(missing in text for text in summarize(read(trace)).warnings)
+    assert not any(missing in text for text in summarize(read(trace)).source.warnings)
     trace = written(*marked, event("cudaLaunchKernel", "cuda_runtime", 20, 3, correlation=1))
-    assert any(missing in text for text in summarize(read(trace)).warnings)
+    assert any(missing in text for text in summarize(read(trace)).source.warnings)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_torch_labels_in_a_step_is_not_its_label(written):
         event("Optimizer.step#Adam.step", "user_annotation", 82, 10), event("aten::add_", "cpu_op", 83, 5),
     )  # fmt: skip
     summary = summarize(read(trace))
-    assert summary.label is None and summary.steps[0].label_to_first_op_us == 30
+    assert summary.cpu.label is None and summary.steps[0].label_to_first_op_us == 30
 
 
 def test_two_steps_of_one_name_are_two(written, capsys):
@@ -200,7 +200,7 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
     trace = written(*step, *launched(10, 1), *captured(100, 19), backward)
     summary = summarize(read(trace))
     assert (summary.captures.graphs, summary.captures.launches, summary.captures.us) == (1, 20, 208)
-    assert summary.chosen.launches == 1 and waits_for(summary) == "capture"
+    assert summary.chosen.launches == 1 and summary.waits_for == "capture"
     assert cost_of(summary, gpu_us=10) is None
     assert cli.main([str(trace)]) == 0
     said = capsys.readouterr().out
@@ -211,16 +211,16 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
 def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
     step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
     summary = summarize(read(written(*step, *captured(100, 9))))
-    assert waits_for(summary) == "capture" and summary.warnings == []
+    assert summary.waits_for == "capture" and summary.source.warnings == []
     summary = summarize(read(written(*step, *captured(100, 9), event("cudaLaunchKernel", "cuda_runtime", 500, 5))))
-    assert any("GPU's records are missing" in text for text in summary.warnings)
+    assert any("GPU's records are missing" in text for text in summary.source.warnings)
 
 
 def test_a_step_that_replays_is_no_capture(written):
     """The first step captured the graph that the others replay."""
     steps = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 990) for n in (1, 2, 3)]
     summary = summarize(read(written(*steps, *captured(1100, 19), *launched(2100, 1), *launched(3100, 2))))
-    assert waits_for(summary) == "overhead" and summary.captures is None
+    assert summary.waits_for == "overhead" and summary.captures is None
 
 
 def test_the_first_wait_for_work_that_is_not_recorded(written):

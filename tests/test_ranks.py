@@ -124,7 +124,7 @@ def test_every_figure_of_a_rank(name, capsys):
     paths = RUNS.get(name) or REFERENCES[name]
     expected, count = worked_out(paths)
     ours = as_json(capsys, *paths)
-    assert (ours["world_size"], ours["collectives"]) == (2, count)
+    assert (ours["version"], ours["world_size"], ours["collectives"]) == (2, 2, count)
     assert [one["rank"] for one in ours["ranks"]] == [0, 1]
     for one, raw in zip(ours["ranks"], expected, strict=True):
         for key, value in raw.items():

@@ -308,7 +308,7 @@ def test_strides_show_what_a_compiled_layer_does(compile_afresh, capsys, tmp_pat
     same, transposed, wrote = recompiled(capsys, "02_linear.py", "--strides", "--compile", "--trace", str(trace))
     summary = summarize(read(trace))
     assert len(summary.steps) == 4, "two calls with each input"
-    assert summary.recompiled == ["Torch-Compiled Region: 0/1"]
+    assert summary.compiled.recompiled == ["Torch-Compiled Region: 0/1"]
     assert list(tmp_path.iterdir()) == [trace] and " ".join(wrote).startswith(str(trace))
     assert json.loads(trace.read_text())["traceName"] == trace.name
     assert same[:3] == ["as", "it", "is"] and same[-2] == "1"

@@ -108,7 +108,7 @@ def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
     marks = raw_steps(events)
     summary = summarize(read(path))
     apart = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
-    assert (summary.decoding.lane, summary.decoding.step_us) == ("CPU", pytest.approx(apart, abs=0.01))
+    assert (summary.llm.decoding.lane, summary.llm.decoding.step_us) == ("CPU", pytest.approx(apart, abs=0.01))
     work = raw_work(events, step_named(events, summary.typical_step))
     alone = 1e6 / covered((e["ts"], end(e)) for e in work)
     assert f"the GPU's work alone would allow {alone:,.0f}" in printed(capsys, path, "--only", "short")
@@ -126,9 +126,9 @@ def enclosed(tmp_path, path):
 
 def test_labels_inside_one_that_encloses_them(tmp_path, capsys):
     path = TESTS / "train_item.json.gz"
-    plain = summarize(read(path)).by_label
+    plain = summarize(read(path)).places.by_label
     assert len(plain) > 2
-    assert summarize(read(enclosed(tmp_path, path))).by_label == plain
+    assert summarize(read(enclosed(tmp_path, path))).places.by_label == plain
     ranks = sorted((TESTS / "ranks").glob("fsdp_rank*.json.gz"))
     shown = printed(capsys, *ranks, "--only", "steps")
     assert "backward, rank 1" in shown
@@ -145,7 +145,7 @@ def test_a_softmax_between_products_of_other_shapes_is_no_attention(tmp_path, se
             event["args"]["Input Dims"] = next(shapes)
         elif event.get("name") == "aten::_softmax":
             event["args"]["Input Dims"] = [[8, 32, 64], [], []]
-    assert bool(summarize(read(written(tmp_path, "shapes.json", found))).unfused) is holds
+    assert bool(summarize(read(written(tmp_path, "shapes.json", found))).attention.unfused) is holds
 
 
 def test_a_comparison_on_a_narrow_screen(capsys, monkeypatch):

@@ -15,9 +15,9 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, launched_by
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, minus, union
+from tracereader.figures.pace import window
 from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
-from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu

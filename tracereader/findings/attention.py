@@ -47,7 +47,7 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
     change="fused_attention",
 )
 def unfused(summary: Summary) -> Verdict:
-    found = summary.unfused
+    found = summary.attention.unfused
     us = sum(one.us for one in found)
     if not found:
         return Verdict(False, "no such softmax in the step")
@@ -80,7 +80,7 @@ def _moved(found: Sequence) -> str:
     claims="42",
 )
 def hidden_copy(summary: Summary) -> Verdict:
-    found = summary.hidden_copies
+    found = summary.attention.hidden_copies
     if not found:
         return Verdict(False, "no op of the step clones its input to spare it")
     gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
@@ -103,7 +103,7 @@ def hidden_copy(summary: Summary) -> Verdict:
     claims="47",
 )
 def mask_remade(summary: Summary) -> Verdict:
-    made = summary.mask_made
+    made = summary.attention.mask_made
     if made is None:
         return Verdict(False, "no tril or triu of constants in the step")
     if len(summary.steps) < 2:
@@ -130,7 +130,7 @@ def mask_remade(summary: Summary) -> Verdict:
     claims="46",
 )
 def cast_before_product(summary: Summary) -> Verdict:
-    found = summary.cast_products
+    found = summary.attention.cast_products
     if found is None:
         return Verdict(False, "no product of fp32 whose factors were cast to it")
     seen = (
@@ -160,7 +160,7 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     us = sum(one.us for one in mine)
     seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
     # TF32's tensor cores came with compute capability 8.0.
-    could = int(summary.compute_capability or 0) >= 80
+    could = int(summary.source.compute_capability or 0) >= 80
     return Verdict(could and _worth_a_line(summary, us), seen, cost_us=cost_of(summary, us))
 
 
@@ -172,7 +172,7 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     telling=True,
 )
 def for_an_older_gpu(summary: Summary) -> Verdict:
-    own = summary.compute_capability or ""
+    own = summary.source.compute_capability or ""
     told = [(one, _written_for(one)) for one in summary.gpu_work]
     if not own.isdigit() or not any(sm for _, sm in told):
         return Verdict(None, "no kernel whose name says what it was written for")
@@ -238,8 +238,8 @@ def _its_rate(one: GpuWork) -> str:
 )
 def time_in_a_library(summary: Summary) -> Verdict:
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = {name: one.self_us for name, one in summary.ops.items() if name in makers}
-    total = sum(call.self_us for call in summary.chain if call.kind in ("op", "runtime"))
+    own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
+    total = sum(call.self_us for call in summary.cpu.chain if call.kind in ("op", "runtime"))
     name = max(own, key=own.get, default=None)
     if name is None or not total:
         return Verdict(None, "no op whose kernel is a library's")
@@ -258,8 +258,8 @@ def backends(summary: Summary) -> dict[str, int]:
     """The calls of each backend that scaled_dot_product_attention took in the step."""
     calls: dict[str, int] = {}
     for name, backend in BACKENDS.items():
-        if name in summary.ops:
-            calls[backend] = calls.get(backend, 0) + summary.ops[name].calls
+        if name in summary.cpu.ops:
+            calls[backend] = calls.get(backend, 0) + summary.cpu.ops[name].calls
     return calls
 
 
@@ -279,12 +279,5 @@ def sdpa_backend(summary: Summary) -> Verdict:
 
 def refused(summary: Summary) -> dict[str, list[str]]:
     """torch's reasons against each other backend, as the run's script asked for them and stored them."""
-    told = (summary.lesson or {}).get("facts", {}).get("attention")
-    reasons = told.get("refused") if isinstance(told, dict) else None
-    if not isinstance(reasons, dict):
-        return {}
-    return {
-        name: [" ".join(one.split()) for one in why]
-        for name, why in reasons.items()
-        if isinstance(why, list) and why and all(isinstance(one, str) for one in why)
-    }
+    told = summary.source.facts.attention
+    return {name: [" ".join(one.split()) for one in why] for name, why in told.refused.items() if why} if told else {}

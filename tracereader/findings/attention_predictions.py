@@ -3,8 +3,8 @@
 import math
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import Call
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.summary import Call
 from tracereader.findings import attention
 from tracereader.findings.finding import Verdict, activities, counted, finding, listed
 from tracereader.trace.kernel_names import short
@@ -91,11 +91,11 @@ def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     predicts="_safe_softmax does more than softmax: a row with nothing to attend to becomes 0, not NaN", claims="48"
 )
 def safe_softmax(summary: Summary) -> Verdict:
-    at = next((n for n, call in enumerate(summary.chain) if call.name == "aten::_safe_softmax"), None)
+    at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
     if at is None:
         return Verdict(False, "no aten::_safe_softmax")
-    inside = _below(summary.chain, at)
-    top = [call.name for call in inside if call.depth == summary.chain[at].depth + 1]
+    inside = _below(summary.cpu.chain, at)
+    top = [call.name for call in inside if call.depth == summary.cpu.chain[at].depth + 1]
     launched = sum(len(call.launched) for call in inside)
     seen = listed(top) + (f"; {counted(launched, 'kernel')}, softmax itself is one of them" if launched else "")
     return Verdict(len(set(top)) > 1, seen)
@@ -130,20 +130,15 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
     if at_least:
         return Verdict(rest >= at_least * scores, seen)
     # Where more is held, it may be something else: the memory-efficient kernel keeps wide heads in fp32.
-    return Verdict(True if rest < scores else False if summary.unfused else None, seen)
+    return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
 
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
     """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
-    lesson = summary.lesson or {}
-    facts = lesson.get("facts", {})
-    known, peak = facts.get("attention"), facts.get("peak_bytes")
-    dtype = dtype_of(lesson.get("flags", {}).get("dtype"))
-    if not isinstance(known, dict) or type(peak) is not int or dtype is None:
-        return None
-    sizes = [known.get(name) for name in ("batch", "heads", "seq", "head_dim")]
-    if not all(type(one) is int and one > 0 for one in sizes):
+    facts = summary.source.facts
+    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
+    if sizes is None or facts.peak_bytes is None or dtype is None:
         return None
     batch, heads, seq, head_dim = sizes
     one_side = batch * heads * seq * dtype.bytes
-    return one_side * seq, peak - 4 * one_side * head_dim
+    return one_side * seq, facts.peak_bytes - 4 * one_side * head_dim

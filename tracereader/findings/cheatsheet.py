@@ -38,7 +38,7 @@ def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
 def what_to_do(summary: Summary) -> str:
     """What the regime usually means."""
     busy = dict.fromkeys(("compute", "memory", "gpu"), steps.gpu_bound.means)
-    return {"overhead": steps.overhead_bound.means, **busy}.get(steps.waits_for(summary), "")
+    return {"overhead": steps.overhead_bound.means, **busy}.get(summary.waits_for, "")
 
 
 def reveals(summary: Summary) -> list[str]:

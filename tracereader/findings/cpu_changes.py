@@ -60,7 +60,7 @@ def _waits(case: Case) -> list[Op]:
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
     if (
-        not summary.same_in_all_steps
+        not summary.llm.same_in_all_steps
         or summary.chosen.launches < 2
         or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
         or len({work.device for work in case.step.work}) > 1
@@ -245,7 +245,7 @@ def _twice_the_batch(case: Case) -> Proposal | None:
     """Inference: launches, and products of few rows that read weights, take as long for a batch twice as large."""
     if case.trains or case.peaks is None:
         return None
-    few = {one.rows for one in case.summary.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
+    few = {one.rows for one in case.summary.llm.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
     reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}
     if not reads or sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
         return None

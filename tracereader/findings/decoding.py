@@ -6,7 +6,7 @@ from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
-from tracereader.findings.steps import cost_of, waits_for
+from tracereader.findings.steps import cost_of
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -23,7 +23,7 @@ FAR_BELOW, NEAR = 2 / 3, 0.85
 
 def in_words(summary: Summary) -> list[str]:
     """Tokens a second, and the roof, where the run told what its step reads."""
-    found = summary.decoding
+    found = summary.llm.decoding
     if found is None:
         return []
     facts = found.facts
@@ -36,7 +36,7 @@ def in_words(summary: Summary) -> list[str]:
     if found.lane == "CPU" and 0 < busy < found.step_us:
         lines[0] += f"; the GPU's work alone would allow {tokens_s(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
-        ridge = ridge_rows(common_peaks(summary.devices))
+        ridge = ridge_rows(common_peaks(summary.source.devices))
         if ridge and rows >= ridge:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
@@ -69,7 +69,7 @@ def _roof(found: Decoding) -> str:
 
 def _products(summary: Summary) -> list[str]:
     """How fast matrix products read the weights, where that is what limits the step."""
-    found, us = summary.decoding, _alone_us(summary, "GEMM")
+    found, us = summary.llm.decoding, _alone_us(summary, "GEMM")
     if us is None or found.least_us > found.read_us:
         return []
     read = found.facts.weight_bytes
@@ -86,11 +86,11 @@ def _attention(summary: Summary) -> list[str]:
 
     Which of the two a kernel does, no trace tells without shapes; and copies of the keys are larger than the cache.
     """
-    found, us = summary.decoding, _alone_us(summary, "attention")
+    found, us = summary.llm.decoding, _alone_us(summary, "attention")
     filled, whole = found.facts.cache_bytes, found.facts.cache_bytes_allocated
-    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.unneeded.expanded:
+    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.llm.unneeded.expanded:
         return []
-    peaks = common_peaks(summary.devices)
+    peaks = common_peaks(summary.source.devices)
     possible = max(found.gb_s, peaks.gb_s if peaks else 0.0)
     rate, whole_rate = filled / us / 1e3, (whole or 0) / us / 1e3
     if rate > possible:
@@ -137,8 +137,8 @@ def graph_would_do(summary: Summary) -> Verdict:
     graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
     peers = any(one.family == "communication" for one in summary.gpu_work)
     if (
-        waits_for(summary) != "overhead"
-        or not summary.same_in_all_steps
+        summary.waits_for != "overhead"
+        or not summary.llm.same_in_all_steps
         or step.launches < MANY_LAUNCHES
         or max(summary.idle_in.values(), default=0.0) > MUCH_OF_THE_WAIT * sum(summary.idle_in.values())
         or graphs or peers or _launches_after_a_wait(summary)
@@ -156,7 +156,7 @@ def graph_would_do(summary: Summary) -> Verdict:
 def _launches_after_a_wait(summary: Summary) -> bool:
     """Whether the step launches anything once it has waited for a result: no graph can hold that."""
     waited = False
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         if waited and call.launched:
             return True
         waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
@@ -171,10 +171,10 @@ def _launches_after_a_wait(summary: Summary) -> bool:
     needs_gpu=True,
 )
 def expanded_keys(summary: Summary) -> Verdict:
-    found = summary.unneeded.expanded
+    found = summary.llm.unneeded.expanded
     if found is None:
         return Verdict(False, "")
-    heads = summary.unneeded.key_heads
+    heads = summary.llm.unneeded.key_heads
     of = f" of {heads} heads" if heads and found.cpu_us else ""
     return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
 
@@ -187,14 +187,14 @@ def expanded_keys(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def casts_alone(summary: Summary) -> Verdict:
-    found = summary.unneeded.casts
+    found = summary.llm.unneeded.casts
     return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 
 
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     """Holds where it is worth a word on the lane that the step waits for."""
     step, total = summary.chosen, summary.summed_us
-    on_cpu = waits_for(summary) == "overhead" and found.cpu_us
+    on_cpu = summary.waits_for == "overhead" and found.cpu_us
     much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
@@ -210,7 +210,7 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     needs_gpu=True,
 )
 def empty_cache(summary: Summary) -> Verdict:
-    facts, heads = summary.decoding and summary.decoding.facts, summary.unneeded.key_heads
+    facts, heads = summary.llm.decoding and summary.llm.decoding.facts, summary.llm.unneeded.key_heads
     attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
     if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
         return Verdict(False, "")
@@ -218,7 +218,9 @@ def empty_cache(summary: Summary) -> Verdict:
     item = moved // shape.elements
     whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
     filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
-    us = sum(one.us for one in attending) + (summary.unneeded.expanded.gpu_us if summary.unneeded.expanded else 0)
+    us = sum(one.us for one in attending) + (
+        summary.llm.unneeded.expanded.gpu_us if summary.llm.unneeded.expanded else 0
+    )
     if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
         return Verdict(False, "")
     seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
@@ -232,8 +234,8 @@ def empty_cache(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def logits_of_all(summary: Summary) -> Verdict:
-    facts = summary.decoding and summary.decoding.facts
-    phase = facts.phase if facts else (summary.label.name if summary.label else "")
+    facts = summary.llm.decoding and summary.llm.decoding.facts
+    phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
     products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
     if phase != "prefill" or len(products) < 3:
         return Verdict(False, "")
@@ -256,13 +258,13 @@ def logits_of_all(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def reads_weights(summary: Summary) -> Verdict:
-    found = next(iter(summary.weight_reads), None)
+    found = next(iter(summary.llm.weight_reads), None)
     total = summary.summed_us
     if found is None or found.us <= MUCH_READING * total:
         return Verdict(False, "")
     if found.ridge_rows and found.rows >= found.ridge_rows:
         return Verdict(False, "")
-    gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.devices)
+    gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.source.devices)
     if peaks and gb_s > peaks.gb_s:
         return Verdict(False, "")  # out of a cache
     seen = (

@@ -141,10 +141,10 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
 
 def fused_attention(case: Case) -> Proposal | None:
     """The scores' products and softmax, forward and backward, become one kernel each."""
-    if not case.summary.unfused:
+    if not case.summary.attention.unfused:
         return None
-    scores = {one.scores.batch * one.scores.queries * one.scores.keys: one.scores for one in case.summary.unfused
-              if one.scores}  # fmt: skip
+    found = [one.scores for one in case.summary.attention.unfused if one.scores]
+    scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward = [], 0.0, 0, 0
     for run in runs:

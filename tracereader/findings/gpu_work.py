@@ -178,8 +178,10 @@ def copy_before_gemm(summary: Summary) -> Verdict:
 def addmm_without_add(summary: Summary) -> Verdict:
     launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
     for one in summary.gpu_work:
-        alone = launched["aten::addmm"] == (summary.ops["aten::addmm"].calls if "aten::addmm" in summary.ops else 0)
-        if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.ops:
+        alone = launched["aten::addmm"] == (
+            summary.cpu.ops["aten::addmm"].calls if "aten::addmm" in summary.cpu.ops else 0
+        )
+        if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.cpu.ops:
             return Verdict(True, short(one.name, 60))
     return Verdict(False, "")
 
@@ -242,7 +244,7 @@ def product_sizes(summary: Summary, m: int, k: int, n: int) -> Verdict:
 )
 def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
     if not summary.has_gpu_work:  # Inductor's C++ kernels are rows of the CPU lane
-        written = {name: op for name, op in summary.ops.items() if "cpp_fused" in name}
+        written = {name: op for name, op in summary.cpu.ops.items() if "cpp_fused" in name}
         seen = listed(f"{short(name, 60)} {op.self_us:,.1f} µs" for name, op in written.items())
         merged = [name for name in written if all(word in name for word in words)]
         return Verdict(len(merged) == 1, seen) if written else Verdict(None, NO_GPU)
@@ -309,7 +311,7 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
 
 
 def _graph_launches(summary: Summary) -> int:
-    return sum("GraphLaunch" in call.name for call in summary.chain)
+    return sum("GraphLaunch" in call.name for call in summary.cpu.chain)
 
 
 @finding(

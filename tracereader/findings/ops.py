@@ -21,12 +21,12 @@ COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)
 
 
 def _calls(summary: Summary, name: str) -> int:
-    return summary.ops[name].calls if name in summary.ops else 0
+    return summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
 
 
 @finding(predicts="most of the annotation's total time is spent in the ops below it, not in its self time", claims="04")
 def self_time_excludes_children(summary: Summary) -> Verdict:
-    label = summary.label
+    label = summary.cpu.label
     if label is None or not label.calls_inside:
         return Verdict(None, "the step has no annotation with ops in it")
     seen = (
@@ -39,13 +39,13 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
 @finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
 def many_calls(summary: Summary) -> Verdict:
     # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
-    name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
+    name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
     return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
 
 @finding(TABLE, "a row's total far above its self time", "The time is spent in the calls below it. Look at those rows.")
 def cost_in_children(summary: Summary) -> Verdict:
-    label = summary.label
+    label = summary.cpu.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
     return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, in one call")
@@ -57,9 +57,9 @@ def cost_in_children(summary: Summary) -> Verdict:
     "The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead.",
 )
 def annotation_twice(summary: Summary) -> Verdict:
-    label, step = summary.label, summary.chosen
+    label, step = summary.cpu.label, summary.chosen
     # Of several labels in a step, none has the step's span.
-    if label is None or summary.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
+    if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
         return Verdict(False, "")
     return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work")
 
@@ -67,7 +67,7 @@ def annotation_twice(summary: Summary) -> Verdict:
 @finding(predicts=lambda parent, child: f"{parent} resolves to {child}")
 def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
     inside, depth = [], None
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         if depth is not None and call.depth > depth:
             inside.append(call.name)
         else:
@@ -83,7 +83,7 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
 )
 def resolves_to_a_product(summary: Summary) -> Verdict:
     above = None
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         if above is not None and call.depth <= above.depth:
             above = None
         if above is not None and call.name in MATMULS:
@@ -108,7 +108,7 @@ def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -
     predicts=lambda *ops: f"{', '.join(ops)}: no GPU work, because a view moves no data", needs_gpu=True, claims="25 29"
 )
 def launch_nothing(summary: Summary, *ops: str) -> Verdict:
-    found = [call for call in summary.chain if call.name in ops]
+    found = [call for call in summary.cpu.chain if call.name in ops]
     if not found:
         return Verdict(None, "none of them in this trace")
     launching = sorted({call.name for call in found if call.reaches_gpu})
@@ -122,15 +122,15 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     needs_gpu=True,
 )
 def views_launch_nothing(summary: Summary) -> Verdict:
-    counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
+    counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
     return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
 
 
 @finding(predicts="Dynamo looks up its cache in every call, and every step calls the same graph", claims="15")
 def compiled_rows(summary: Summary) -> Verdict:
-    names = [call.name for call in summary.chain]
+    names = [call.name for call in summary.cpu.chain]
     missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
-    graphs, same = len(summary.compiled_graphs), _same_graphs(summary)
+    graphs, same = len(summary.compiled.graphs), _same_graphs(summary)
     seen = (
         f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
         + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
@@ -142,18 +142,20 @@ def compiled_rows(summary: Summary) -> Verdict:
 
 def _same_graphs(summary: Summary) -> bool:
     """Whether every step calls the same compiled graphs, by their hashes."""
-    return bool(summary.compiled_graphs) and all(one == summary.compiled_graphs for one in summary.graphs_of_steps)
+    return bool(summary.compiled.graphs) and all(
+        one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps
+    )
 
 
 @finding(predicts="no rows of torch.compile on the CPU", claims="34")
 def no_compile_rows(summary: Summary) -> Verdict:
-    rows = [call.name for call in summary.chain if "Dynamo" in call.name or "Compiled" in call.name]
+    rows = [call.name for call in summary.cpu.chain if "Dynamo" in call.name or "Compiled" in call.name]
     return Verdict(not rows, f"{len(rows)} such rows")
 
 
 @finding(predicts=lambda op: f"compiled: getting to {op} takes more CPU time than {op} itself", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
-    us, step = summary.ops[op].total_us if op in summary.ops else 0.0, summary.chosen.cpu_us
+    us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
     return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
 
 
@@ -163,22 +165,22 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
-    lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
+    lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
     # Self times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
-    own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
+    own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
     seen = (
         f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
         f"regions' self time {own:,.1f} µs"
     )
-    in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
+    in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
     return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
 
 
 @finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused, and nothing is recompiled.")
 def same_graph_in_all_steps(summary: Summary) -> Verdict:
     again = len(summary.steps) > 1 and _same_graphs(summary)
-    seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
-    return Verdict(again and not summary.recompiled, seen)
+    seen = f"{len(summary.compiled.graphs)} in {counted(len(summary.steps), 'step')}"
+    return Verdict(again and not summary.compiled.recompiled, seen)
 
 
 @finding(
@@ -194,4 +196,6 @@ def recompiled(summary: Summary) -> Verdict:
     us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
     # While the CPU compiles for so long, either lane waits.
     cost = cost_of(summary, us, us) if us else None
-    return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=cost)
+    return Verdict(
+        bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]), cost_us=cost
+    )

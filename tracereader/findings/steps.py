@@ -9,28 +9,16 @@ from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
 from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, family_in_words, finding, listed
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
-# Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
-# decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
-MUCH_IDLE = 0.35
-# Of a step's time, what is most of it.
-MOST = 0.5
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
-# Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
-# rank, 34% in FSDP of a model too small for it.
-MUCH_EXPOSED = 0.3
-# Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
-# kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
-NEAR_THE_ROOF = 0.5
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
 FAR_FROM_A_ROOF = 0.05
-# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
-MUCH_KNOWN = 0.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
@@ -50,30 +38,6 @@ MUCH_SLOWER = 5
 ALIKE_SPREAD = 3
 
 
-def waits_for(summary: Summary) -> str | None:
-    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why.
-
-    Judged from step to step, and after a first step that stands out: it would hide what the others are like.
-    """
-    gpu, window = summary.steady, summary.steady_us
-    if _captures(summary) and (gpu is None or gpu.idle_us > MUCH_IDLE * window):
-        return "capture"
-    if gpu is None:
-        return "cpu-only"
-    if gpu.idle_us > MUCH_IDLE * window:
-        causes = _idle_by_cause(gpu)
-        return max(causes, key=causes.get)
-    if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
-        return "communication"
-    return _roof_met(summary)
-
-
-def _captures(summary: Summary) -> bool:
-    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
-    found, step = summary.captures, summary.chosen
-    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
-
-
 def cost_of(
     summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
 ) -> float | None:
@@ -85,32 +49,17 @@ def cost_of(
     """
     if idle_us is not None:
         return idle_us
-    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(waits_for(summary), gpu_us)
-
-
-def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
-    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
-
-
-def _roof_met(summary: Summary) -> str:
-    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
-    near = Counter()
-    for one in summary.gpu_work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
-    total = summary.summed_us
-    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
-    return roof if us > MUCH_KNOWN * total else "gpu"
+    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(summary.waits_for, gpu_us)
 
 
 def regime(summary: Summary) -> str:
     """What the steps wait for, in a word of WORDS."""
-    return WORDS[waits_for(summary)]
+    return WORDS[summary.waits_for]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
-    gpu, found, word = summary.steady, waits_for(summary), regime(summary)
+    gpu, found, word = summary.steady, summary.waits_for, regime(summary)
     if found == "capture":
         recorded, ran = summary.captures, summary.chosen.launches
         seen = f"{counted(recorded.launches, 'launch call')} of the step"
@@ -118,7 +67,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
-        if summary.devices:
+        if summary.source.devices:
             return word, "the trace holds GPU work, and none of it in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
@@ -138,13 +87,13 @@ def waiting(summary: Summary) -> tuple[str, str]:
     else:
         seen = f"{busy}, {_largest_family(summary)}"
     if idle > SOME_IDLE:
-        causes = _idle_by_cause(gpu)
+        causes = idle_by_cause(gpu)
         seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
     return word, seen + _untraced(summary)
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
-    share = f"{_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
+    share = f"{idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
     part = f"{'all' if share == '100%' else share} of the idle time"
     return {
         "overhead": f"{part} is the GPU waiting for CPU launches",
@@ -179,7 +128,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     compute or memory, outside where that much of it lies in no op, else cpu-only; and the figures.
     """
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
-    for one in summary.cpu_work:
+    for one in summary.cpu.work:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
     for (near, roof), ops in groups.items():
@@ -190,10 +139,10 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
             took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the best rate of {best}"
             small = ": small ops, or cores that others use, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
-    if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
+    if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
-        return "outside", f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
-    could = summary.lesson and not summary.shapes_recorded
+        return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
+    could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
     return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
 
@@ -212,7 +161,7 @@ WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
 def busy_machine(summary: Summary) -> str | None:
     """What shows that other programs probably used the cores, and what to do; None where nothing does."""
-    if waits_for(summary) not in ("cpu-only", "overhead"):
+    if summary.waits_for not in ("cpu-only", "overhead"):
         return None
     return _uneven_steps(summary) or _slow_products(summary)
 
@@ -225,10 +174,10 @@ def _uneven_steps(summary: Summary) -> str | None:
     more = long.cpu_us - short.cpu_us
     waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
     # Another program's Python may do other things from step to step; a numbered script's does not.
-    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.lesson)
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.facts.script)
     if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
         return None
-    same = summary.lesson or summary.shapes_recorded or short.gpu_busy_us
+    same = summary.source.facts.script or summary.source.shapes_recorded or short.gpu_busy_us
     supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
     return (
         f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
@@ -241,7 +190,7 @@ def _slow_products(summary: Summary) -> str | None:
         return None
     slow = [
         one
-        for one in summary.cpu_work
+        for one in summary.cpu.work
         if one.best_us is not None
         and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
         and one.us > FAR_SLOWER * one.best_us + BESIDES_US
@@ -257,9 +206,9 @@ def _slow_products(summary: Summary) -> str | None:
 
 def bound_by(summary: Summary) -> str:
     """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
-    found = waits_for(summary)
+    found = summary.waits_for
     if found == "cpu-only":
-        found = None if summary.devices else _on_cpu(summary)[0]
+        found = None if summary.source.devices else _on_cpu(summary)[0]
     return BOUND_BY[found]
 
 
@@ -276,7 +225,7 @@ def regime_is(summary: Summary, name: str) -> Verdict:
     found, figures = waiting(summary)
     holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
     sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
-    if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.shapes_recorded:
+    if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
         return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
     return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
@@ -300,7 +249,7 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
 )
 def overhead_bound(summary: Summary) -> Verdict:
     cpu, gpu = _self_totals(summary)
-    return Verdict(waits_for(summary) == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
+    return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
 
 @finding(
@@ -311,13 +260,13 @@ def overhead_bound(summary: Summary) -> Verdict:
 )
 def gpu_bound(summary: Summary) -> Verdict:
     cpu, gpu = _self_totals(summary)
-    busy = waits_for(summary) in ("compute", "memory", "gpu")
+    busy = summary.waits_for in ("compute", "memory", "gpu")
     return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
 
 
 @finding(predicts=lambda first, count: f"the trace holds steps #{first} to #{first + count - 1}", claims="05")
 def records_steps(summary: Summary, first: int, count: int) -> Verdict:
-    names = [step.name for step in summary.steps] if summary.has_steps else []
+    names = [step.name for step in summary.steps] if summary.source.has_steps else []
     right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
     return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
 
@@ -329,7 +278,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         return None
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
     beside = f" (in the same step: {told})" if told else ""
-    first = summary.has_steps and step is summary.steps[0]
+    first = summary.source.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
         return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
@@ -422,7 +371,7 @@ def _took(more: Excess, names: list[str]) -> str:
 )
 def slow_first_step(summary: Summary) -> Verdict:
     first = summary.steps[0]
-    if first.times_the_typical is None or not summary.has_steps:
+    if first.times_the_typical is None or not summary.source.has_steps:
         return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
     return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
@@ -456,7 +405,7 @@ def late_first_op(summary: Summary) -> Verdict:
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
         return Verdict(False, "")
-    whose = "" if summary.label else "; without an annotation, from the step's start"
+    whose = "" if summary.cpu.label else "; without an annotation, from the step's start"
     return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
 
@@ -475,7 +424,7 @@ def steps_are_alike(summary: Summary) -> Verdict:
 
 @finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")
 def one_buffer_request(summary: Summary) -> Verdict:
-    requests = summary.buffer_requests
+    requests = summary.profiler.buffer_requests
     before = [one for one in requests if one.before_first_work]
     seen = counted(len(requests), "request") + (
         f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
@@ -489,24 +438,24 @@ def one_buffer_request(summary: Summary) -> Verdict:
     "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
 )
 def buffer_request(summary: Summary) -> Verdict:
-    requests = summary.buffer_requests
+    requests = summary.profiler.buffer_requests
     return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
 
 
 @finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
 def module_loading(summary: Summary) -> Verdict:
-    loads = [one for name, one in summary.overheads.items() if "Loading" in name]
+    loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
     return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
 
 
 @finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
 def long_final_sync(summary: Summary) -> Verdict:
-    if summary.final_sync_us is None:
+    if summary.profiler.final_sync_us is None:
         return Verdict(None, "no synchronization after the last step")
     busy = summary.gpu.busy_us if summary.gpu else 0.0
-    seen = f"{summary.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
+    seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
     short = "here it only waits for the last kernel: it measures no idleness"
-    return Verdict(summary.final_sync_us > 10 * busy, seen, short)
+    return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 
 @finding(
@@ -517,7 +466,7 @@ def long_final_sync(summary: Summary) -> Verdict:
 )
 def final_synchronization(summary: Summary) -> Verdict:
     # The shortest one seen on the H200 took 8.5 µs: the call itself.
-    us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
+    us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
     long = us is not None and us > max(20, 0.05 * summary.window_us)
     return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 

@@ -2,7 +2,7 @@
 
 from tracereader.figures import Summary
 from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
-from tracereader.findings.steps import cost_of, waits_for
+from tracereader.findings.steps import cost_of
 
 # Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
 MUCH_LOADING = 0.1
@@ -80,7 +80,7 @@ def starving(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def backward_is_twice_the_forward(summary: Summary) -> Verdict:
-    gpu_us = {place.name: place.gpu_us for place in summary.by_label}
+    gpu_us = {place.name: place.gpu_us for place in summary.places.by_label}
     if not gpu_us.get("forward") or "backward" not in gpu_us:
         return Verdict(None, "the step has no labels forward and backward with GPU work")
     least, most = ABOUT_TWICE
@@ -109,7 +109,7 @@ def busy_while_waiting(summary: Summary) -> Verdict:
     if not total:
         return Verdict(None, "no collective on the GPU in the steps")
     exposed, busy = summary.gpu.exposed_communication_us, summary.gpu.busy_us
-    looks_busy = waits_for(summary) in ("communication", "compute", "memory", "gpu")
+    looks_busy = summary.waits_for in ("communication", "compute", "memory", "gpu")
     seen = f"busy {summary.busy_share:.0%} of the time, and {exposed / busy:.0%} of that in collectives alone"
     return Verdict(looks_busy and exposed > MUCH_WAITED * busy, seen)
 

@@ -13,6 +13,7 @@ from tracereader.findings.finding import Prediction
 from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
+from tracereader.trace.facts import as_stored
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
@@ -35,17 +36,27 @@ SECTION_KEYS = {
                  "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
                  "cast_products"),
 }  # fmt: skip
-ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
-          "busy_machine", "typical_step", "typical_index", "window_us")  # fmt: skip
+ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
+          "busy_machine", "typical_step", "typical_index", "window_us", "recorded_step_us",
+          "unprofiled_step_us")  # fmt: skip
+# Raised when a name that a program may count on goes or changes what it means.
+VERSION = 2
+# The summary's parts, whose fields stand at the document's top.
+FLAT = ("source", "cpu", "places", "attention", "llm", "compiled", "profiler")
 
 
 def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1."""
-    document = msgspec.to_builtins(summary)
-    for step, measured in zip(summary.steps, document["steps"], strict=True):
-        measured["cause"] = steps.cause(summary, step)
+    measured = msgspec.to_builtins(summary)
+    del measured["source"]["facts"]  # shown as they stand in the trace
+    stored = as_stored(summary.source.facts)
+    known = {name: stored[name] for name in ("script", "flags", "facts")} if stored["script"] else None
+    document = {"version": VERSION, "lesson": known}
+    for name, value in measured.items():
+        document |= value if name in FLAT else {name: value}
+    for step, row in zip(summary.steps, document["steps"], strict=True):
+        row["cause"] = steps.cause(summary, step)
     document["busy_machine"] = steps.busy_machine(summary)
-    document["waits_for"] = steps.waits_for(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
         {

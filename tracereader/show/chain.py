@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import Call
 from tracereader.figures.repeats import repeated_names
-from tracereader.figures.summary import Call
 from tracereader.show.text import head, paragraph, plain, us
 from tracereader.show.view import View
 from tracereader.trace.kernel_names import short
@@ -17,13 +17,13 @@ CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
 
 def show(out: Console, summary: Summary, view: View) -> None:
     """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
-    folded = not view.all and len(summary.chain) > LINES_SHOWN
-    step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
+    folded = not view.all and len(summary.cpu.chain) > LINES_SHOWN
+    step = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
     out.print(head(f"dispatch chain of {step}{', shortest first, into what takes longest' * folded}", "chain"))
     if folded:
-        _folded_chain(out, summary.chain, 0, len(summary.chain))
+        _folded_chain(out, summary.cpu.chain, 0, len(summary.cpu.chain))
         return
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         indent = "  " * (call.depth + 1)
         line = f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
         if call.layer:

@@ -38,7 +38,7 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.told_apart(sides)
-    devices = [", ".join(dict.fromkeys(one.devices)) or "CPU only" for one in summaries]
+    devices = [", ".join(dict.fromkeys(one.source.devices)) or "CPU only" for one in summaries]
     if len(set(devices)) > 1:
         told = ", ".join(f"{number + 1}: {plain(device)}" for number, device in enumerate(devices))
         out.print(f"[yellow]the devices differ[/yellow]   {told}")
@@ -70,7 +70,7 @@ def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False)
 def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], title: str) -> None:
     """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
     gpu = any(side.summary.has_gpu_work for side in sides)
-    decoding = [side.summary.decoding for side in sides]
+    decoding = [side.summary.llm.decoding for side in sides]
     memory = any(side.peak_bytes for side in sides)
     multiples = ["of run 1", "of prev."] if len(sides) > 2 else ["of run 1"]
     heads = [title, "CPU µs", *multiples, "1st step"]
@@ -87,7 +87,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], 
             cells = [us(one.gpu_us), *(ratio(one.gpu_us, base.gpu_us) for base in others), str(one.chosen.launches)]
             cells += [str(one.count(kind)) for kind in ("kernel", "memcpy", "memset")]
             row += cells if one.has_gpu_work else ["–"] * len(cells)
-        row += [tokens_s(one.decoding.tokens_s)] if all(decoding) else []
+        row += [tokens_s(one.llm.decoding.tokens_s)] if all(decoding) else []
         rows.append(row + [size(side.peak_bytes) if side.peak_bytes else "–"] * memory)
     print_columns(out, heads + ["memory"] * memory, rows)
 
@@ -117,7 +117,7 @@ def _by_family(summary: Summary) -> dict[str, float]:
 
 
 def _by_op(summary: Summary) -> dict[str, float]:
-    return {name: one.self_us for name, one in summary.ops.items()}
+    return {name: one.self_us for name, one in summary.cpu.ops.items()}
 
 
 def _times(

@@ -20,7 +20,7 @@ READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: 
 
 def predictions_of(trace: Trace) -> list[Prediction]:
     """What the numbered script that made this trace predicted, as far as this version can read it."""
-    records = trace.lesson.guesses if trace.lesson else ()
+    records = trace.facts.guesses
     return [one for record in records if (one := expect.from_record(record))]
 
 
@@ -56,7 +56,7 @@ def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
 
 def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
     """What the reference trace of a GPU answers, where a run on the CPU cannot. more: others have been told."""
-    reference = references.of(Path(summary.trace), GPU_REFERENCE)
+    reference = references.of(Path(summary.source.trace), GPU_REFERENCE)
     try:
         gpu = reference and summarize(read(reference))
     except TraceError:  # no answer of this run's is lost by it
@@ -67,7 +67,7 @@ def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summa
             out.print(f"  {MARKS[None]}  {left}")
         return
     answers = [(one, one.ask(gpu)) for one in predictions]
-    on_gpu = f"On an {plain(gpu.devices[0])}, by its reference trace"
+    on_gpu = f"On an {plain(gpu.source.devices[0])}, by its reference trace"
     told = ". ".join([*[left] * more, on_gpu])
     paragraph(out, f"{told}{_kept(answers) if brief else ':'}", "  ", "  ")
     if not brief:

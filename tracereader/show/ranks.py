@@ -17,6 +17,7 @@ from tracereader.findings.finding import counted, duration, size
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import lanes, opportunities
+from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
 from tracereader.show.view import View
@@ -82,7 +83,7 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     limit: of a trace that is read again, in bytes. Raises BadInput.
     """
     wanted = _wanted(summary, view)
-    document = msgspec.to_builtins(summary)
+    document = {"version": VERSION} | msgspec.to_builtins(summary)
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None

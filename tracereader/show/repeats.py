@@ -40,7 +40,7 @@ def table(out: Console, summary: Summary) -> None:
     total, shown = summary.summed_us, told(summary)
     largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
     rows = []
-    facts = summary.decoding.facts if summary.decoding else None
+    facts = summary.llm.decoding.facts if summary.llm.decoding else None
     for one in sorted(largest, key=lambda one: one.start):
         each = facts.layers / one.times if facts and facts.layers and not one.replays else 1
         layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
@@ -52,7 +52,7 @@ def table(out: Console, summary: Summary) -> None:
     pieces = len(summary.gpu_work) - sum(one.pieces * one.times for one in largest)
     if pieces:
         rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
-    step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
+    step = f" of {'step ' * summary.source.has_steps}{summary.chosen.number}"
     print_columns(
         out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "of GPU work"), rows
     )

@@ -111,7 +111,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         "names": lambda view: work.names(out, summary, view),
         "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
         "series": lambda view: series_of.show(
-            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), summary.lesson is not None
+            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), bool(summary.source.facts.script)
         ),
         "chain": lambda view: chain.show(out, summary, view),
         "patterns": lambda view: _patterns(out, summary, found, view),
@@ -199,15 +199,15 @@ def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) 
 
 def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: device, rank, steps, and how much work a step is."""
-    nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
-    if steps.waits_for(summary) == "capture":
+    nothing = "no GPU work recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
+    if summary.waits_for == "capture":
         nothing = "no GPU work"  # a capture runs nothing
-    words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
-    if len(summary.devices) > 1:
-        words[0] += f" ({len(summary.devices)} GPUs)"
-    if summary.rank is not None:
-        words.append(f"rank {summary.rank} of {summary.world_size}")
-    if summary.has_steps:
+    words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]
+    if len(summary.source.devices) > 1:
+        words[0] += f" ({len(summary.source.devices)} GPUs)"
+    if summary.source.rank is not None:
+        words.append(f"rank {summary.source.rank} of {summary.source.world_size}")
+    if summary.source.has_steps:
         count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
         words.append(
             f"{count} steps, median {_step_time(summary)}, {first} to {last}"
@@ -218,15 +218,15 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         words.append(f"no profiler steps: {duration(summary.cpu_us)}, read as one")
     if summary.has_gpu_work:
         words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
-    took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
-    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
+    took = summary.source.facts.first_call_s
+    if took is not None and not view.brief:  # a script has said it already
         words.append(f"first call {seconds(took)}")
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
     busy = steps.busy_machine(summary)
-    for text in [*summary.warnings, *([busy] if busy else [])]:
+    for text in [*summary.source.warnings, *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
@@ -248,7 +248,9 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     lines = [f"[bold]{word}[/bold]: {figures}"]
     if summary.has_gpu_work:
         step = summary.chosen
-        waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
+        waits = sum(
+            one.self_us for name, one in summary.cpu.runtime.items() if "Synchronize" in name or "Memcpy" in name
+        )
         loading = summary.training.loading.us if summary.training.loading else 0.0
         each = f", one for every {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
         if step.launches == 1:
@@ -256,7 +258,7 @@ def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
         if max(waits, loading) > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
             what = "waiting for the DataLoader" if loading > waits else "in synchronizations and copies"
             each = f"; {duration(max(waits, loading))} of its CPU time {what}"
-        busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
+        busiest = f" on the busiest of {len(summary.source.devices)} GPUs" if len(summary.source.devices) > 1 else ""
         lines.append(
             f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
             f"the work itself takes {duration(summary.gpu_us)} a step{busiest}"
@@ -281,22 +283,22 @@ def _cpu_in_short(summary: Summary) -> list[str]:
     """Where a step's time is on the CPU: in which labels and ops, and how much of it in none."""
     step_us = summary.chosen.cpu_us
     own: dict[str, float] = {}
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         if is_op(call):
             name = _by_its_kind(call.name)
             own[name] = own.get(name, 0.0) + call.self_us
     if not own or not step_us:
         return []
     lines = []
-    places = summary.by_phase or summary.by_label
+    places = summary.places.by_phase or summary.places.by_label
     phases = {_by_its_kind(one.name): one.cpu_us / step_us for one in places if one.cpu_us}
     if told := _shares(phases, sorted(phases, key=phases.get)[-LABELS_NAMED:]):
-        lines.append(f"by {'phase' if summary.by_phase else 'label'}, of a step: {told}")
+        lines.append(f"by {'phase' if summary.places.by_phase else 'label'}, of a step: {told}")
     largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
     if told := _shares({name: own[name] / step_us for name in largest}, largest):
-        summed = f", summed over {summary.op_threads} threads" if summary.op_threads > 1 else ""
+        summed = f", summed over {summary.cpu.op_threads} threads" if summary.cpu.op_threads > 1 else ""
         lines.append(f"ops by their own time{summed}, of a step: {told}")
-    outside = summary.outside_ops
+    outside = summary.cpu.outside_ops
     if outside is not None and 0.05 < outside <= steps.MUCH_IDLE:  # more of it stands in the first line
         lines.append(f"{outside:.0%} of the step is in no recorded op")
     return lines
@@ -325,7 +327,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
     shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
     reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
     shown.append((f"the whole window, {reaches}", us(window), "100%"))
-    title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
+    title = "time of the busiest GPU" if len(summary.source.devices) > 1 else "time of the GPU"
     print_columns(out, (title, "µs", "of the window"), shown, section="gpu")
     for name, value in list(summary.idle_in.items())[:3]:
         if value > 0.1 * sum(summary.idle_in.values()):
@@ -334,9 +336,9 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
                 waits += f", of that {_functions(summary.idle_python)}"
             paragraph(out, waits, "  ", "    ")
     for title, places in (
-        ("GPU work of a step, by phase (from autograd)", summary.by_phase),
-        ("GPU work of a step, summed by label", () if summary.by_phase else summary.by_label),
-        ("by module", summary.by_module_class),
+        ("GPU work of a step, by phase (from autograd)", summary.places.by_phase),
+        ("GPU work of a step, summed by label", () if summary.places.by_phase else summary.places.by_label),
+        ("by module", summary.places.by_module_class),
     ):
         shown = places[: view.most(ROWS_SHOWN)]
         if shown:
@@ -385,7 +387,10 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
     """The ops' own time; calls of the driver apart, since many of them wait."""
-    for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
+    for title, table in (
+        ("CPU ops by self time, one step", summary.cpu.ops),
+        ("calls of the driver", summary.cpu.runtime),
+    ):
         ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
         shown = ordered[: view.most(ROWS_SHOWN)]
         named = labels([name for name, _ in shown], 60)
@@ -394,13 +399,13 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
             print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
             and_more(out, len(ordered), len(rows))
     same: dict[tuple, list[CpuWork]] = {}
-    for one in summary.cpu_work:
+    for one in summary.cpu.work:
         if one.flops or one.bytes_moved:
             key = (one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved)
             same.setdefault(key, []).append(one)
     costliest = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))
     shown = costliest[: view.most(ROWS_SHOWN)]
-    types = len({one.type for one in summary.cpu_work if one.type}) > 1
+    types = len({one.type for one in summary.cpu.work if one.type}) > 1
     for calls in shown:
         paragraph(out, plain(_rates(calls, types)), rest="  ")
     and_more(out, len(costliest), len(shown))
@@ -486,7 +491,7 @@ def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
 
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
+    roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script and view.share == 1
     explained = view.all or view.only or roomy
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     shown = found[: view.most(PATTERNS_SHOWN)]

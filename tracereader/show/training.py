@@ -14,7 +14,7 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 def tells(summary: Summary) -> bool:
     """Whether there is anything to show."""
-    one, places = summary.training, (summary.by_phase, summary.by_label, summary.by_module)
+    one, places = summary.training, (summary.places.by_phase, summary.places.by_label, summary.places.by_module)
     return any(
         (
             not summary.has_gpu_work and any(places),
@@ -34,9 +34,9 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
     out.print(f"[bold]inside step {plain(summary.chosen.number)}[/bold]")
     if not summary.has_gpu_work:  # with a GPU lane they stand beside its time
         for title, places in (
-            ("by phase, from autograd's events", summary.by_phase),
-            ("by label", () if summary.by_phase else summary.by_label),
-            ("ops by module", summary.by_module_class[:rows]),
+            ("by phase, from autograd's events", summary.places.by_phase),
+            ("by label", () if summary.places.by_phase else summary.places.by_label),
+            ("ops by module", summary.places.by_module_class[:rows]),
         ):
             named = labels([one.name for one in places], 50)
             shown = [
@@ -46,7 +46,7 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             ]
             if shown:
                 print_columns(out, (title, "CPU µs", "of the step"), shown)
-        and_more(out, len(summary.by_module_class), len(summary.by_module_class[:rows]))
+        and_more(out, len(summary.places.by_module_class), len(summary.places.by_module_class[:rows]))
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""

@@ -27,6 +27,7 @@ from tracereader.trace.document import (
     decoded_as,
     load,
 )
+from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, STEP
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
@@ -176,20 +177,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a numbered script stored of its run.
-
-    guesses: as expect.py records them. facts: what no profiler records. run: stands in its table, too.
-    """
-
-    script: str
-    flags: dict
-    guesses: tuple[dict, ...]
-    facts: dict
-    run: str
-
-
-@dataclass(frozen=True)
 class Rank:
     """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
 
@@ -220,7 +207,7 @@ class Trace:
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
     device_properties: dict[object, dict]  # by the device's number, as the driver told the profiler
-    lesson: Lesson | None
+    facts: RunFacts
     rank: Rank | None
     has_shapes: bool
     zeroed: int
@@ -332,7 +319,7 @@ def _built(path: Path, document: Document) -> Trace:
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
         device_properties=properties,
-        lesson=_lesson(document.lesson),
+        facts=document.facts,
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
@@ -538,19 +525,6 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """The names of the devices that did work; their numbers where the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
-
-
-def _lesson(found: object) -> Lesson | None:
-    if not isinstance(found, dict) or not isinstance(found.get("script"), str):
-        return None
-    flags, guesses, facts = found.get("flags"), found.get("guesses"), found.get("facts")
-    return Lesson(
-        script=found["script"],
-        flags=flags if isinstance(flags, dict) else {},
-        guesses=tuple(one for one in guesses if isinstance(one, dict)) if isinstance(guesses, list) else (),
-        facts=facts if isinstance(facts, dict) else {},
-        run=str(found.get("run", "")),
-    )
 
 
 def _rank(found: object) -> Rank | None:
