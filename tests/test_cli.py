@@ -11,8 +11,7 @@ import pytest
 import references
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import H200, LARGE, OTHERS, REFERENCES, ROOT
-from rich.cells import cell_len
+from references import H200, REFERENCES, ROOT
 
 from tracereader import cli, expect
 from tracereader.figures import summarize
@@ -471,15 +470,15 @@ def test_only_and_step_apply_everywhere(capsys):
         return capsys.readouterr().out
 
     short = shown(SMALL, "--only", "short")
-    assert "in short" in short and "dispatch chain" not in short
+    assert "the GPU is " in short and "call tree" not in short
     both = shown("--only", "steps,short", SMALL)  # the file is not swallowed
-    assert "to first op" in both and "in short" in both and "dispatch chain" not in both
+    assert "to first op" in both and "the GPU is " in both and "call tree" not in both
     found = json.loads(shown(SMALL, "--json", "--only", "steps"))
     assert len(found["steps"]) == 3 and "gpu_work" not in found and "chain" not in found
     second = json.loads(shown(SMALL, "--json", "--step", "2"))
     assert second["typical_step"] == "ProfilerStep#2" != json.loads(shown(SMALL, "--json"))["typical_step"]
     assert second["chain"][0]["name"] == "ProfilerStep#2"
-    assert "dispatch chain of step #2" in shown(SMALL, "--step", "2")
+    assert "call tree of step #2" in shown(SMALL, "--step", "2")
     figures = shown(SMALL, SMALL, "--only", "steps", "--step", "2")
     assert "step #2" in figures and "what changed" not in figures
     assert f"{second['steps'][0]['cpu_us']:,.1f}" in figures
@@ -487,6 +486,11 @@ def test_only_and_step_apply_everywhere(capsys):
     assert cli.main([str(SMALL), str(SMALL), "--only", "names"]) == 2
     assert cli.main([str(SMALL), "--only", "steps,everything"]) == 2
     assert "no section 'everything'" in capsys.readouterr().err
+
+
+def in_some_unit(us):
+    """How a column may write a time: in µs, ms or s."""
+    return {f"{us:.1f}", f"{us / 1e3:.2f}", f"{us / 1e3:.1f}", f"{us / 1e6:.2f}", "<0.01", "<0.1"}
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
@@ -503,10 +507,10 @@ def test_no_width_cuts_a_figure(monkeypatch, capsys, file, width):
             found["gpu_work"]
         )
         for key in keys:
-            assert step[key] is None or f"{step[key]:.1f}" in words, (key, step[key])
+            assert step[key] is None or in_some_unit(step[key]) & words, (key, step[key])
     for one in found["gpu_work"]:
         for key in ("us", "low_us", "high_us"):
-            assert f"{one[key]:.1f}" in words, (one["name"], key)
+            assert in_some_unit(one[key]) & words, (one["name"], key)
         assert one["launched_by"] in words
     table = [line for line in screen.splitlines()[2:] if "took" not in line and not line.startswith("#0 ")]
     assert max(map(len, table)) <= width
@@ -630,17 +634,6 @@ def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
     assert gpu["idle_us"] == pytest.approx(idle)
 
 
-@pytest.mark.parametrize("width", [80, 140])
-@pytest.mark.parametrize("file", [*REFERENCES, *OTHERS, *LARGE], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
-def test_a_report_fits_its_lines(monkeypatch, capsys, file, width):
-    monkeypatch.setenv("COLUMNS", f"{width}")
-    lines = shown(capsys, file, "--lanes").splitlines()
-    # As a terminal shows them: what is too wide goes on in the next line.
-    assert 15 < sum(max(1, -(-cell_len(line) // width)) for line in lines) <= 80
-    # Broken between words at 80; in a pipe of 140 a sentence stays one line.
-    assert width != 80 or not [line for line in lines if cell_len(line) > 80 and "traces/" not in line]
-
-
 def test_the_last_steps_stub_is_not_typical(tmp_path):
     events = []
     for number, dur in enumerate((100, 110, 10)):
@@ -662,7 +655,7 @@ def test_a_step_slow_on_the_gpu_is_marked(tmp_path, capsys):
         events.append(event("k", cat="kernel", ts=ts + 5, dur=dur, tid=9, args={"correlation": number}))
     file = written(tmp_path, events)
     assert [step.gpu_times_the_median for step in measured(file).steps] == [None, None, 1.5, None]
-    assert "#2's GPU work took 1.5 times the median step's" in shown(capsys, file)
+    assert "#2's GPU busy time is 1.5 times the median step's" in shown(capsys, file)
 
 
 def made_steps(steps, rest=()):
@@ -685,13 +678,13 @@ CAUSES = {
     "more calls": (USUAL * 5, "it makes 5 calls of aten::mm where the typical step makes 1, "
                               "5 of aten::gelu where that makes 1"),
     "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
-                         "of its 1,900 µs more, 1,000 are aten::mm's own"),
+                         "of its 1,900 µs more, 1,000 are self time of aten::mm"),
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
-                        "of its 2,200 µs more, 1,100 are aten::gelu's own, 1,000 are aten::mm's own"),
+                        "of its 2,200 µs more, 1,100 are self time of aten::gelu, 1,000 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
                            "aten::mm took 300 µs more, other calls less"),
     "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
-    "all slower": ([(name, 2 * us) for name, us in USUAL], "most of what it calls is slower, 2.0 to 2.0 times"),
+    "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 to 2.0 times slower"),
     "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
 }  # fmt: skip
 
@@ -704,7 +697,7 @@ def test_why_a_step_took_longer(tmp_path, capsys, what):
     screen = " ".join(shown(capsys, file, "--only", "steps").split())
     assert screen.endswith(f"* #1 took {took:,.1f} times the typical step: {why}"), screen
     first = " ".join(shown(capsys, written(tmp_path, made_steps([calls, USUAL, USUAL])), "--only", "steps").split())
-    pause = ": as after a pause; the profiler had just begun to record" * (what == "all slower")
+    pause = ", probably because the profiler has just started" * (what == "all slower")
     assert first.endswith(f"* #0 took {took:,.1f} times the typical step: {why}{pause}"), first
     assert "cold start" not in screen + first and "first use" not in screen + first
 
@@ -761,7 +754,7 @@ def test_compiling_again_is_said_and_what_it_took(capsys):
     one = measured(file).steps[2]
     assert (one.compiled, one.compile_us) == (["0/1"], pytest.approx(us))
     again = f"torch.compile compiled again (0/1) for {us / 1e3:,.1f} ms"
-    assert f"{again} in step #3" in " ".join(shown(capsys, file, "--only", "short").split())
+    assert f"{again} in step #3" in " ".join(shown(capsys, file, "--only", "patterns").split())
     screen = " ".join(shown(capsys, file, "--only", "steps").split())
     assert f"* #3 took 15.1 times the typical step: {again} of its {step['dur'] / 1e3:,.1f} ms" in screen
     assert "torch.compile compiled (0/0)" in screen

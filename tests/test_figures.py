@@ -411,7 +411,7 @@ def verdicts(name):
         ("01_matmul_add/64_bf16_cold_eager", "occupancy query", True, "none in steps #2 to #4"),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0", "occupancy query", True, "in step #0"),
         ("01_matmul_add/64_bf16_cold_eager", "last cudaDeviceSynchronize", False, ""),
-        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "its work is matrix products"),
+        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "of its time is matrix products"),
         ("01_matmul_add/4096_bf16_warm_eager_shapes", "compute-bound", True, "the arithmetic peak"),
         ("01_matmul_add/4096_bf16_warm_eager", "many registers", True, "168 registers"),
         ("01_matmul_add/64_bf16_warm_eager", "warm: all steps", False, ""),

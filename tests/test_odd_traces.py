@@ -64,7 +64,7 @@ def test_a_device_without_a_number_is_reported(written, capsys):
     kernel["name"] = "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT"
     trace = written(event("ProfilerStep#1", "user_annotation", 0, 100), product, launch, kernel, lesson=lesson)
     assert cli.main([str(trace), "--all"]) == 0
-    assert "prefill of one sequence" in capsys.readouterr().out
+    assert "Prefill of one sequence" in capsys.readouterr().out
 
 
 def test_a_label_called_launch_launches_nothing(written):
@@ -171,7 +171,7 @@ def test_two_steps_of_one_name_are_two(written, capsys):
     assert summary.chosen.cpu_us == 400 and summary.chosen.launches == len(summary.gpu_work) == 5
     assert cli.main([str(trace), "--only", "short,chain"]) == 0
     said = capsys.readouterr().out
-    assert "5 launches a step" in said and said.count("cudaLaunchKernel") == 5
+    assert "5 kernels per step" in said and said.count("cudaLaunchKernel") == 5
 
 
 def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
@@ -204,7 +204,7 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
     assert cost_of(summary, gpu_us=10) is None
     assert cli.main([str(trace)]) == 0
     said = capsys.readouterr().out
-    assert "CUDA graph capture: 20 launch calls of the step were recorded into 1 graph and ran nothing" in said
+    assert "CUDA graph capture. 20 launch calls of the step were recorded into 1 graph and ran nothing" in said
     assert "overhead-bound" not in said
 
 

@@ -58,7 +58,7 @@ def test_matrix_products_of_compiled_prefill_are_cublas_own(capsys):
     path = LLM / "1x512_bf16_warm_compile_prefill_dynamic_last.json.gz"
     work = [e for mark in raw_steps(slices(path)) for e in raw_work(slices(path), mark)]
     share = sum(e["dur"] for e in work if re.search("nvjet|gemm|gemv", e["name"])) / sum(e["dur"] for e in work)
-    assert f"{share:.0%} matrix products" in printed(capsys, path, "--only", "short")
+    assert re.search(rf"matrix products +[\d.,]+ +{share:.1%}", printed(capsys, path, "--only", "gpu"))
     eager = compare.Side(summarize(read(LLM / "1x512_bf16_warm_eager_prefill_active2.json.gz")))
     assert not re.search(r"new: [^;]*GEMM", compare.change(eager, compare.Side(summarize(read(path)))))
 
@@ -96,7 +96,7 @@ def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
     work = raw_work(events, step_named(events, summarize(read(path)).typical_step))
     together, summed = covered((e["ts"], end(e)) for e in work), sum(e["dur"] for e in work)
     assert summed > 2 * together
-    said = f"kernels overlap: the step's GPU work takes {together:,.1f} µs together"
+    said = f"kernels overlap: the GPU is busy {together:,.1f} µs of the step"
     assert said in printed(capsys, path, "--only", "repeats")
     assert "summed by family (kernels overlap)" in printed(capsys, path, path, "--only", "gpu")
     assert "overlap" not in printed(capsys, LLM / "1x512_bf16_warm_compile.json.gz", "--only", "repeats")
@@ -197,7 +197,7 @@ def test_time_in_a_library_costs_where_the_gpu_waits_for_it(capsys):
         below = [(e["ts"], end(e)) for e in ops if e is not op and op["ts"] <= e["ts"] and end(e) <= end(op)]
         own += op["dur"] - covered(below)
     assert attention.time_in_a_library().ask(summary).cost_us == pytest.approx(own, rel=1e-4)
-    assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "short")
+    assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "patterns")
 
 
 def test_what_does_not_hold_has_its_figure():

@@ -21,14 +21,16 @@ class GpuTime(msgspec.Struct, frozen=True):
     """The busiest device's time over a window; busy and idle add up to it, the parts of each to each.
 
     Exposed: nothing of a kind before it (compute, communication) runs at that moment; memsets count
-    as copies. An idle gap is cut at the moment at which the next activity's launch call returned:
-    `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran
+    as copies. compute_by_family: where kernels overlap, a moment counts for the one that started first; the families
+    add up to compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call
+    returned: `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran
     is all `not_launched`, as is the time after the last activity. A gap between the activities of one CUDA
     graph is `launched`. A gap is `unknown` where the next activity has no launch in the trace.
     """
 
     busy_us: float
     compute_us: float
+    compute_by_family: dict[str, float]
     exposed_communication_us: float
     exposed_copy_us: float
     idle_us: float
@@ -87,6 +89,7 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
     return GpuTime(
         busy_us=parts.busy / 1e3,
         compute_us=length(parts.compute) / 1e3,
+        compute_by_family=_compute_by_family(work, start, end, parts.device),
         exposed_communication_us=length(parts.exposed_communication) / 1e3,
         exposed_copy_us=length(parts.exposed_copy) / 1e3,
         idle_us=sum(idle) / 1e3,
@@ -94,6 +97,18 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
         idle_launched_us=idle[1] / 1e3,
         idle_unknown_us=idle[2] / 1e3,
     )
+
+
+def _compute_by_family(work: Sequence[Work], start: int, end: int, device: object) -> dict[str, float]:
+    found: Counter = Counter()
+    reached = start
+    for one in sorted(work, key=_start):
+        if one.device == device and one.kind == "kernel" and not is_communication(one):
+            begin, stop = max(one.start, reached), min(one.start + one.dur, end)
+            if stop > begin:
+                found[says(one).family] += stop - begin
+                reached = stop
+    return {family: ns / 1e3 for family, ns in found.most_common()}
 
 
 def _of_device(work: list[Work], start: int, end: int) -> Parts:

@@ -73,5 +73,7 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
         return mark.track, step.start, step.end
     # A trace without steps: the profiler's last synchronization is none of it.
     launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
+    if not step.roots:
+        return (), step.start, step.end
     own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
     return max(own, key=lambda op: op.end).track, min(op.start for op in own), max(op.end for op in own)

@@ -74,10 +74,9 @@ def _warnings(trace: Trace) -> list[str]:
             "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
         )
     if trace.unlaunched:
-        pieces = (
-            f"{trace.unlaunched:,} pieces of GPU work have" if trace.unlaunched > 1 else "one piece of GPU work has"
-        )
-        found.append(f"{pieces} no launch in the trace: in no step, tied to no op")
+        several = f"{trace.unlaunched:,} GPU activities have"
+        activities = several if trace.unlaunched > 1 else "one GPU activity has"
+        found.append(f"{activities} no launch in the trace: in no step, tied to no op")
     return found
 
 

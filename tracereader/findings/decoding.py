@@ -59,9 +59,9 @@ def _roof(found: Decoding) -> str:
     if found.multiply_us is None:
         return f"reading alone allows {allows}: {read}; {reached}"
     if found.multiply_us <= found.read_us:
-        return f"its roof is {allows}: {read}; {reached}"
+        return f"the roofline allows {allows}: {read}; {reached}"
     return (
-        f"its roof is {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
+        f"the roofline allows {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
         f"{counted(facts.tokens, 'token')}, {found.flops / 1e9:,.1f} GFLOP, take {duration(found.multiply_us)} at the "
         f"data sheet's {found.tflops:,.0f} TFLOP/s; {reached}; {read}"
     )

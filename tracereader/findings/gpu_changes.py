@@ -431,9 +431,9 @@ def small_grids(case: Case) -> Proposal | None:
 
 
 GPU_CHANGES = (
-    Change("fuse_pointwise", "compile the model, so that chains of pointwise kernels are fused", fuse_pointwise),
+    Change("fuse_pointwise", "fuse pointwise kernels with torch.compile", fuse_pointwise),
     Change("fused_attention", "use a fused attention kernel", fused_attention),
-    Change("tensor_cores", "let tensor cores multiply fp32 as TF32, or use bf16", tensor_cores),
+    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores),
     Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
     Change("channels_last", "keep images in the channels_last layout", channels_last),
     Change("layout_copies", "drop copies that only change a tensor's layout", layout_copies),

@@ -77,15 +77,15 @@ def waiting(summary: Summary) -> tuple[str, str]:
         return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
-        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them"
+        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it in exposed communication"
     elif found in ("compute", "memory"):
         roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         total = summary.summed_us
         weight = sum(one.us for one in near)
-        seen = f"{busy}, {weight / total:.0%} of that in work at {reached(near):.0%} of {roof} by the data sheet"
+        seen = f"{busy}, {weight / total:.0%} of that in kernels at {reached(near):.0%} of {roof} by the data sheet"
     else:
-        seen = f"{busy}, {_largest_family(summary)}"
+        seen = f"{busy}, and {_largest_family(summary)}"
     if idle > SOME_IDLE:
         causes = idle_by_cause(gpu)
         seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
@@ -143,8 +143,8 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         where = "in Python, in the profiler, or in code not recorded"
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
-    asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
-    return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
+    asked = "; --record-shapes adds the rates that tell what limits the step" if could else ""
+    return "cpu-only", f"the trace has no GPU activity{asked}"
 
 
 # In these the CPU waits for something that is no other program: the GPU, other ranks, the loader's workers, memory.
@@ -216,7 +216,7 @@ def _largest_family(summary: Summary) -> str:
     # Of the typical step, where it has work: the first one may have done other things.
     times = summary.by_family or Counter({one.family: one.us for one in summary.families})
     family, us = times.most_common(1)[0]
-    return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
+    return f"{us / times.total():.0%} of its time is {family_in_words(family)}"
 
 
 @finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)
@@ -288,9 +288,9 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
         return f"it makes {_more_calls(more)}{beside}"
     if _slower_alike(more):
-        slower = f"most of what it calls is slower, {more.times_low:.1f} to {more.times_high:.1f} times"
-        pause = ": as after a pause" if first and more.times_high < MUCH_SLOWER else ""
-        return slower + pause + "; the profiler had just begun to record" * first + beside
+        slower = f"most calls are {more.times_low:.1f} to {more.times_high:.1f} times slower"
+        started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
+        return slower + started + beside
     slowest, us = [], 0.0
     for name in list(more.slower)[:3]:
         slowest.append(name)
@@ -341,14 +341,14 @@ def _more_calls(more: Excess) -> str:
 
 
 def _called(more: Excess, name: str) -> str:
-    return "the driver's " + name if name in more.runtime else name
+    return "the runtime call " + name if name in more.runtime else name
 
 
 def _took(more: Excess, names: list[str]) -> str:
     """What the slowest names took more; their shares of what the step took more, where they are shares."""
     if sum(more.slower[name] for name in names) < more.us:
         whose = [
-            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"{name}'s own")
+            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"self time of {name}")
             for name in names
         ]
         return f"of its {more.us:,.0f} µs more, {', '.join(whose)}"
@@ -507,7 +507,7 @@ def kernels_queue(summary: Summary) -> Verdict:
     if not waits:
         return Verdict(None, "no launch in the trace")
     ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-    seen = f"{median(waits):,.0f} µs from launch to start, the median of a step"
+    seen = f"{median(waits):,.0f} µs of launch latency, the median of a step"
     return Verdict(median(waits) > 30 and ahead, seen)
 
 

@@ -73,6 +73,7 @@ class Reason(Enum):
 
     NO_GPU_WORK = "the trace has no GPU work"
     NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
+    NO_CPU_SLICES = "a step with GPU work has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
     NOT_REPRODUCED = "the replay of the unchanged trace does not give back the recorded step"
 
@@ -169,6 +170,8 @@ def graph_of(trace: Trace) -> Graph | Refused:
         return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
     if 2 * launched < len(trace.work):
         return Refused(Reason.NO_LAUNCHES)
+    if any(step.work and not step.roots for step in trace.steps):
+        return Refused(Reason.NO_CPU_SLICES)
     graph = _Builder(trace).built()
     if graph.recorded_us <= 0:
         return Refused(Reason.NO_TIME)

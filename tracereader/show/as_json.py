@@ -10,6 +10,8 @@ from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Prediction
+from tracereader.findings.opportunities import opportunities
+from tracereader.replay import Refused
 from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
@@ -17,6 +19,7 @@ from tracereader.trace.facts import as_stored
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
+    "try": ("opportunities", "opportunities_refused"),
     "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
@@ -83,6 +86,11 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     for section, measure in measured_here.items():
         if view.shows(section):
             document[section] = msgspec.to_builtins(measure())
+    if view.shows("try"):
+        changes = opportunities(trace, summary)
+        refused = isinstance(changes, Refused)
+        document["opportunities"] = [] if refused else msgspec.to_builtins(changes)
+        document["opportunities_refused"] = str(changes) if refused else None
     if view.only:
         wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
         document = {key: value for key, value in document.items() if key in wanted}

@@ -25,19 +25,19 @@ def predictions_of(trace: Trace) -> list[Prediction]:
 
 
 def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view: View) -> None:
-    """Each prediction, whether the trace bears it out, and what was seen: what broke first; in brief only that."""
+    """How many predictions hold, and of those that do not what was seen instead; all of them where asked for."""
     answers = [(one, one.ask(summary)) for one in predictions]
     told = [(one, verdict) for one, verdict in answers if verdict.evidence != NO_GPU]
-    brief = (view.brief or view.share < 1) and not (view.all or view.only)
-    kept = _kept(told) if brief else ""
+    brief = view.usual
+    kept = _kept(told)
     if not told:
-        kept = f": {counted(len(answers), 'guess', 'guesses')}, about the GPU; this run was on the CPU"
-    out.print(f"{head('guess first, then look', 'guesses')}{kept}")
+        kept = f"{counted(len(answers), 'prediction')} about the GPU; this run was on the CPU"
+    out.print(head(kept, "guesses"))
     for one, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
         paragraph(out, plain(one.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
-        if verdict.evidence and (view.all or view.only or (not verdict.holds and not (brief and verdict.why_not))):
+        if verdict.evidence and not (brief and (verdict.holds or (view.brief and verdict.why_not))):
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
@@ -49,9 +49,10 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
 def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
     """How many predictions the trace bears out."""
     holds = [verdict.holds for _, verdict in answers]
-    unknown = f", {holds.count(None)} cannot be told" if None in holds else ""
-    broken = {0: "", 1: "; not this one:"}.get(holds.count(False), "; not these:")
-    return f": {holds.count(True)} of {len(holds)} hold{'s' * (len(holds) == 1)}{unknown}{broken}"
+    unknown = f"; {holds.count(None)} cannot be told" if None in holds else ""
+    broken = {0: "", 1: "; this one does not:"}.get(holds.count(False), "; these do not:")
+    several = "predictions hold" if len(holds) > 1 else "prediction holds"
+    return f"{holds.count(True)} of {len(holds)} {several}{unknown}{broken}"
 
 
 def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
@@ -69,7 +70,7 @@ def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summa
     answers = [(one, one.ask(gpu)) for one in predictions]
     on_gpu = f"On an {plain(gpu.source.devices[0])}, by its reference trace"
     told = ". ".join([*[left] * more, on_gpu])
-    paragraph(out, f"{told}{_kept(answers) if brief else ':'}", "  ", "  ")
+    paragraph(out, f"{told}: {_kept(answers)}", "  ", "  ")
     if not brief:
         out.print(f"  {plain(shown_path(reference))}")  # to be copied, so on a line of its own
     for one, verdict in answers:
