@@ -54,6 +54,11 @@ def difference(first: Side, other: Side) -> Difference:
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
 
 
+def flags(first: Side, other: Side) -> str:
+    """The flags in which two runs of numbered scripts differ, as one text; "" without any."""
+    return "; ".join(_flags(first, other))
+
+
 def _flags(first: Side, other: Side) -> list[str]:
     """The flags in which two runs of numbered scripts differ, of those that both have."""
     before, after = (
