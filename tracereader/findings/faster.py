@@ -10,6 +10,7 @@ from tracereader.findings.finding import counted, family_in_words, in_one_unit, 
 ALIKE = 0.05
 # What explains at least this share of the difference between two steps is named as a reason.
 CONSIDERABLE = 0.15
+MOSTLY = 0.5
 REASONS = 3
 # Kernels are "almost the same" where so many of them have the same names.
 ALMOST = 0.9
@@ -52,13 +53,16 @@ def reasons(before: Side, after: Side) -> list[str]:
     launched = _launched(before, after)
     if alike:
         return launched
-    on_gpu = _by_family(before, after, difference)
-    idle = [us - side.summary.gpu_us for side, us in ((before, step_us(before)), (after, step_us(after)))]
-    waits = [] if abs(idle[0] - idle[1]) < CONSIDERABLE * abs(difference) else _waits(before, after)
-    if not launched and not waits and (idle[0] - idle[1]) / difference >= 0.5 and min(idle) >= 0:
+    by_graph = bool(graphs_launched(before)) != bool(graphs_launched(after))
+    idle = [max(0.0, step_us(side) - side.summary.gpu_us) for side in (before, after)]
+    share = (idle[0] - idle[1]) / difference
+    waits = _waits(before, after) if share >= CONSIDERABLE else []
+    if not by_graph and not waits and share >= MOSTLY:
         unit, (was, now) = in_one_unit(idle)
-        waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}"]
-    return [*launched, *waits, *on_gpu][: REASONS + 1]
+        calls = [side.summary.chosen.launches for side in (before, after)]
+        with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
+        waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * _differ(*calls)}"]
+    return [*launched, *_other_ways(before, after), *waits, *_by_family(before, after, difference)][: REASONS + 1]
 
 
 def kernels(side: Side) -> Counter:
@@ -101,7 +105,7 @@ def _launched(before: Side, after: Side) -> list[str]:
     graphs = [graphs_launched(side) for side in (before, after)]
     calls = [side.summary.chosen.launches for side in (before, after)]
     if bool(graphs[0]) == bool(graphs[1]):
-        return [which] if same and graphs == [0, 0] and not _other_launches(*calls) else []
+        return [which] if same and graphs == [0, 0] and not _differ(*calls) else []
     instead = "" if common >= ALMOST else f" {counted(was, 'kernel')}"
     as_graph = [("one CUDA graph" if count == 1 else f"{count:,} CUDA graphs") for count in graphs]
     if graphs[1]:
@@ -110,18 +114,35 @@ def _launched(before: Side, after: Side) -> list[str]:
     return [f"{which}, launched in {counted(calls[1], 'call')} instead of{instead} as {as_graph[0]}"]
 
 
-def _other_launches(was: int, now: int) -> bool:
+def _differ(was: int, now: int) -> bool:
     return min(was, now) < ALMOST * max(was, now)
+
+
+def _other_ways(before: Side, after: Side) -> list[str]:
+    """An optimizer that steps in another way, and activations that are recomputed in one of the two steps."""
+    was, now = (side.summary.training for side in (before, after))
+    hows = {one.name: one.how for one in was.optimizers}
+    found = [
+        f"{one.name} as {one.how} instead of {hows[one.name]}"
+        for one in now.optimizers
+        if one.how and hows.get(one.name, one.how) not in ("", one.how)
+    ]
+    again = [one.recomputed.calls if one.recomputed else 0 for one in (was, now)]
+    if _differ(*again):
+        found.append(f"{counted(again[1], 'forward op') if again[1] else 'no forward op'} run again in backward "
+                     f"instead of {again[0]:,}")  # fmt: skip
+    return found
 
 
 def _waits(before: Side, after: Side) -> list[str]:
     was, now = synchronizations(before), synchronizations(after)
-    found = [f"{counted(now, 'synchronization')} per step instead of {was:,}"] if was != now else []
+    said = counted(now, "synchronization") if now else "no synchronization"
+    found = [f"{said} per step instead of {was:,}"] if was != now else []
     loading = [side.summary.training.loading for side in (before, after)]
     us = [one.us if one else 0.0 for one in loading]
-    if abs(us[0] - us[1]) >= CONSIDERABLE * abs(step_us(before) - step_us(after)):
+    if (us[0] - us[1]) / (step_us(before) - step_us(after)) >= CONSIDERABLE:
         unit, (was_us, now_us) = in_one_unit(us)
-        found.append(f"it waits {now_us} {unit} for the DataLoader instead of {was_us}")
+        found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
     return found
 
 
@@ -153,15 +174,16 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     names = [Counter(one.name for one in some) for some in rows]
     old, new = map(len, rows)
     what = family_in_words(family)
+    nouns = {"copy": "copies", "memset": "memsets", "GEMM": what, "unknown": what}.get(family, f"{what} kernels")
     if not new:
-        return f"no {what} instead of {old:,} ({old_us} {unit})"
+        return f"no {nouns} instead of {old:,} ({old_us} {unit})"
     if old != new:
         how = f"{new:,} instead of {old:,}"
     elif names[0] == names[1]:
         how = f"the same {new:,}"
     else:
         how = _other_kernels(*rows)
-    return f"{what}: {new_us} {unit} instead of {old_us} ({how})"
+    return f"{new_us} {unit} of {nouns} instead of {old_us} ({how})"
 
 
 def _other_kernels(before: Sequence, after: Sequence) -> str:

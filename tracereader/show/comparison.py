@@ -9,7 +9,7 @@ from rich.table import Table
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
 from tracereader.findings import faster, gpu_work, made, steps
-from tracereader.findings.finding import family_in_words, in_one_unit, listed, size, tokens_s
+from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
 from tracereader.findings.opportunity import Opportunity
 from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
 from tracereader.show.view import View
@@ -70,7 +70,8 @@ def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> 
     differ = len(set(devices)) > 1
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
     for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
-        paragraph(out, f"{plain(name)}{f', {plain(device)}' * differ}", f"{number}  ", "   ")
+        told = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
+        paragraph(out, plain(told), f"{number}  ", "   ")
 
 
 def _in_short(
@@ -89,7 +90,8 @@ def _in_short(
         us = [faster.step_us(one, of_one_step) for one in (base, side)]
         told = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
         paragraph(out, plain("; ".join(told + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
-        beside = _beside(base, side, proposed[against] if against < len(proposed) else (), whose)
+        known = proposed[against] if against < len(proposed) and not of_one_step else ()
+        beside = _beside(base, side, known, whose)
         in_full = view.all or view.only
         beside.append(f"what changed: {compare.change(base, side)}" if in_full else compare.flags(base, side))
         for text in filter(None, beside):
@@ -108,12 +110,15 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     unit, (_, measured, *after) = in_one_unit(
         [base.summary.recorded_step_us, checked.measured_us, *(one.step_us_after for one in checked.proposals)]
     )
-    predicted = [
-        f"{'at least ' * (one.basis == 'bound')}{us} {unit}" for us, one in zip(after, checked.proposals, strict=True)
-    ]
+    rates = [" (with assumed rates)" * (one.basis == "bound") for one in checked.proposals]
+    predicted = [f"{us} {unit}{assumed}" for us, assumed in zip(after, rates, strict=True)]
     if len(predicted) > 1:
-        each = listed(f"{one.title} ({us})" for one, us in zip(checked.proposals, predicted, strict=True))
-        return [*found, f"{whose} report proposed several of its changes, each by itself: {each}; measured {measured}"]
+        each = "; ".join(f"{one.title}: {us}" for one, us in zip(checked.proposals, predicted, strict=True))
+        return [
+            *found,
+            f"{whose} report proposed several of its changes. Predicted for each by itself: {each}. "
+            f"Measured together: {measured} {unit}",
+        ]
     told = f"predicted {predicted[0]}, measured {measured}"
     return [*found, f"{whose} report proposed it ({checked.proposals[0].title}): {told}"]
 
