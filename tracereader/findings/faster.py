@@ -96,7 +96,7 @@ def _launched(before: Side, after: Side) -> list[str]:
     common = share_in_common(before, after)
     same = common == 1 and was
     if same:
-        which = f"the same {counted(now, 'kernel')}"
+        which = f"the same {counted(now, 'kernel')}" if now > 1 else "the same kernel"
     elif common >= ALMOST:
         shared = (kernels(before) & kernels(after)).total()
         which = f"almost the same kernels ({shared:,} of {max(was, now):,} by name)"

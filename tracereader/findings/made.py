@@ -21,6 +21,7 @@ SAME_FLOPS = 0.05
 # Beside other products, a step has at least so many of the kernels that it had.
 STAY = 0.7
 TENSOR_CORES = ("TF32", "bf16", "fp16")
+ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
 HEAVY = ("GEMM", "convolution", "attention", "communication")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
@@ -92,6 +93,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
     was, now = (sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after))
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = _same_products(before, after) and attention[0] == attention[1]
+    as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
     return _compiled(after) and not _compiled(before) and now < ALMOST * was and as_many and _by_calls(before, after)
 
 
@@ -135,6 +137,48 @@ def _channels_last(before: Side, after: Side) -> bool:
     )
     types = [_usual_type(side) for side in (before, after)]
     return now <= LEFT * was and now < was and types[0] == types[1] and _same_products(before, after)
+
+
+def _layout_copies(before: Side, after: Side) -> bool:
+    """At most half of the copy kernels are left, beside the same other kernels."""
+    others, copies = [], []
+    for side in (before, after):
+        rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
+        copies.append(sum(one.family == "copy" for one in rows))
+        others.append(Counter(one.name for one in rows if one.family != "copy"))
+    return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
+
+
+def _in_place(before: Side, after: Side) -> bool:
+    """The same kernels, and fewer copies that ops out of place make."""
+    fewer = len(after.summary.hidden_copies) < len(before.summary.hidden_copies)
+    return fewer and _by_calls(before, after) and share_in_common(before, after) == 1
+
+
+def _mask_once(before: Side, after: Side) -> bool:
+    """No mask is made in the step any more, beside the same products and attention."""
+    return before.summary.mask_made is not None and after.summary.mask_made is None and _same_heavy(before, after)
+
+
+def _shared_keys(before: Side, after: Side) -> bool:
+    """Keys and values are not expanded any more, beside as many products."""
+    was, now = (side.summary.unneeded.expanded for side in (before, after))
+    return was is not None and now is None and _by_calls(before, after) and _same_products(before, after)
+
+
+def _allocator(before: Side, after: Side) -> bool:
+    """About the same kernels, and most calls that allocate GPU memory are gone."""
+    was, now = (
+        sum(one.calls for name, one in side.summary.runtime.items() if name.startswith(ALLOCATES))
+        for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and _the_same_work(before, after)
+
+
+def _recompile(before: Side, after: Side) -> bool:
+    """torch.compile compiled in the first trace's steps and does not in the second one's."""
+    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
+    return bool(was) and not now and share_in_common(before, after) >= ALMOST
 
 
 def _no_recompute(before: Side, after: Side) -> bool:
@@ -251,6 +295,12 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "tensor_cores": _tensor_cores,
     "align_shapes": _align_shapes,
     "channels_last": _channels_last,
+    "layout_copies": _layout_copies,
+    "in_place": _in_place,
+    "mask_once": _mask_once,
+    "shared_keys": _shared_keys,
+    "allocator": _allocator,
+    "recompile": _recompile,
     "no_recompute": _no_recompute,
     "overlap_copies": _overlap_copies,
 }

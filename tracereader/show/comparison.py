@@ -66,7 +66,7 @@ def side_by_side(
 
 def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> None:
     """The runs by number, with their devices where those differ."""
-    devices = [", ".join(dict.fromkeys(side.summary.devices)) or "CPU only" for side in sides]
+    devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
     for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
