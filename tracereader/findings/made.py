@@ -89,12 +89,15 @@ def _larger_batch(before: Side, after: Side) -> bool:
 
 
 def _fuse_pointwise(before: Side, after: Side) -> bool:
-    """Compiled kernels are there, and fewer of those that can be fused, beside as many products and convolutions."""
-    was, now = (sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after))
+    """Compiled kernels are there, those that can be fused are fewer or shorter, and there are as many products."""
+    rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
+    fewer = len(rows[1]) < ALMOST * len(rows[0])
+    shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = _same_products(before, after) and attention[0] == attention[1]
     as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
-    return _compiled(after) and not _compiled(before) and now < ALMOST * was and as_many and _by_calls(before, after)
+    compiled = _compiled(after) and not _compiled(before)
+    return compiled and (fewer or shorter) and as_many and _by_calls(before, after)
 
 
 def _fused_attention(before: Side, after: Side) -> bool:

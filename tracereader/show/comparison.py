@@ -61,7 +61,7 @@ def side_by_side(
         out.print("gpu: nothing of it in these traces (no GPU work)")
     if not view.only and not view.all:
         out.print()
-        out.print("more: --all, or --only work,chain (kernels and ops that are gone, new or the same)")
+        out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")
 
 
 def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> None:
