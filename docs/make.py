@@ -7,8 +7,8 @@ A console block whose command is `uv run read-trace …` on a committed trace ge
 whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
 cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
 (figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
-one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- unprofiled --> hold
-what reports propose, against what was measured (opportunities.py).
+one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- unprofiled -->
+hold what reports propose, against what was measured (opportunities.py).
 """
 
 import contextlib
@@ -43,10 +43,8 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(
-    r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|changes|predictions|unprofiled|climb-\w+) -->\n)(.*?)(<!-- end -->)",
-    re.S,
-)
+TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|predictions|unprofiled|climb-\w+"
+MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
 VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
 # The thresholds that the pages name, as the code has them.

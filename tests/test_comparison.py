@@ -130,7 +130,9 @@ def test_no_run_does_what_was_proposed_of_another_program():
     names = sorted({name for before, _, after in PAIRS for name in (before, after)})
     for before in names:
         for after in names:
-            if before.split("/")[0] != after.split("/")[0]:
+            programs = {name.split("/")[0] for name in (before, after)}
+            # gpt2 and trained are a decoder of the same sizes, the second one with a vocabulary that is padded.
+            if len(programs) == 2 and programs != {"gpt2", "trained"}:
                 side, proposed = run(before)
                 assert made.checked(side, proposed, run(after)[0]) is None, f"{before}, {after}"
 

@@ -109,7 +109,8 @@ def _fused_attention(before: Side, after: Side) -> bool:
     )
     scores = {(one.scores.batch, one.scores.queries, one.scores.keys) for one in before.summary.unfused if one.scores}
     sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
-    same = bool(scores & sizes) and len(_single_products(before)) == len(_single_products(after))
+    products = len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
+    same = bool(scores & sizes) and products
     return gone and len(fused) > len(were) and same and not graphs_launched(after)
 
 
@@ -129,7 +130,7 @@ def _align_shapes(before: Side, after: Side) -> bool:
     """As many products, fewer of them with a dimension that is no multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
-    return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0]
+    return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
 
 
 def _channels_last(before: Side, after: Side) -> bool:
@@ -275,6 +276,12 @@ def _products(side: Side) -> list[GpuWork]:
 def _single_products(side: Side) -> list[GpuWork]:
     """Those that are not batched: attention's own products are."""
     return [one for one in _products(side) if one.product.batch == 1]
+
+
+def _may_be_same_flops(before: Side, after: Side) -> bool:
+    """Whether products that are not batched have the same FLOPs in both steps, as far as shapes were recorded."""
+    was, now = (_single_products(side) for side in (before, after))
+    return not was or not now or _same_flops(was, now)
 
 
 def _is_odd(one: GpuWork) -> bool:
