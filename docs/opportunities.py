@@ -7,11 +7,14 @@ from functools import cache
 from pathlib import Path
 
 from tracereader.figures import compare, summarize
+from tracereader.findings import cpu_changes as cpu
+from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import made
 from tracereader.findings.finding import in_one_unit
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
+from tracereader.replay import changes as replay
 from tracereader.trace import read
 
 REFERENCE = Path(__file__).resolve().parent.parent / "traces/reference"
@@ -24,25 +27,26 @@ WITHIN = (0.7, 1.3)
 
 # What each change takes for granted beyond the times and dependencies of the trace.
 ASSUMES = {
-    "cuda_graph": "0.45 µs between two GPU activities of a graph; its launch takes the CPU 10 µs and 1.5 µs for each "
-    "activity",
+    "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
+    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity",
     "remove_sync": "nothing reads the value on the CPU in that step",
-    "fused_optimizer": "the fused step takes the CPU 900 µs, and the GPU twice as long as the loop's costliest kind of "
-    "kernel",
-    "data_loader": "a batch that is ready is handed over in 80 µs",
+    "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the loop's "
+    "costliest kind of kernel",
+    "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "python": "the work can be done ahead or on another thread",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
-    "as the ops that are gone; in training, a compiled call takes 30 µs",
-    "fused_attention": "45% of the data sheet's peak; a mask is causal, and half of the work; one call takes the CPU "
-    "150 µs, with backward 300 µs",
-    "tensor_cores": "55% of the TF32 peak for products and 30% for convolutions, or 85% of the memory bandwidth",
-    "align_shapes": "75% of the bf16 peak, or 85% of the memory bandwidth",
+    f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs",
+    "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
+    f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
+    "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, or "
+    f"{gpu.BANDWIDTH:.0%} of the memory bandwidth",
+    "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
     "no_recompute": "the activations fit into memory",
-    "overlap_copies": "pinned memory is copied at 50 GB/s; a copy beside kernels slows neither",
+    "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither",
     "small_grids": "with a block for each SM, a kernel takes proportionally less time",
     "allocator": "memory that is allocated once is reused in every step",
     "recompile": "a compiled step takes as long as those that do not compile",
@@ -94,10 +98,6 @@ PAIRS = (
 )  # fmt: skip
 
 CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
-CALL = (
-    "the step after the change is bound by its CPU time. The prediction assumes 150 µs for the call of the fused "
-    "attention; in the second trace the whole step takes the CPU {}."
-)
 # Of the predictions that are off, what the two traces show.
 WHY = {
     (f"{CHANGES_H200}{before}", f"{CHANGES_H200}{after}"): why for before, after, why in (
@@ -106,8 +106,8 @@ WHY = {
          "prediction keeps the views, transposes and autograd functions around the scores, which launch nothing and "
          "are gone in the second trace."),
         ("small/loop", "small/batched",
-         "a bound: the step after the change is bound by its CPU time, of which the prediction keeps `aten::stack` and "
-         "`aten::cat` and the Python around the loop. The second program needs none of them."),
+         "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, the "
+         "whole step takes the CPU 0.20 ms."),
         ("experts/loop", "experts/batched",
          "a bound: the step after the change is bound by its CPU time, 66 µs. The prediction keeps the Python around "
          "the loop."),
@@ -125,11 +125,9 @@ WHY = {
     (f"{LADDER}{before}", f"{LADDER}{after}"): why for before, after, why in (
         ("01_matmul_add/64_bf16_warm_eager_pause10", "01_matmul_add/64_bf16_warm_eager",
          "after a pause of 10 ms the CPU is slow: `aten::mm` takes 143 µs, and without the pause 17."),
-        (NAIVE, f"{SDPA}_efficient",
-         "the memory-efficient kernel takes 177 µs. At the assumed 45% of the peak it would take 40 µs, and the "
-         "prediction is the CPU's time."),
-        (NAIVE, f"{SDPA}_flash_shapes", CALL.format("80 µs")),
-        (NAIVE, f"{SDPA}_cudnn_shapes", CALL.format("167 µs")),
+        (NAIVE, f"{SDPA}_flash_shapes",
+         "a bound: the prediction is the CPU's time, 0.17 ms, with the views and the Python around the scores. In the "
+         "second trace, the whole step takes the CPU 0.08 ms."),
         (f"{TRAINING}eager", f"{TRAINING}compile",
          "the prediction fuses chains of equally many elements. Inductor's kernels take 5.3 ms, where eager's "
          "pointwise, reduction, copy and normalization kernels took 12.8: reductions are fused with what they read."),

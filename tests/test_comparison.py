@@ -50,6 +50,8 @@ PAIRS = [
     ("odd_width/odd", "align_shapes", "odd_width/padded"),
     ("pinned/same_stream", "overlap_copies", "pinned/prefetched"),
     ("trained/eager", "fuse_pointwise", "trained/compile"),
+    ("experts/loop", "larger_batch", "experts/batched"),
+    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
     ("attention32/naive", None, "attention32/sdpa"),
     ("vit/eager", None, "vit/compile"),
     ("products/eager", None, "products/compile"),
