@@ -30,8 +30,8 @@ ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity",
     "remove_sync": "nothing reads the value on the CPU in that step",
-    "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the loop's "
-    "costliest kind of kernel",
+    "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
+    "loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "python": "the work can be done ahead or on another thread",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
@@ -40,8 +40,8 @@ ASSUMES = {
     f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
-    "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, or "
-    f"{gpu.BANDWIDTH:.0%} of the memory bandwidth",
+    "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
+    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
@@ -106,8 +106,8 @@ WHY = {
          "prediction keeps the views, transposes and autograd functions around the scores, which launch nothing and "
          "are gone in the second trace."),
         ("small/loop", "small/batched",
-         "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, the "
-         "whole step takes the CPU 0.20 ms."),
+         "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, "
+         "the whole step takes the CPU 0.20 ms."),
         ("experts/loop", "experts/batched",
          "a bound: the step after the change is bound by its CPU time, 66 µs. The prediction keeps the Python around "
          "the loop."),

@@ -139,7 +139,7 @@ def _channels_last(before: Side, after: Side) -> bool:
         sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
         for side in (before, after)
     )
-    types = [_usual_type(side) for side in (before, after)]
+    types = [(_usual_type(side), _compiled(side)) for side in (before, after)]
     return now <= LEFT * was and now < was and types[0] == types[1] and _same_products(before, after)
 
 
