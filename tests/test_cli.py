@@ -271,9 +271,9 @@ def test_streams_and_gpus_are_united_not_added(tmp_path):
     calls = [event("cudaLaunchKernel", cat="cuda_runtime", ts=n, dur=0.5, args={"correlation": n}) for n in range(1, 5)]
     kernels = [on(0, 7, 10, 10, 1), on(0, 8, 15, 10, 2), on(1, 7, 12, 4, 3)]
     file = written(tmp_path, [event("aten::mm", ts=0.5, dur=9), *calls, *kernels])
-    ours = read(file)
-    assert summarize(ours).gpu.busy_us == 15  # two streams of GPU 0: 10 to 25; GPU 1 was less busy
-    assert len(ours.devices) == 2
+    trace = read(file)
+    assert summarize(trace).gpu.busy_us == 15  # two streams of GPU 0: 10 to 25; GPU 1 was less busy
+    assert len(trace.devices) == 2
 
 
 def test_work_launched_from_another_thread_belongs_to_the_step(tmp_path):
@@ -325,8 +325,8 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
     )
     ours = measured(file)
     assert ours.steps[0].label_to_first_op_us == 8
-    assert {name: op.calls for name, op in ours.ops.items()} == {"aten::mm": 1}
-    assert ours.warnings == []
+    assert {name: op.calls for name, op in ours.cpu.ops.items()} == {"aten::mm": 1}
+    assert ours.source.warnings == []
 
 
 @pytest.mark.filterwarnings("ignore:with_modules is deprecated")
@@ -348,11 +348,11 @@ def test_with_stacks_a_report_says_what_it_says_without(tmp_path):
         file = tmp_path / f"{number}.json"
         prof.export_chrome_trace(str(file))
         ours = measured(file)
-        assert ours.warnings == []
-        assert ours.label.name == "training"
-        first = ours.chain[0]
+        assert ours.source.warnings == []
+        assert ours.cpu.label.name == "training"
+        first = ours.cpu.chain[0]
         assert first.name.startswith("ProfilerStep#")
-        chains.append([(call.name, call.depth) for call in ours.chain[1:]])
+        chains.append([(call.name, call.depth) for call in ours.cpu.chain[1:]])
     assert chains[0] == chains[1] == chains[2]
     assert ("aten::linear", 2) in chains[0]
 
@@ -380,8 +380,8 @@ def test_what_the_typed_reading_refuses_is_still_read(tmp_path):
     good = [event("aten::mm", ts=10.125, dur=5), event("aten::add", ts=16, dur=4, args={"x": float("nan")})]
     file = written(tmp_path, [*good, event(7, ts=30, dur=1), {"ph": "M", "name": None, "ts": "soon"}])
     ours = measured(file)
-    assert set(ours.ops) == {"aten::mm", "aten::add", "7"}
-    assert ours.ops["aten::mm"].total_us == 5
+    assert set(ours.cpu.ops) == {"aten::mm", "aten::add", "7"}
+    assert ours.cpu.ops["aten::mm"].total_us == 5
 
 
 def test_a_fifo_is_refused(tmp_path, capsys):
@@ -446,6 +446,24 @@ def test_json_has_the_reports_figures(capsys):
     assert [step["name"] for step in found["steps"]] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
     assert found["gpu_work"][0]["family"] == "GEMM"
     assert json.loads(json.dumps(found)) == found
+
+
+def test_jsons_names_do_not_follow_the_summarys_parts(capsys):
+    """Programs count on these names at the document's top, wherever the reader itself keeps the figures."""
+    assert cli.main([str(SMALL), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ours = summarize(read(SMALL))
+    assert found["version"] == 2
+    assert {"window_us", "waits_for", "gpu", "families", "steps", "training", "repeats"} <= found.keys()
+    assert (found["trace"], found["devices"], found["has_steps"]) == (str(SMALL), ours.source.devices, True)
+    assert [call["name"] for call in found["chain"]] == [call.name for call in ours.cpu.chain]
+    assert found["ops"].keys() == ours.cpu.ops.keys() and found["cpu_work"] == [] == found["by_module"]
+    for name in ("label", "inputs", "runtime", "outside_ops", "op_threads", "unfused", "hidden_copies", "mask_made",
+                 "cast_products", "decoding", "weight_reads", "unneeded", "same_in_all_steps", "compiled_graphs",
+                 "graphs_of_steps", "cache_lookups", "recompiled", "buffer_requests", "overheads", "final_sync_us",
+                 "by_label", "by_phase", "by_module_class", "rank", "world_size", "peak_bytes"):  # fmt: skip
+        assert name in found, name
+    assert not {"source", "cpu", "places", "attention", "llm", "compiled", "profiler"} & found.keys()
 
 
 def test_only_and_step_apply_everywhere(capsys):
@@ -562,7 +580,7 @@ def test_two_cpu_runs_show_the_ops_times(capsys):
     files = [cpu / f"4096_bf16_{path}_eager.json.gz" for path in ("warm", "cold")]
     screen = shown(capsys, *files)
     (row,) = [line.split() for line in screen.splitlines() if line.startswith("aten::mm ")]
-    assert row[1:] == [f"{summarize(read(file)).ops['aten::mm'].self_us / 1e3:,.1f}" for file in files]  # ms
+    assert row[1:] == [f"{summarize(read(file)).cpu.ops['aten::mm'].self_us / 1e3:,.1f}" for file in files]  # ms
 
 
 def test_a_table_of_another_run_is_said_to_be_one(capsys, tmp_path):

@@ -223,7 +223,9 @@ def test_long_tables_have_a_row_for_the_rest(capsys):
     assert len(rows) == 9 and re.match(r"\d+ others +[\d.]+ +[\d.]+$", rows[-1])
     sums = [sum(float(row.split()[-column].replace(",", "")) for row in rows if row.split()[-column] != "–")
             for column in (2, 1)]  # fmt: skip
-    own = [sum(one.self_us for one in run(name)[0].summary.ops.values()) / 1e3 for name in ("gpt2/sdpa", "gpt2/padded")]
+    own = [
+        sum(one.self_us for one in run(name)[0].summary.cpu.ops.values()) / 1e3 for name in ("gpt2/sdpa", "gpt2/padded")
+    ]
     assert sums == pytest.approx(own, abs=0.2)
 
 

@@ -44,7 +44,7 @@ def is_alike(one_us: float, other_us: float) -> bool:
 def reasons(before: Side, after: Side) -> list[str]:
     """Why the second step takes another time than the first, the launches first; empty where the traces do not tell."""
     first, second = before.summary, after.summary
-    if first.devices != second.devices:
+    if first.source.devices != second.source.devices:
         return []
     difference = step_us(before) - step_us(after)
     alike = is_alike(step_us(before), step_us(after))
@@ -83,7 +83,7 @@ def graphs_launched(side: Side) -> int:
     inside = sum("GraphLaunch" in one.launched_by for one in work)
     if not work or inside < ALMOST * len(work):
         return 0
-    return sum(one.calls for name, one in side.summary.runtime.items() if "GraphLaunch" in name) or 1
+    return sum(one.calls for name, one in side.summary.cpu.runtime.items() if "GraphLaunch" in name) or 1
 
 
 def synchronizations(side: Side) -> int:
@@ -160,7 +160,7 @@ def _by_family(before: Side, after: Side, difference: float) -> list[str]:
 
 
 def _fused_attention(before: Side, after: Side) -> list[str]:
-    was, now = len(before.summary.unfused), len(after.summary.unfused)
+    was, now = len(before.summary.attention.unfused), len(after.summary.attention.unfused)
     attention = [sum(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     if was > now and attention[1] > attention[0]:
         gone = f"{counted(was - now, 'softmax', 'softmaxes')} between batched products"
@@ -207,7 +207,7 @@ def _mostly(rows: Sequence, key: Callable) -> str | None:
 
 def _by_op(before: Side, after: Side, difference: float) -> list[str]:
     """The ops whose own time explains much of the difference between two steps on the CPU."""
-    was, now = (side.summary.ops for side in (before, after))
+    was, now = (side.summary.cpu.ops for side in (before, after))
     found = []
     for name in {**was, **now}:
         old, new = (ops[name].self_us if name in ops else 0.0 for ops in (was, now))

@@ -42,11 +42,11 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
     DataLoader and the first one has none.
     """
     first, second = before.summary, after.summary
-    if first.devices != second.devices or first.world_size != second.world_size:
+    if first.source.devices != second.source.devices or first.source.world_size != second.source.world_size:
         return None
     if second.training.loading and not first.training.loading:
         return None
-    model = [one.decoding and (one.decoding.facts.phase, one.decoding.facts.batch) for one in (first, second)]
+    model = [one and (one.facts.phase, one.facts.batch) for one in (first.llm.decoding, second.llm.decoding)]
     if None not in model and model[0] != model[1]:
         return None
     found = tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
@@ -102,12 +102,16 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
 
 def _fused_attention(before: Side, after: Side) -> bool:
     """Softmaxes between batched products are gone, and attention kernels are there, of as many queries and keys."""
-    gone = len(before.summary.unfused) > len(after.summary.unfused)
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     were, fused = (
         [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
         for side in (before, after)
     )
-    scores = {(one.scores.batch, one.scores.queries, one.scores.keys) for one in before.summary.unfused if one.scores}
+    scores = {
+        (one.scores.batch, one.scores.queries, one.scores.keys)
+        for one in before.summary.attention.unfused
+        if one.scores
+    }
     sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
     products = len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
     same = bool(scores & sizes) and products
@@ -155,25 +159,29 @@ def _layout_copies(before: Side, after: Side) -> bool:
 
 def _in_place(before: Side, after: Side) -> bool:
     """The same kernels, and fewer copies that ops out of place make."""
-    fewer = len(after.summary.hidden_copies) < len(before.summary.hidden_copies)
+    fewer = len(after.summary.attention.hidden_copies) < len(before.summary.attention.hidden_copies)
     return fewer and _by_calls(before, after) and share_in_common(before, after) == 1
 
 
 def _mask_once(before: Side, after: Side) -> bool:
     """No mask is made in the step any more, beside the same products and attention."""
-    return before.summary.mask_made is not None and after.summary.mask_made is None and _same_heavy(before, after)
+    return (
+        before.summary.attention.mask_made is not None
+        and after.summary.attention.mask_made is None
+        and _same_heavy(before, after)
+    )
 
 
 def _shared_keys(before: Side, after: Side) -> bool:
     """Keys and values are not expanded any more, beside as many products."""
-    was, now = (side.summary.unneeded.expanded for side in (before, after))
+    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
     return was is not None and now is None and _by_calls(before, after) and _same_products(before, after)
 
 
 def _allocator(before: Side, after: Side) -> bool:
     """About the same kernels, and most calls that allocate GPU memory are gone."""
     was, now = (
-        sum(one.calls for name, one in side.summary.runtime.items() if name.startswith(ALLOCATES))
+        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATES))
         for side in (before, after)
     )
     return now <= LEFT * was and now < was and _the_same_work(before, after)

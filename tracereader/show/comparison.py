@@ -156,8 +156,9 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
             counts(name, [one.count(kind) if there else None for one, there in zip(some, on_gpu, strict=True)])
         counts("synchronizations", [faster.synchronizations(side) if there else None
                                     for side, there in zip(sides, on_gpu, strict=True)])  # fmt: skip
-    if any(one.decoding for one in some):
-        rows.append(("tokens/s", *(tokens_s(one.decoding.tokens_s) if one.decoding else "–" for one in some)))
+    decoding = [one.llm.decoding for one in some]
+    if any(decoding):
+        rows.append(("tokens/s", *(tokens_s(one.tokens_s) if one else "–" for one in decoding)))
     if any(side.peak_bytes for side in sides):
         rows.append(("memory, peak", *(size(side.peak_bytes) if side.peak_bytes else "–" for side in sides)))
     print_columns(out, (title, *_heads(sides)), rows)
@@ -177,7 +178,7 @@ def _in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:
 
 
 def _by_op(summary: Summary) -> dict[str, float]:
-    return {name: one.self_us for name, one in summary.ops.items()}
+    return {name: one.self_us for name, one in summary.cpu.ops.items()}
 
 
 def _by_families(out: Console, summaries: Sequence[Summary], view: View) -> None:
