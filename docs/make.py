@@ -7,7 +7,8 @@ A console block whose command is `uv run read-trace …` on a committed trace ge
 whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
 cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
 (figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
-one threshold of the code, by its name in THRESHOLDS.
+one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- unprofiled -->
+hold what reports propose, against what was measured (opportunities.py).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import climb  # noqa: E402
+import opportunities  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
@@ -41,7 +43,8 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|predictions|unprofiled|climb-\w+"
+MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
 VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
 # The thresholds that the pages name, as the code has them.
@@ -296,7 +299,7 @@ ABOUT_THE_SUITE = (
      "its call has changed: version 0.2 needs `-f traces -b <user>/traces`, and a test checks this call with the "
      "program's own parser; nothing was uploaded"),
     ("40", "the closing table: per setup, what changed and what stayed the same",
-     "yes: `read-trace` on several traces prints it; docs/03_mlp.md shows the MLP's"),
+     "yes: `read-trace` on several traces prints it with `--only work,chain`; docs/03_mlp.md shows the MLP's"),
 )  # fmt: skip
 
 
@@ -348,6 +351,9 @@ def refreshed(text: str) -> str:
         "part2": lambda: figures(PART_2),
         "tables": tables,
         "training": training,
+        "changes": opportunities.changes,
+        "predictions": opportunities.predictions,
+        "unprofiled": opportunities.unprofiled,
         **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)

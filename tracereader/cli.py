@@ -86,15 +86,20 @@ def main(argv=None):
     elif not others:
         report.explain(trace, summary, view)
     else:
+        from tracereader.findings.opportunities import opportunities
+        from tracereader.replay import Refused
         from tracereader.show import comparison
 
-        summaries = [summary]
+        summaries, proposed = [summary], []
         for path in others:
+            if view.shows("short") and (args.previous or not proposed):
+                found = opportunities(trace, summary)
+                proposed.append(() if isinstance(found, Refused) else found)
             del trace
             gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
             trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
             summaries.append(summary)
-        comparison.side_by_side(summaries, view, args.previous)
+        comparison.side_by_side(summaries, view, args.previous, proposed)
     if args.open:
         from tracereader.show import perfetto
 

@@ -16,10 +16,15 @@ ONE_ALONE = "GPU work in one of the two alone"
 INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 
 
+def devices_of(side: Side) -> str:
+    """The names of the devices that a run's GPU work was on."""
+    return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
+
+
 def told_apart(sides: Sequence[Side]) -> list[str]:
     """A name for each run: where names repeat with its device, and where that repeats with its folder."""
     names = [side.name for side in sides]
-    devices = [", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU" for side in sides]
+    devices = [devices_of(side) for side in sides]
     for more in (devices, [str(Path(side.summary.source.trace).parent) for side in sides]):
         times = Counter(names)
         if any(len({one for one, same in zip(more, names, strict=True) if same == name}) > 1 for name in times):
@@ -52,6 +57,11 @@ def difference(first: Side, other: Side) -> Difference:
     ops_changed, ops_same = _ops(first, other)
     flags_changed = _flags(first, other)
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
+
+
+def flags(first: Side, other: Side) -> str:
+    """The flags in which two runs of numbered scripts differ, as one text; "" without any."""
+    return "; ".join(_flags(first, other))
 
 
 def _flags(first: Side, other: Side) -> list[str]:

@@ -4,7 +4,7 @@ The cheatsheet, docs, `--json` and the predictions of the numbered scripts follo
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -134,6 +134,19 @@ def activities(count: int) -> str:
 def duration(us: float) -> str:
     """With its unit: µs to one decimal below a millisecond, then ms."""
     return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+
+
+def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
+    """Times (µs) in the unit that fits the largest, with three significant digits: ("ms", ["0.747", "5.80"])."""
+    largest = max(map(abs, us), default=0.0)
+    unit, scale = ("s", 1e6) if largest >= 1e6 else ("ms", 1e3) if largest >= 1e3 else ("µs", 1.0)
+    return unit, [significant(one / scale) for one in us]
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and every digit before the point."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}" if value else "0"
 
 
 def tokens_s(a_second: float) -> str:
