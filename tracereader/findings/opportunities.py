@@ -4,7 +4,7 @@ from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
-from tracereader.findings.opportunity import Case, Opportunity, priced, worth_showing
+from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, priced, worth_showing
 from tracereader.replay import Refused, graph_of
 from tracereader.trace import Trace
 
@@ -17,4 +17,5 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
     if isinstance(graph, Refused):
         return graph
     case = Case(trace, summary, graph)
-    return worth_showing(priced(change.name, change.title, change.propose(case)) for change in CHANGES)
+    unprofiled = Unprofiled.of(graph, summary.unprofiled_step_us)
+    return worth_showing(priced(change.name, change.title, change.propose(case), unprofiled) for change in CHANGES)

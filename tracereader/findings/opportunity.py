@@ -15,7 +15,7 @@ import msgspec
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, asking_ops, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
-from tracereader.replay import Graph, fused, with_cpu_time, without_cpu_time
+from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import AUTOGRAD
@@ -33,8 +33,9 @@ Widen = Callable[[Step, tuple, int, int], tuple[int, int]]
 class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     """A change and what it saves of a step (µs), as recorded.
 
-    basis: `replay` where only times and dependencies of this trace are used, `bound` where a hardware limit or a
-    typical rate is assumed. how: how to try it, in one line.
+    unprofiled_*: the same without the profiler, which makes the CPU's time longer; None where the run did not measure
+    its step without it. basis: `replay` where only times and dependencies of this trace are used, `bound` where a
+    hardware limit or a typical rate is assumed. how: how to try it, in one line.
     """
 
     change: str
@@ -45,6 +46,15 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     basis: str
     evidence: str
     how: str
+    unprofiled_step_us: float | None = None
+    unprofiled_step_us_after: float | None = None
+
+    @property
+    def share(self) -> float:
+        """What is saved of the step; of the step without the profiler, where that is known: it is the user's."""
+        if self.unprofiled_step_us is None or self.unprofiled_step_us_after is None:
+            return self.saves_us / self.step_us
+        return 1 - self.unprofiled_step_us_after / self.unprofiled_step_us
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,14 @@ class Change:
     propose: Callable[["Case"], Proposal | None]
 
 
-def priced(name: str, title: str, proposal: Proposal | None) -> Opportunity | None:
+def priced(
+    name: str, title: str, proposal: Proposal | None, unprofiled: "Unprofiled | None" = None
+) -> Opportunity | None:
     """What a proposal saves; None of none. name, title: the change's."""
     if proposal is None:
         return None
     before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared
+    changed = with_cpu_speed(proposal.graph, unprofiled.factor).step_us() if unprofiled else None
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -86,13 +99,36 @@ def priced(name: str, title: str, proposal: Proposal | None) -> Opportunity | No
         basis="bound" if proposal.assumed else "replay",
         evidence=proposal.evidence,
         how=proposal.how,
+        unprofiled_step_us=unprofiled.step_us if unprofiled else None,
+        unprofiled_step_us_after=changed / proposal.shared if changed is not None else None,
     )
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
-    """Those that save enough of a step, the largest saving first."""
-    worth = [one for one in found if one is not None and one.saves_us > WORTH_SHOWING * one.step_us]
-    return tuple(sorted(worth, key=lambda one: -one.saves_us))
+    """Those that save enough of the recorded step, and of the step without the profiler; the largest saving first."""
+    worth = [
+        one
+        for one in found
+        if one is not None and one.saves_us > WORTH_SHOWING * one.step_us and one.share > WORTH_SHOWING
+    ]
+    return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
+
+
+@dataclass(frozen=True)
+class Unprofiled:
+    """A step without the profiler (µs), and how much of the recorded CPU time it needs."""
+
+    step_us: float
+    factor: float
+
+    @classmethod
+    def of(cls, graph: Graph, step_us: float | None) -> "Unprofiled | None":
+        """None where the run did not measure it."""
+        if not step_us:
+            return None
+        factor = cpu_factor(graph, step_us)
+        # Changes are priced against the same replay, so that what it does not model is in both times.
+        return cls(with_cpu_speed(graph, factor).step_us(), factor)
 
 
 @dataclass(frozen=True)

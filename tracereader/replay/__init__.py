@@ -19,6 +19,8 @@ The changes (replay/changes.py):
 - cuda_graph(graph): the launches between two waits become one.
 - overlapped(graph, work): GPU work runs on a stream of its own, and what waited for it waits one step longer.
 - with_cpu_time(graph, [(track, ns, us), ...]): more CPU time passes.
+- with_cpu_speed(graph, factor): all CPU time is that many times as long. cpu_factor(graph, us) finds the factor by
+  which the step takes a given time, as without the profiler.
 
 What is modelled and what is not: replay/graph.py. Recorded before and after on an H200 (tests/test_replay.py): CUDA
 graphs come out within 10%, prefetched copies and the data loader of a GPU-bound step within 5%, a fused optimizer
@@ -27,10 +29,12 @@ one recording as in the other (the committed pairs "syncs" and "loader"), which 
 """
 
 from tracereader.replay.changes import (
+    cpu_factor,
     cuda_graph,
     fused,
     overlapped,
     spans_of,
+    with_cpu_speed,
     with_cpu_time,
     with_durations,
     without_cpu_time,
@@ -44,12 +48,14 @@ __all__ = [
     "Graph",
     "Reason",
     "Refused",
+    "cpu_factor",
     "cuda_graph",
     "fused",
     "graph_of",
     "is_wait",
     "overlapped",
     "spans_of",
+    "with_cpu_speed",
     "with_cpu_time",
     "with_durations",
     "without_cpu_time",

@@ -264,3 +264,28 @@ def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
                 wait[first] = behind
         last = [node for node in step.work if node in moved]
     return replace(graph, before=before, lag=lag, via=via, wait=wait, aside=graph.aside | moved)
+
+
+def with_cpu_speed(graph: Graph, factor: float) -> Graph:
+    """All that the threads do takes `factor` times as long; GPU activities and launch latencies stay as they are."""
+    lag = graph.lag[:]
+    for nodes in graph.threads.values():
+        for node in nodes:
+            lag[node] = round(lag[node] * factor)
+    return replace(graph, lag=lag)
+
+
+def cpu_factor(graph: Graph, step_us: float) -> float:
+    """The factor for `with_cpu_speed` by which the step takes so long: between 0 and 1.
+
+    Recording makes a step longer because it takes CPU time in every op and call. The step's time without the profiler
+    therefore tells how much shorter the CPU's time is without it. 1 where the step takes no less than recorded, 0 where
+    the GPU alone takes longer than step_us.
+    """
+    if step_us >= graph.step_us():
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if with_cpu_speed(graph, middle).step_us() < step_us else (low, middle)
+    return (low + high) / 2 if low else 0.0

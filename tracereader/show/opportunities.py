@@ -32,7 +32,11 @@ def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool)
         most = "at most " if one.basis == "bound" else ""
         change = f"{unit(one.step_us)} -> {unit(one.step_us_after)}"
         rows.append((Name(f"{number} {one.title}"), change, most + percent(one.saves_us / one.step_us)))
-    reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
+    reasons = {
+        number: _reason(one) if everything or number == 0 else _without_profiler(one)
+        for number, one in enumerate(shown)
+        if everything or number == 0 or one.unprofiled_step_us is not None
+    }
     print_columns(out, ("try first", f"recorded step, {unit.name}", "saves"), rows, section="try", below=reasons)
 
 
@@ -51,4 +55,14 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
 
 
 def _reason(one: Opportunity) -> str:
-    return f"{one.evidence}. Try: {one.how}"
+    return f"{_without_profiler(one)}{one.evidence}. Try: {one.how}"
+
+
+def _without_profiler(one: Opportunity) -> str:
+    """The same step without the profiler, where the run measured it."""
+    if one.unprofiled_step_us is None or one.unprofiled_step_us_after is None:
+        return ""
+    unit = unit_of([one.unprofiled_step_us], ms_from=1e3)
+    most = "at most " if one.basis == "bound" else ""
+    change = f"{unit(one.unprofiled_step_us)} -> {unit(one.unprofiled_step_us_after)} {unit.name}"
+    return f"Without the profiler: {change}, which saves {most}{percent(one.share)}. "
