@@ -172,8 +172,11 @@ def changes() -> str:
 
 
 def predictions() -> str:
-    """Every pair: recorded, predicted and measured, and the reasons of those that are off."""
-    lines = ["| before → after | proposed | recorded | predicted | measured | ratio |", "|---|---|---|---|---|---|"]
+    """Every pair: recorded, predicted and measured, also without the profiler; the reasons of those that are off."""
+    heads = ("before → after", "proposed", "recorded", "predicted", "measured", "ratio", *(
+        f"{what}, without the profiler" for what in ("step", "predicted", "measured", "ratio")
+    ))  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     off = []
     for before, after in PAIRS:
         side, proposed = _run(before)
@@ -182,18 +185,31 @@ def predictions() -> str:
         pair = f"{shown(before)} → {shown(after)}"
         if found is None or len(found.proposals) != 1:
             unit, (recorded, now) = in_one_unit((side.summary.recorded_step_us, measured))
-            lines.append(f"| {pair} | – | {recorded} {unit} | – | {now} {unit} | – |")
+            lines.append(f"| {pair} | – | {recorded} {unit} | – | {now} {unit} | – | – | – | – | – |")
             ratio = None
         else:
             (one,) = found.proposals
             unit, (recorded, predicted, now) = in_one_unit((one.step_us, one.step_us_after, measured))
             ratio = one.step_us_after / measured
             basis = " (bound)" * (one.basis == "bound")
-            cells = (f"`{one.change}`{basis}", *(f"{us} {unit}" for us in (recorded, predicted, now)), f"{ratio:.2f}")
+            cells = (
+                f"`{one.change}`{basis}",
+                *(f"{us} {unit}" for us in (recorded, predicted, now)),
+                f"{ratio:.2f}",
+                *_without_profiler(one, _run(after)[0].summary.unprofiled_step_us),
+            )
             lines.append(f"| {pair} | {' | '.join(cells)} |")
         if ratio is not None and not WITHIN[0] <= ratio <= WITHIN[1]:
             off.append(f"- {pair} ({ratio:.2f}): {WHY.get((before, after), 'no reason is known yet.')}")
     return "\n".join([*lines, "", "Where a prediction is off by more than 30%:", "", *off]) + "\n"
+
+
+def _without_profiler(one: Opportunity, measured: float | None) -> tuple[str, str, str, str]:
+    """The step, the predicted one, the measured one and the ratio; dashes where a run did not measure its step so."""
+    if one.unprofiled_step_us_after is None or not measured:
+        return ("–",) * 4
+    unit, times = in_one_unit((one.unprofiled_step_us, one.unprofiled_step_us_after, measured))
+    return *(f"{us} {unit}" for us in times), f"{one.unprofiled_step_us_after / measured:.2f}"
 
 
 def unprofiled() -> str:

@@ -119,8 +119,12 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
             f"{whose} report proposed several of its changes. Predicted for each by itself: {each}. "
             f"Measured together: {measured} {unit}",
         ]
+    (one,) = checked.proposals
     told = f"predicted {predicted[0]}, measured {measured}"
-    return [*found, f"{whose} report proposed it ({checked.proposals[0].title}): {told}"]
+    if one.unprofiled_step_us_after is not None and unprofiled[1]:
+        unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled[1]])
+        told += f"; without the profiler, predicted {expected} {unit}, measured {took}"
+    return [*found, f"{whose} report proposed it ({one.title}): {told}"]
 
 
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
