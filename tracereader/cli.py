@@ -36,6 +36,10 @@ def main(argv=None):
     parser.add_argument(
         "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the whole report as one HTML file instead of printing it (-: stdout)"
+    )
+    parser.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")
     add_view_flags(parser)
     args = parser.parse_args(argv)
     if (args.name is None) == (not args.traces):
@@ -47,6 +51,8 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
+    if args.html is not None:
+        _refuse_beside_html(args)
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
     several = len(args.traces) > 1 and not args.previous and not args.against
@@ -83,6 +89,10 @@ def main(argv=None):
         from tracereader.show.as_json import as_json
 
         print(as_json(trace, summary, guesses_of(trace), view))
+    elif args.html is not None:
+        from tracereader.show import page
+
+        page.write(*page.of_trace(trace, summary, guesses_of(trace)), args.html, args.force)
     elif not others:
         report.explain(trace, summary, view)
     else:
@@ -99,6 +109,18 @@ def main(argv=None):
         from tracereader.show import perfetto
 
         perfetto.hand_over(args.traces[-1])
+
+
+def _refuse_beside_html(args) -> None:
+    """Raises BadInput for what does not go with --html, and where its file cannot be written."""
+    from tracereader.show.page import files
+
+    for flag in ("json", "open", "only", "all", "lanes", "previous", "against"):
+        if getattr(args, flag):
+            raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
+    if len(args.traces) > 1:
+        raise BadInput("--html takes one trace")
+    files.refuse_early(args.html, args.force)
 
 
 def _as_ranks(args) -> bool:

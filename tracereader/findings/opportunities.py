@@ -4,7 +4,7 @@ from tracereader.figures import Summary
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.opportunity import WORTH_SHOWING, Case, Opportunity
-from tracereader.replay import Refused, graph_of
+from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
 CHANGES = CPU_CHANGES + GPU_CHANGES
@@ -34,6 +34,18 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
                     basis="bound" if proposal.assumed else "replay",
                     evidence=proposal.evidence,
                     how=proposal.how,
+                    kernels=_changed(case, proposal.graph),
                 )
             )
     return tuple(sorted(found, key=lambda one: -one.saves_us))
+
+
+def _changed(case: Case, after: Graph) -> tuple[str, ...]:
+    """The names of the typical step's GPU activities that take less time after a change."""
+    before = case.graph
+    shorter = (
+        one.name
+        for one in case.step.work
+        if (node := before.activity.get(id(one))) is not None and after.dur[node] < before.dur[node]
+    )
+    return tuple(dict.fromkeys(shorter))

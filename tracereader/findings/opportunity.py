@@ -27,7 +27,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     """A change and what it saves of a step (µs), as recorded.
 
     basis: `replay` where only times and dependencies of this trace are used, `bound` where a hardware limit or a
-    typical rate is assumed. how: how to try it, in one line.
+    typical rate is assumed. how: how to try it, in one line. kernels: names of the typical step's GPU activities that
+    the change makes shorter or removes; none where it changes only what the CPU does.
     """
 
     change: str
@@ -38,6 +39,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     basis: str
     evidence: str
     how: str
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
