@@ -26,10 +26,11 @@ FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 # Numbers that tie one event to others: every slice has its own, and the timeline draws what they tie.
 IDS = re.compile(
-    rb'(?<!\\)"(?:External id|external id|correlation|Ev Idx|Record function id|Sequence number|Fwd thread id|'
+    rb'"(?<!\\")(?:External id|external id|correlation|Ev Idx|Record function id|Sequence number|Fwd thread id|'
     rb'Python id|Python parent id|Python module id|cbid)"\s*:\s*-?\d+\s*,?'
 )
 LEFT_OUT = "External id, correlation, Ev Idx, Record function id, Sequence number, Fwd thread id, Python ids, cbid"
+without_ids = IDS.sub
 TRAILING = re.compile(rb",\s*}\s*$")
 # Bytes of arguments that a page holds; what is beyond it is left out, and the page says of how many slices.
 ARGUMENTS_HELD = 2_000_000
@@ -75,7 +76,7 @@ class _Arguments:
         self.left_out = 0
 
     def __getitem__(self, raw: bytes) -> int:
-        text = IDS.sub(b"", bytes(raw))
+        text = without_ids(b"", raw)
         number = self.numbers.get(text)
         return self._new(text) if number is None else number
 

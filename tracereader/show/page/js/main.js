@@ -68,7 +68,7 @@ function tracePage(data, root) {
     const step = address.get("step"), kernel = address.get("kernel"), search = address.get("search"), change = address.get("change");
     const number = timeline.slices.steps.findIndex(one => one.name === `ProfilerStep#${step}`);
     if (step !== null && number >= 0) timeline.goTo(number);
-    else if (data.head.has_steps && timeline.slices.steps.length > 1) timeline.goTo(data.head.step_index);
+    else if (data.head.has_steps && timeline.slices.steps.length > 1) timeline.goTo(data.head.step_index, false);
     const row = kernel !== null && data.kernels.find(one => one.name === kernel);
     const one = change !== null && data.opportunities.found.find(found => found.change === change);
     if (row) pickKernel(row, false);

@@ -310,12 +310,12 @@ class Timeline {
     this.found.textContent = `${whole(next + 1)} of ${counted(matches.length, "match", "matches")}`;
   }
 
-  goTo(place) {
+  goTo(place, remember = true) {
     const step = place === null ? null : this.slices.steps[place];
     this.state.step = step;
     this.state.origin = step ? step.start : 0;
     this.steps.value = place === null ? "" : String(place);
-    address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null});
+    if (remember) address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null});
     if (!step) return this.show(this.whole);
     // A step's GPU work may run behind it: where the next step begins it is still shown.
     const room = 0.02 * (step.end - step.start);
