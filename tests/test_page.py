@@ -105,7 +105,7 @@ def test_every_slice_that_the_reader_keeps_is_in_the_page(tmp_path):
     events = json.loads(gzip.decompress(SHAPES.read_bytes()), parse_float=decimal.Decimal)["traceEvents"]
     kept = [one for one in events if one.get("ph") == "X" and one["cat"] not in ("python_function", "Trace")]
     first = min(one["ts"] for one in kept)
-    expected = sorted((one["name"], round((one["ts"] - first) * 1e3), round(one["dur"] * 1e3)) for one in kept)
+    expected = sorted((one["name"], round((one["ts"] - first) * 1000), round(one["dur"] * 1000)) for one in kept)
     starts, place = [], 0
     for track in found["tracks"]:
         at = 0

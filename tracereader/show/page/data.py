@@ -24,7 +24,7 @@ from tracereader.replay import Refused
 from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
-from tracereader.trace.kernel_names import FAMILIES, labels
+from tracereader.trace.kernel_names import labels
 
 NAME_SHOWN = 72  # characters of a name in a table; the whole of it is a click away
 NAME_IN_A_SLICE = 48
@@ -296,7 +296,6 @@ def pieces(trace: Trace, summary: Summary, slices: dict) -> dict:
             decoded[one.name] = str(says(one))
     return {
         **slices,
-        "families": FAMILIES,
         "decoded": decoded,
         "shown": labels(decoded, NAME_IN_A_SLICE),
         "step": summary.chosen.number,

@@ -15,7 +15,7 @@ from operator import sub
 from tracereader.figures.gpu_time import gpu_parts
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import Op, Trace, Work
+from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.document import decoded
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import FAMILIES
@@ -94,117 +94,153 @@ class _Arguments:
         return len(self.texts)
 
 
+class _Side:
+    """Slices of threads, or of streams: columns that grow track by track."""
+
+    def __init__(self):
+        self.tracks: list[dict] = []
+        self.columns: dict[str, list[int]] = {
+            name: [] for name in ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
+        }
+
+
+class Packing:
+    """Collects tracks of one or several traces, so that a trace need not be kept until all are read."""
+
+    def __init__(self):
+        self.names, self.arguments = _Names(), _Arguments()
+        self.cpu, self.gpu = _Side(), _Side()
+        self.end = 0
+
+    def add(self, group: str, title: str, rows: Sequence[tuple], zero: int) -> None:
+        """A track of slices with their depths, by start. zero: what times count from (ns)."""
+        side = self.gpu if group == "GPU" else self.cpu
+        slices = [one for one, _ in rows]
+        columns, names, arguments = side.columns, self.names, self.arguments
+        starts = array("q", [one.start - zero for one in slices])
+        columns["start"].extend(_deltas(starts))
+        columns["dur"].extend([one.dur for one in slices])
+        columns["name"].extend([names[one.name] for one in slices])
+        columns["kind"].extend([KIND_OF.get(one.kind, KIND_OF["module"]) for one in slices])
+        columns["depth"].extend([depth for _, depth in rows])
+        columns["arguments"].extend([arguments[one.raw] for one in slices])
+        side.tracks.append({"group": group, "title": title, "slices": len(rows)})
+        self.end = max(self.end, max((one.end for one in slices), default=zero) - zero)
+
+    def add_trace(
+        self, trace: Trace, pieces: Mapping[int, int], zero: int, steps: Sequence[Step] | None = None, run: str = ""
+    ) -> None:
+        """All tracks of a trace; of these steps alone where they are given.
+
+        pieces: by the id of a GPU activity, the number to keep of it. run: what stands before each track's title.
+        """
+        place: dict[int, int] = {}
+        for title, rows in _cpu_tracks(trace, steps):
+            first = len(self.cpu.columns["name"]) + 1
+            place.update((id(one), at) for at, (one, _) in enumerate(rows, first) if one.kind == "runtime")
+            self.add("CPU", run + title, rows, zero)
+        if trace.overheads and steps is None:
+            self.add("CPU", run + "profiler and driver overhead", _stacked(trace.overheads), zero)
+        for title, rows in _gpu_tracks(trace, steps):
+            self.add("GPU", run + title, rows, zero)
+            columns, work = self.gpu.columns, [one for one, _ in rows]
+            columns["launch"].extend([place.get(id(one.launch), NOBODY) for one in work])
+            columns["piece"].extend([pieces.get(id(one), NOBODY) for one in work])
+            columns["family"].extend([0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
+
+    def packed(self, more: dict) -> tuple[dict, list[bytes]]:
+        """What the timeline draws: a description that JSON can hold, and the columns' bytes.
+
+        Times are whole ns. Slices stand track by track, by start; `launch` of GPU work is the place of its launch call
+        among them, from 1 up.
+        """
+        columns = Columns()
+        for name in ("start", "dur", "name", "kind", "depth", "arguments"):
+            columns.add(name, self.cpu.columns[name] + self.gpu.columns[name])
+        for name in ("launch", "piece", "family"):
+            columns.add(name, self.gpu.columns[name])
+        return (
+            {
+                "end": self.end,
+                "kinds": KINDS,
+                "families": FAMILIES,
+                "names": list(self.names.numbers),
+                "arguments": self.arguments.texts,
+                "arguments_left_out": self.arguments.left_out,
+                "ids_left_out": LEFT_OUT,
+                "tracks": self.cpu.tracks + self.gpu.tracks,
+                "first_work": len(self.cpu.columns["name"]),
+                "work": len(self.gpu.columns["name"]),
+                "columns": columns.described,
+                "idle": None,
+                "memory": [],
+                **more,
+            },
+            columns.chunks,
+        )
+
+
 def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
-    """What the timeline draws: a description that JSON can hold, and the columns' bytes.
-
-    Times are whole ns from the first slice on. Slices stand track by track, by start; `launch` of GPU work is the
-    place of its launch call among them, from 1 up. pieces: by the id of GPU work, the number to keep of it.
-    """
-    names, arguments, columns = _Names(), _Arguments(), Columns()
-    tracks, order = [], []
-    for track, rows in _cpu_tracks(trace):
-        tracks.append({"group": "CPU", "title": _thread(track), "slices": len(rows)})
-        order.append(rows)
-    gpu = list(_gpu_tracks(trace))
-    for title, rows in gpu:
-        tracks.append({"group": "GPU", "title": title, "slices": len(rows)})
-        order.append(rows)
-    if trace.overheads:
-        rows = _stacked(trace.overheads)
-        tracks.append({"group": "CPU", "title": "profiler and driver overhead", "slices": len(rows)})
-        order.append(rows)
-    slices = [one for rows in order for one, _ in rows]
-    zero = min((one.start for one in slices), default=0)
-    starts = array("q", (one.start - zero for one in slices))
-    columns.add("start", _deltas(starts, [len(rows) for rows in order]))
-    columns.add("dur", [one.dur for one in slices])
-    columns.add("name", [names[one.name] for one in slices])
-    columns.add("kind", [KIND_OF.get("module" if one.kind == "python" else one.kind, 0) for one in slices])
-    columns.add("depth", [min(depth, DEEPEST) for rows in order for _, depth in rows])
-    columns.add("arguments", [arguments[one.raw] for one in slices])
-    place = {id(one): number for number, one in enumerate(slices, 1) if one.kind == "runtime"}
-    work = [one for one in slices if type(one) is Work]
-    columns.add("launch", [place.get(id(one.launch), NOBODY) for one in work])
-    first_work = next((number for number, one in enumerate(slices) if type(one) is Work), len(slices))
-    columns.add("piece", [pieces.get(id(one), NOBODY) for one in work])
-    columns.add("family", [0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
-    return (
-        {
-            "zero_us": trace.zero_us,
-            "end": max((one.end for one in slices), default=0) - zero,
-            "kinds": KINDS,
-            "names": list(names.numbers),
-            "arguments": arguments.texts,
-            "arguments_left_out": arguments.left_out,
-            "ids_left_out": LEFT_OUT,
-            "tracks": tracks,
-            "first_work": first_work,
-            "work": len(work),
-            "steps": [{"name": one.name, "start": one.start - zero, "end": one.end - zero} for one in trace.steps],
-            "idle": _idle(trace, zero),
-            "memory": _memory(trace, zero),
-            "columns": columns.described,
-        },
-        columns.chunks,
-    )
+    """The whole of one trace: see Packing.packed(). Times count from the first slice on."""
+    packing = Packing()
+    first = [one.start for one in (*trace.work[:1], *trace.overheads[:1])]
+    zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
+    zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
+    packing.add_trace(trace, pieces, zero)
+    steps = [{"name": one.name, "start": one.start - zero, "end": one.end - zero} for one in trace.steps]
+    return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
 
 
-def _deltas(starts: array, lengths: Sequence[int]) -> array:
-    """Each start less the one before it on its track; of a track's first slice, the start."""
-    found, at = array("q"), 0
-    for length in lengths:
-        own = starts[at : at + length]
-        found.extend(own[:1])
-        found.extend(map(sub, own[1:], own[:-1]))
-        at += length
+def _deltas(starts: array) -> array:
+    """Each start less the one before it; of the first slice, the start."""
+    found = starts[:1]
+    found.extend(map(sub, starts[1:], starts[:-1]))
     return found
 
 
-def _thread(track: tuple) -> str:
-    return f"thread {track[1]}"
-
-
-def _cpu_tracks(trace: Trace) -> Iterator[tuple[tuple, list[tuple[Op, int]]]]:
-    """Each thread's slices with their depth, by start; above a thread's calls, its modules."""
+def _tops(trace: Trace) -> list[Op]:
+    """The outermost slices of all threads, by start."""
     tops = {}
     for root in chain((root for step in trace.steps for root in step.roots), trace.outside):
         while root.parent is not None:  # a label around the loop
             root = root.parent
         tops[id(root)] = root
+    return sorted(tops.values(), key=lambda one: one.start)
+
+
+def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
+    """Each thread's slices with their depth, by start; above a thread's calls, its modules."""
+    tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
     threads: dict[tuple, list[tuple[Op, int]]] = {}
-    for top in sorted(tops.values(), key=lambda one: one.start):
-        rows = threads.setdefault(top.track, [])
-        stack = [(top, 0)]
-        while stack:
-            op, depth = stack.pop()
-            rows.append((op, depth))
-            if op.children:
-                stack.extend([(child, depth + 1) for child in reversed(op.children)])
-    for track, roots in trace.modules.items():
-        rows = []
-        stack = [(root, 0) for root in reversed(roots)]
-        while stack:
-            op, depth = stack.pop()
-            rows.append((op, depth))
+    for top in tops:
+        threads.setdefault(top.track, []).extend(_below(top))
+    for track, rows in threads.items():
+        # Walked parents first, a call that outlasts its parent may start after its parent's next sibling.
+        rows.sort(key=lambda row: row[0].start)
+        modules = trace.modules.get(track, ()) if steps is None else ()
+        if modules:
+            yield f"thread {track[1]}: modules", [row for root in modules for row in _below(root)]
+        yield f"thread {track[1]}", rows
+
+
+def _below(top: Op) -> Iterator[tuple[Op, int]]:
+    """A slice and all that lies in it, with their depths, parents first."""
+    stack = [(top, 0)]
+    while stack:
+        op, depth = stack.pop()
+        yield op, min(depth, DEEPEST)
+        if op.children:
             stack.extend([(child, depth + 1) for child in reversed(op.children)])
-        yield (track[0], f"{track[1]}: modules"), _by_start(rows)
-    for track in threads:
-        yield track, _by_start(threads[track])
 
 
-def _by_start(rows: list[tuple]) -> list[tuple]:
-    """Calls are walked parents first; one that outlasts its parent may start after its parent's next sibling."""
-    return sorted(rows, key=lambda row: row[0].start)
-
-
-def _gpu_tracks(trace: Trace) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
-    """Each stream's work, and above it the annotations that its work was launched in."""
+def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
+    """Each stream's work, and above it the annotations that its work was launched in. The busiest stream comes first."""
     several = len({one.device for one in trace.work}) > 1
     streams: dict[tuple, list[Work]] = {}
-    for one in trace.work:
+    for one in trace.work if steps is None else [one for step in steps for one in step.work]:
         streams.setdefault(one.track, []).append(one)
     spans: dict[tuple, list[Work]] = {}
-    for one in sorted(trace.spans, key=lambda one: (one.start, -one.dur)):
+    for one in sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur)):
         spans.setdefault(one.track, []).append(one)
     for track in sorted(streams, key=lambda track: -len(streams[track])):
         device = f"GPU {streams[track][0].device} " if several else "GPU "

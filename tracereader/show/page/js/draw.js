@@ -306,8 +306,8 @@ class Painter {
     const tick = [1, 2, 5, 10].map(one => one * power).find(one => one >= least);
     const step = state.origin, unit = unitOf(Math.max(tick, long / 4) / 1e3);
     const decimals = Math.max(0, Math.ceil(-Math.log10(tick / 1e3 / unit.scale) - 1e-9));
-    for (let at = Math.ceil((view.from - step) / tick) * tick; at <= view.to - step; at += tick) {
-      const x = this.x(at + step);
+    for (let number = Math.ceil((view.from - step) / tick); number * tick <= view.to - step; number++) {
+      const at = number * tick || 0, x = this.x(at + step);
       context.fillStyle = paint.line;
       context.fillRect(x, 20, 1, AXIS - 20);
       context.fillStyle = paint.muted;

@@ -50,7 +50,7 @@ class Slices {
 
   shownName(one) {
     const name = this.nameOf(one);
-    return this.shown.get(name) ?? name.replace(/^aten::/, "");
+    return this.shown.get(name) ?? name.replace(/^(aten::|nn\.Module: |autograd::engine::evaluate_function: )/, "");
   }
 
   trackOf(one) {
