@@ -89,22 +89,29 @@ def main(argv=None):
         from tracereader.show.as_json import as_json
 
         print(as_json(trace, summary, guesses_of(trace), view))
-    elif args.html is not None:
+    elif args.html is not None and not others:
         from tracereader.show import page
 
-        page.write(*page.of_trace(trace, summary, guesses_of(trace)), args.html, args.force)
+        page.write(page.of_trace(trace, summary, guesses_of(trace)), args.html, args.force)
     elif not others:
         report.explain(trace, summary, view)
     else:
-        from tracereader.show import comparison
+        from tracereader.show import comparison, page
 
+        runs = page.Runs() if args.html is not None else None
         summaries = [summary]
-        for path in others:
-            del trace
-            gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
-            trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
-            summaries.append(summary)
-        comparison.side_by_side(summaries, view, args.previous)
+        for path in (None, *others):
+            if path is not None:
+                del trace
+                gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
+                trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
+                summaries.append(summary)
+            if runs is not None:
+                runs.add(trace, summary)
+        if runs is not None:
+            page.write(page.of_runs(runs), args.html, args.force)
+        else:
+            comparison.side_by_side(summaries, view, args.previous)
     if args.open:
         from tracereader.show import perfetto
 
@@ -115,11 +122,9 @@ def _refuse_beside_html(args) -> None:
     """Raises BadInput for what does not go with --html, and where its file cannot be written."""
     from tracereader.show.page import files
 
-    for flag in ("json", "open", "only", "all", "lanes", "previous", "against"):
+    for flag in ("json", "open", "only", "all", "lanes", "previous"):
         if getattr(args, flag):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
-    if len(args.traces) > 1:
-        raise BadInput("--html takes one trace")
     files.refuse_early(args.html, args.force)
 
 
@@ -143,6 +148,10 @@ def _as_ranks(args) -> bool:
     summary, traces = found
     if args.json:
         print(ranks.as_json(summary, view))
+    elif args.html is not None:
+        from tracereader.show import page
+
+        page.write(page.of_ranks(summary, traces), args.html, args.force)
     else:
         ranks.explain(summary, traces, view)
     if args.open:

@@ -5,26 +5,44 @@ from collections.abc import Sequence
 
 from tracereader.command import printable
 from tracereader.figures import Summary
+from tracereader.figures.rank import RankTrace
+from tracereader.figures.ranks import RanksSummary
 from tracereader.findings.finding import Finding, size
 from tracereader.findings.opportunities import opportunities
-from tracereader.show.page import data, files, html, timeline
+from tracereader.show.page import data, files, html, ranked, timeline
+from tracereader.show.page.compared import Runs
 from tracereader.trace import Trace
 
-__all__ = ["of_trace", "write"]
+__all__ = ["Runs", "of_ranks", "of_runs", "of_trace", "write"]
+
+Page = tuple[str, list[str]]  # its text, and what it holds that somebody may not want to hand on
 
 
-def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Finding]) -> tuple[str, list[str]]:
-    """The page of one trace, and what it holds that somebody may not want to hand on."""
+def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Finding]) -> Page:
+    """The page of one trace."""
     slices, chunks = timeline.packed(trace, data.numbers_of_pieces(trace, summary))
-    slices = data.pieces(trace, summary, slices)
-    held = data.holds(trace, slices)
+    slices = data.described(slices, data.decoded_names(trace), data.pieces(summary), summary.chosen.number)
+    held = data.holds([trace.host], slices)
     figures = data.figures(trace, summary, opportunities(trace, summary), guesses)
     return html.assembled({**figures, "holds": held}, slices, chunks), held
 
 
-def write(page: str, held: Sequence[str], target: str, force: bool) -> None:
+def of_runs(runs: Runs) -> Page:
+    """The page of several runs, each set against the first."""
+    figures, slices, chunks = runs.page()
+    return html.assembled(figures, slices, chunks), figures["holds"]
+
+
+def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace]) -> Page:
+    """The page of one run's ranks."""
+    figures, slices, chunks = ranked.page(summary, traces)
+    return html.assembled(figures, slices, chunks), figures["holds"]
+
+
+def write(page: Page, target: str, force: bool) -> None:
     """Write the page and say what it holds: on stderr where the page itself goes to stdout. Raises BadInput."""
-    written = files.write(page, target, force)
+    text, held = page
+    written = files.write(text, target, force)
     out = sys.stderr if target == files.STDOUT else sys.stdout
     name = "the page" if target == files.STDOUT else printable(target)
     print(f"{name}: {size(written)}, one file without outside links", file=out)

@@ -6,7 +6,7 @@ filters and draws what stands here. Times are in µs, shares from 0 to 1.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -284,45 +284,48 @@ def _size_in_words(one: GpuWork) -> str | None:
     return attention_in_words(one.attention) if one.attention else None
 
 
-def pieces(trace: Trace, summary: Summary, slices: dict) -> dict:
-    """What the timeline says of a GPU activity beyond its arguments: family, decoded name, size and rate.
-
-    slices: the description of the timeline's columns. `piece` of an activity is its place among `pieces`, from 1 up;
-    of an activity of another step, that of the same activity in the step spoken of.
-    """
-    decoded = {}
+def decoded_names(trace: Trace) -> dict[str, str]:
+    """What the name of each GPU activity says."""
+    found: dict[str, str] = {}
     for one in trace.work:
-        if one.name not in decoded:
-            decoded[one.name] = str(says(one))
+        if one.name not in found:
+            found[one.name] = str(says(one))
+    return found
+
+
+def pieces(summary: Summary) -> list[dict]:
+    """What the timeline says of the step's GPU activities beyond their arguments: size, rate and who asked for them."""
+    return [
+        {
+            "us": one.us,
+            "asked_by": one.asked_by,
+            "layer": one.layer,
+            "size": _size_in_words(one),
+            "tflops": one.tflops,
+            "gb_s": one.gb_s,
+            "roof": one.roof,
+            "of_roof": one.of_roof,
+            "occupancy": one.occupancy.limit if one.occupancy else None,
+        }
+        for one in summary.gpu_work
+    ]
+
+
+def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], step: str) -> dict:
+    """The description of the timeline's columns with what is known of names and pieces."""
     return {
         **slices,
         "decoded": decoded,
         "shown": labels(decoded, NAME_IN_A_SLICE),
-        "step": summary.chosen.number,
-        "pieces": [
-            {
-                "us": one.us,
-                "asked_by": one.asked_by,
-                "layer": one.layer,
-                "size": _size_in_words(one),
-                "tflops": one.tflops,
-                "gb_s": one.gb_s,
-                "roof": one.roof,
-                "of_roof": one.of_roof,
-                "launch_to_start_us": one.launch_to_start_us,
-                "occupancy": one.occupancy.limit if one.occupancy else None,
-            }
-            for one in summary.gpu_work
-        ],
+        "pieces": pieces,
+        "step": step,
     }
 
 
-def holds(trace: Trace, slices: dict | None) -> list[str]:
-    """What of the page somebody may not want to hand on: the host's name, and paths in names and arguments."""
-    told = []
-    if trace.host:
-        told.append(f"the host name {trace.host}")
-    texts = [] if slices is None else [*slices["names"], *map(str, slices["arguments"])]
+def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
+    """What of the page somebody may not want to hand on: hosts' names, and paths in names and arguments."""
+    told = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
+    texts = [*slices["names"], *map(str, slices["arguments"])]
     paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
     if paths:
         named = ", ".join(list(paths)[:PATHS_NAMED])

@@ -21,7 +21,9 @@ from tracereader.trace.families import says
 from tracereader.trace.kernel_names import FAMILIES
 
 NOBODY = 0  # in a column of places that count from 1
-KINDS = ("label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span")
+KINDS = (
+    "label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span", "phase", "collective", "wait",
+)  # fmt: skip
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 # Numbers that tie one event to others: every slice has its own, and the timeline draws what they tie.
@@ -234,7 +236,7 @@ def _below(top: Op) -> Iterator[tuple[Op, int]]:
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
-    """Each stream's work, and above it the annotations that its work was launched in. The busiest stream comes first."""
+    """Each stream's work, the busiest stream first; above it the annotations that its work was launched in."""
     several = len({one.device for one in trace.work}) > 1
     streams: dict[tuple, list[Work]] = {}
     for one in trace.work if steps is None else [one for step in steps for one in step.work]:

@@ -21,7 +21,7 @@ function describe(slices, one, timeline, showKernel) {
       row("duration", time(slices.dur[one] / 1e3)),
       row("start", step ? `${time((slices.start[one] - step.start) / 1e3)} after ${step.name.replace(/^ProfilerStep/, "step ")} began`
         : `${time(slices.start[one] / 1e3)} after the trace began`),
-      row("kind", {label: "annotation", op: "CPU op", runtime: "CUDA runtime call", module: "module", span: "annotation on the GPU's side"}[kind] ?? kind),
+      row("kind", KIND_WORDS[kind] ?? kind),
       row("track", track.title),
       row("decoded", slices.isWork(one) ? slices.decoded.get(name) : null),
       row("launched by", launch === null ? (piece?.asked_by || null)

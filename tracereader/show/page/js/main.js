@@ -3,15 +3,13 @@
 const SECTIONS = [
   ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
   ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
-  ["memory", "Memory"], ["patterns", "Patterns"],
+  ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["rank-list", "Ranks"],
+  ["collectives", "Collectives"], ["changes", "What changed"],
 ];
 
 function tracePage(data, root) {
   let timeline = null, kernels = null;
-  data.hasTimeline = Boolean(document.getElementById("slices").textContent);
-  document.title = `${data.file} · read-trace`;
-  const place = el("section", {id: "timeline"}, el("h2", {}, "Timeline"), el("p", {class: "told"}, "Unpacking the slices."));
-  const details = el("div", {id: "details", "aria-live": "polite"});
+  const place = timelinePlace();
 
   const toTimeline = () => place.scrollIntoView({behavior: "smooth", block: "start"});
   function pickKernel(row, scroll = true) {
@@ -47,22 +45,10 @@ function tracePage(data, root) {
   ];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
 
-  if (data.hasTimeline) {
-    slicesOf().then(found => {
-      const slices = new Slices(found);
-      timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]));
-      const left = el("p", {class: "told"}, `The timeline holds ${counted(slices.count, "slice")} of ${counted(slices.tracks.length, "track")}: `
-        + "all that the reader keeps; frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.");
-      fill(clear(place), [el("h2", {}, "Timeline"), left, timelineLegend(slices), el("div", {class: "panes"}, timeline.node, details)]);
-      timeline.fit();
-      fill(details, [describe(slices, null, timeline, showKernel)]);
-      applyAddress();
-      document.body.dataset.ready = "true";
-    }).catch(problem => {
-      fill(place, [el("p", {class: "warning"}, `The timeline cannot be drawn here: ${problem.message}`)]);
-      document.body.dataset.ready = "failed";
-    });
-  } else document.body.dataset.ready = "true";
+  withTimeline(data, place, {
+    note: "frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.",
+    showKernel, ready: made => { timeline = made; applyAddress(); },
+  });
 
   function applyAddress() {
     const step = address.get("step"), kernel = address.get("kernel"), search = address.get("search"), change = address.get("change");
@@ -82,14 +68,45 @@ function tracePage(data, root) {
   addEventListener("hashchange", () => { if (timeline) applyAddress(); });
 }
 
+function timelinePlace() {
+  return el("section", {id: "timeline"}, el("h2", {}, "Timeline"), el("p", {class: "told"}, "Unpacking the slices."));
+}
+
+// Unpacks the slices and draws them; ready(timeline) is called once they are there.
+function withTimeline(data, place, {note, showKernel, ready}) {
+  if (!data.hasTimeline) {
+    document.body.dataset.ready = "true";
+    return;
+  }
+  const details = el("div", {id: "details", "aria-live": "polite"});
+  slicesOf().then(found => {
+    const slices = new Slices(found);
+    const timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]));
+    const held = `The timeline holds ${counted(slices.count, "slice")} of ${counted(slices.tracks.length, "track")}: all that the reader keeps; ${note}`;
+    fill(clear(place), [el("h2", {}, "Timeline"), el("p", {class: "told"}, held), timelineLegend(slices),
+      el("div", {class: "panes"}, timeline.node, details)]);
+    timeline.fit();
+    fill(details, [describe(slices, null, timeline, showKernel)]);
+    ready(timeline);
+    document.body.dataset.ready = "true";
+  }).catch(problem => {
+    fill(place, [el("p", {class: "warning"}, `The timeline cannot be drawn here: ${problem.message}`)]);
+    document.body.dataset.ready = "failed";
+  });
+}
+
+const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime call", module: "module",
+  span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank"};
+
 function timelineLegend(slices) {
-  const used = new Set(slices.columns.family);
+  const used = new Set(slices.columns.family), kinds = new Set(slices.columns.kind);
   const idle = slices.idle ? IDLE.filter(([cause]) => slices.idle[cause].length) : [];
   const item = (value, text) => el("li", {}, swatch(value), text);
   return el("ul", {class: "legend small"},
     idle.map(([cause, text]) => item(`var(--idle-${cause.replace("_", "-")})`, text)),
     slices.families.map((family, place) => used.has(place) && slices.work > 0 && item(familyColor(family), family)),
-    item("var(--kind-label)", "annotation"), item("var(--kind-op)", "CPU op"), item("var(--kind-runtime)", "CUDA runtime"));
+    slices.kinds.map((kind, place) => kinds.has(place) && !["kernel", "memcpy", "memset"].includes(kind)
+      && item(`var(--kind-${kind})`, KIND_WORDS[kind] ?? kind)));
 }
 
 // The bar at the top: file, sections, theme.
@@ -114,4 +131,6 @@ function about(data) {
 }
 
 const data = figuresOf(), root = document.getElementById("page");
-tracePage(data, root);
+data.hasTimeline = Boolean(document.getElementById("slices").textContent);
+document.title = `${data.file} · read-trace`;
+({trace: tracePage, comparison: comparisonPage, ranks: ranksPage})[data.page](data, root);

@@ -1,0 +1,154 @@
+"""The figures of a page of several runs: side by side, each set against the first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tracereader import __version__
+from tracereader.figures import Summary, compare
+from tracereader.findings import steps
+from tracereader.findings.finding import family_in_words
+from tracereader.findings.opportunities import opportunities
+from tracereader.replay import Refused
+from tracereader.show.page import data
+from tracereader.show.page.timeline import Packing
+from tracereader.trace import Trace
+from tracereader.trace.kernel_names import labels
+
+# Kernels of two recordings of one program differ by up to 9%.
+ALIKE = 0.09
+
+
+class Runs:
+    """Collects what the page shows of each run, so that one trace at a time is in memory."""
+
+    def __init__(self):
+        self.packing = Packing()
+        self.summaries: list[Summary] = []
+        self.proposed: list[list[dict]] = []
+        self.decoded: dict[str, str] = {}
+        self.pieces: list[dict] = []
+        self.ends: list[tuple[str, int]] = []
+        self.hosts: list[str | None] = []
+
+    def add(self, trace: Trace, summary: Summary) -> None:
+        """One more run, with the step that its summary speaks of: on the axis all steps start at zero."""
+        step, number = trace.steps[summary.typical_index], len(self.summaries) + 1
+        first = len(self.pieces)
+        own = {id(one): first + place for place, one in enumerate(step.work, 1)}
+        self.packing.add_trace(trace, own, step.start, [step], f"run {number} · ")
+        self.pieces += data.pieces(summary)
+        self.decoded |= data.decoded_names(trace)
+        found = opportunities(trace, summary)
+        self.proposed.append([] if isinstance(found, Refused) else [msgspec.to_builtins(one) for one in found])
+        self.summaries.append(summary)
+        self.ends.append((step.number, step.end - step.start))
+        self.hosts.append(trace.host)
+
+    def page(self) -> tuple[dict, dict, list[bytes]]:
+        """The figures, the description of the timeline's columns, and the columns."""
+        steps = [
+            {"name": f"run {number}, step {name}", "start": 0, "end": end}
+            for number, (name, end) in enumerate(self.ends, 1)
+        ]
+        slices, chunks = self.packing.packed({"steps": steps})
+        slices = data.described(slices, self.decoded, self.pieces, "")
+        figures = {
+            "page": "comparison",
+            "version": __version__,
+            "file": f"{len(self.summaries)} runs",
+            "holds": data.holds(self.hosts, slices),
+            **_figures(self.summaries, self.proposed),
+        }
+        return figures, slices, chunks
+
+
+def _figures(summaries: Sequence[Summary], proposed: Sequence[list[dict]]) -> dict:
+    sides = [compare.Side(summary) for summary in summaries]
+    names = compare.told_apart(sides)
+    runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
+    for run in runs:
+        run["of_first"] = run["step"] / runs[0]["step"] if runs[0]["step"] else None
+    return {
+        "runs": runs,
+        "families": _rows([{family_in_words(one): us for one, us in side.summary.by_family.items()} for side in sides]),
+        "kernels": _kernels(sides),
+        "ops": _rows([{name: one.self_us for name, one in side.summary.ops.items()} for side in sides]),
+        "changes": [
+            {"name": name, **_difference(sides[0], side)} for name, side in zip(names[1:], sides[1:], strict=True)
+        ],
+        "predicted": proposed[0],
+    }
+
+
+def _run(side: compare.Side, name: str) -> dict:
+    one = side.summary
+    word, why = steps.waiting(one)
+    return {
+        "name": name,
+        "file": Path(one.trace).name,
+        "device": ", ".join(dict.fromkeys(one.devices)) or "CPU only",
+        "regime": word,
+        "why": why,
+        **measures(one),
+        "memcpys": one.count("memcpy"),
+        "memsets": one.count("memset"),
+        "tokens_s": one.decoding.tokens_s if one.decoding else None,
+    }
+
+
+def measures(summary: Summary) -> dict[str, float | None]:
+    """What --fail-if can ask about, of the step spoken of: times in µs, a share, bytes and counts."""
+    gpu = summary.has_gpu_work
+    return {
+        "step": max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us),
+        "cpu": summary.chosen.cpu_us,
+        "gpu": summary.chosen.gpu_busy_us if gpu else None,
+        "gpu busy": summary.busy_share,
+        "launches": summary.chosen.launches if gpu else None,
+        "kernels": summary.count("kernel") if gpu else None,
+        "memory": compare.Side(summary).peak_bytes,
+    }
+
+
+def _rows(times: Sequence[dict[str, float]]) -> list[dict]:
+    """A row for each name with its times by run, that where they differ most first."""
+    names = dict.fromkeys(name for one in times for name in one)
+    rows = [{"name": name, "us": [one.get(name) for one in times]} for name in names]
+    for row in rows:
+        row["change_us"] = (row["us"][-1] or 0.0) - (row["us"][0] or 0.0)
+        row["status"] = status(row["us"][0], row["us"][-1])
+    return sorted(rows, key=lambda row: -_spread(row["us"]))
+
+
+def _spread(values: Sequence[float | None]) -> float:
+    known = [value or 0.0 for value in values]
+    return max(known) - min(known)
+
+
+def _kernels(sides: Sequence[compare.Side]) -> list[dict]:
+    rows = _rows([dict(side.times) for side in sides])
+    shown = labels([row["name"] for row in rows], data.NAME_SHOWN)
+    says = {name: said for side in reversed(sides) for name, said in side.says.items()}
+    for row in rows:
+        name = row["name"]
+        row["short"], row["family"], row["decoded"] = shown[name], says[name].family, str(says[name])
+        row["counts"] = [side.work.get(name, 0) for side in sides]
+    return rows
+
+
+def status(before: float | None, after: float | None) -> str:
+    """What became of a time from the first run to the last."""
+    if before is None:
+        return "new" if after is not None else "between"
+    if after is None:
+        return "gone"
+    if after > (1 + ALIKE) * before:
+        return "longer"
+    return "shorter" if before > (1 + ALIKE) * after else "alike"
+
+
+def _difference(first: compare.Side, other: compare.Side) -> dict:
+    found = compare.difference(first, other)
+    return {"changed": found.changed, "same": found.same}
