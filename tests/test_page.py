@@ -516,3 +516,135 @@ def test_a_hundred_thousand_slices_are_there_at_once(chromium, tmp_path):
     press(browser, "f")
     assert "narrower than a pixel" in text(browser, "#merged")
     is_quiet(browser, page)
+
+
+# Several traces, ranks, and what a pull request gets.
+
+EAGER, COMPILED = (ROOT / f"tests/traces/models/qwen3_decode_{kind}.json.gz" for kind in ("eager", "compiled"))
+
+
+def test_runs_are_compared_by_the_figures_of_json(chromium, tmp_path, capsys):
+    page = page_of(tmp_path, EAGER, COMPILED)
+    measured = [json_of(capsys, one) for one in (EAGER, COMPILED)]
+    browser = shown(chromium, page)
+    cells = (
+        "return [...document.querySelectorAll(`#measures tr[data-name=${arguments[0]}] td.number`)]"
+        ".map(one => Number(one.dataset.value))"
+    )
+    for key, name in (("cpu", "cpu_us"), ("gpu", "gpu_busy_us"), ("launches", "launches")):
+        expected = [one["steps"][one["typical_index"]][name] for one in measured]
+        assert browser.execute_script(cells, key) == pytest.approx(expected)
+    times = [{}, {}]
+    for one, found in zip(measured, times, strict=True):
+        for work in one["gpu_work"]:
+            found[work["name"]] = found.get(work["name"], 0) + work["us"]
+    change = {name: times[1].get(name, 0) - times[0].get(name, 0) for name in times[0] | times[1]}
+    assert values(browser, "kernels-table", "change_us") == pytest.approx(change)
+    gone = (
+        "return [...document.querySelectorAll('.chips button')]"
+        ".find(one => one.textContent.startsWith('gone')).textContent"
+    )
+    assert browser.execute_script(gone) == f"gone {len(times[0].keys() - times[1].keys())}"
+    found, _ = unpacked(page)
+    assert [one["start"] for one in found["steps"]] == [0, 0]
+    assert {one["title"].split(" · ")[0] for one in found["tracks"]} == {"run 1", "run 2"}
+    is_quiet(browser, page)
+
+
+def test_ranks_are_beside_each_other(chromium, tmp_path, capsys):
+    page = page_of(tmp_path, *RANKS)
+    measured = json_of(capsys, *RANKS)
+    browser = shown(chromium, page)
+    assert text(browser, "#regime") == f"Rank {measured['straggler']} is the straggler"
+    waited = {f"rank {one['rank']}": one["others_waited_us"] for one in measured["ranks"]}
+    assert values(browser, "ranks-table", "others_waited_us") == pytest.approx(waited)
+    browser.execute_script("document.querySelector('#collectives-table > button').click()")
+    waits = browser.execute_script(
+        "return [...document.querySelectorAll('#collectives-table td[data-key=wait_us]')]"
+        ".map(one => Number(one.dataset.value))"
+    )
+    assert waits == pytest.approx(sorted((max(one["waits_us"]) for one in measured["matched"]), reverse=True))
+    browser.execute_script("document.querySelector('#collectives-table tbody button').click()")
+    settled(browser)
+    longest = max(measured["matched"], key=lambda one: max(one["waits_us"]))
+    assert text(browser, "#selected-text") == longest["kind"]
+    assert f"rank {longest['last']}" in text(browser, ".selected")
+    is_quiet(browser, page)
+
+
+def test_markdown_has_a_comparisons_figures(capsys):
+    measured = [json_of(capsys, one) for one in (EAGER, COMPILED)]
+    assert cli.main([str(EAGER), str(COMPILED), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    launches = [one["steps"][one["typical_index"]]["launches"] for one in measured]
+    row = next(line for line in lines if line.startswith("| launches "))
+    assert row == f"| launches | {launches[0]:,} | {launches[1]:,} | {launches[1] / launches[0] - 1:+.1%} |"
+    tables = [line for line in lines if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (5,) for line in tables)
+
+
+@pytest.mark.parametrize("number", range(0, len(ATTACKS), 2))
+def test_markdown_of_hostile_names_is_text(tmp_path, capsys, number):
+    attack = ATTACKS[number] + "|`x`|@someone #1 [a](https://evil.example) <b>"
+    document = json.loads(gzip.decompress(SHAPES.read_bytes()))
+    for event in document["traceEvents"]:
+        if event.get("cat") in ("kernel", "cpu_op"):
+            event["name"] = attack[:300] + event["name"]
+    strange = tmp_path / "strange.json"
+    strange.write_text(json.dumps(document))
+    assert cli.main([str(SHAPES), str(strange), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", out.replace("\\`", ""))
+    outside = re.sub(r"</?(?:details|summary)>", "", outside)
+    assert not re.search(r"(?<!\\)[<>]|(?<!\\)\]\(|@someone|https://", outside)
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 5 for line in out.splitlines() if line.startswith("|"))
+
+
+@pytest.mark.parametrize(
+    "limit, before, after, crosses",
+    [
+        ("launches > 0", COMPILED, EAGER, True), ("launches > 0", EAGER, COMPILED, False),
+        ("launches>0", EAGER, EAGER, False), ("launches >= 0", EAGER, EAGER, True),
+        ("kernels < -10%", EAGER, COMPILED, True), ("kernels < -90%", EAGER, COMPILED, False),
+        ("step > 5%", COMPILED, EAGER, True), ("step > 60 s", COMPILED, EAGER, False),
+        ("cpu > 1 ms", COMPILED, EAGER, True),
+        ("gpu busy < -5%", COMPILED, EAGER, True), ("gpu busy < -50%", COMPILED, EAGER, False),
+        ("GPU busy > 5 %", EAGER, COMPILED, True), ("gpu > 10%", COMPILED, EAGER, True),
+    ],
+)  # fmt: skip
+def test_a_limit_is_crossed_or_not(capsys, limit, before, after, crosses):
+    assert cli.main([str(before), str(after), "--fail-if", limit]) == int(crosses)
+    said = capsys.readouterr().err
+    assert (said.count("\n") == 1 and said.strip().endswith(f"({limit})")) if crosses else not said
+
+
+def test_limits_that_cannot_be_judged_are_refused(capsys):
+    pair = [str(EAGER), str(COMPILED)]
+    for arguments, why in (
+        ([*pair, "--fail-if", "steps > 5%"], "write for example"),
+        ([*pair, "--fail-if", "step > 5 MB"], "step takes % or us"),
+        ([*pair, "--fail-if", "launches > 5 ms"], "launches takes %"),
+        ([*pair, "--fail-if", "gpu busy > 5"], "takes %"),
+        ([*pair, "--fail-if", "memory > 1 MB"], "do not tell memory"),
+        ([*pair, "--fail-if", "step > nan%"], "write for"),
+        ([pair[0], "--fail-if", "step > 5%"], "name two traces"), ([pair[0], "--markdown"], "name two traces"),
+        ([*pair, "--markdown", "--html", "-"], "both print"), ([*pair, "--markdown", "--previous"], "leave out"),
+        ([*pair, pair[0], "--markdown", "--json"], "leave out"),
+    ):  # fmt: skip
+        assert cli.main(arguments) == 2, arguments
+        said = capsys.readouterr().err
+        assert why in said and said.count("\n") == 1, said
+
+
+def test_memory_is_judged_where_the_traces_tell_it(capsys):
+    assert cli.main([str(MEMORY), str(MEMORY), "--fail-if", "memory > 0 MB"]) == 0
+    assert cli.main([str(MEMORY), str(MEMORY), "--fail-if", "memory <= 0%"]) == 1
+    assert "(memory <= 0%)" in capsys.readouterr().err
+
+
+def test_what_the_documented_workflow_runs(tmp_path, capsys):
+    """The page, the comment and the verdict in one call each."""
+    page = tmp_path / "report.html"
+    assert cli.main([str(EAGER), str(COMPILED), "--html", str(page), "--markdown", "--fail-if", "launches > 0"]) == 0
+    out = capsys.readouterr().out
+    assert "### Profile" in out and page.stat().st_size > 10_000

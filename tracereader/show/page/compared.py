@@ -11,6 +11,7 @@ from tracereader.findings import steps
 from tracereader.findings.finding import family_in_words
 from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Refused
+from tracereader.show.limits import measures
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.trace import Trace
@@ -73,7 +74,7 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[list[dict]]) -> di
     return {
         "runs": runs,
         "families": _rows([{family_in_words(one): us for one, us in side.summary.by_family.items()} for side in sides]),
-        "kernels": _kernels(sides),
+        "kernels": kernel_rows(sides),
         "ops": _rows([{name: one.self_us for name, one in side.summary.ops.items()} for side in sides]),
         "changes": [
             {"name": name, **_difference(sides[0], side)} for name, side in zip(names[1:], sides[1:], strict=True)
@@ -98,20 +99,6 @@ def _run(side: compare.Side, name: str) -> dict:
     }
 
 
-def measures(summary: Summary) -> dict[str, float | None]:
-    """What --fail-if can ask about, of the step spoken of: times in µs, a share, bytes and counts."""
-    gpu = summary.has_gpu_work
-    return {
-        "step": max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us),
-        "cpu": summary.chosen.cpu_us,
-        "gpu": summary.chosen.gpu_busy_us if gpu else None,
-        "gpu busy": summary.busy_share,
-        "launches": summary.chosen.launches if gpu else None,
-        "kernels": summary.count("kernel") if gpu else None,
-        "memory": compare.Side(summary).peak_bytes,
-    }
-
-
 def _rows(times: Sequence[dict[str, float]]) -> list[dict]:
     """A row for each name with its times by run, that where they differ most first."""
     names = dict.fromkeys(name for one in times for name in one)
@@ -127,7 +114,8 @@ def _spread(values: Sequence[float | None]) -> float:
     return max(known) - min(known)
 
 
-def _kernels(sides: Sequence[compare.Side]) -> list[dict]:
+def kernel_rows(sides: Sequence[compare.Side]) -> list[dict]:
+    """GPU activities of one step by name, that whose time differs most first."""
     rows = _rows([dict(side.times) for side in sides])
     shown = labels([row["name"] for row in rows], data.NAME_SHOWN)
     says = {name: said for side in reversed(sides) for name, said in side.says.items()}

@@ -37,7 +37,7 @@ def page(summary: RanksSummary, traces: Sequence[RankTrace]) -> tuple[dict, dict
     for one in summary.ranks:
         host = f" on {one.host}" if len(summary.clocks.hosts) > 1 and one.host else ""
         packing.add("CPU", f"rank {one.rank}{host}", rows[one.rank], zero)
-    slices, chunks = packing.packed({"steps": _steps(summary, zero), "zero": zero})
+    slices, chunks = packing.packed({"steps": _steps(summary, rows, lanes, zero), "zero": zero})
     slices = data.described(slices, {}, [], "")
     straggler = findings.straggler(summary)
     figures = {
@@ -94,9 +94,15 @@ def _rows(summary: RanksSummary, rank: int, traces: Sequence[RankTrace], lanes: 
     return sorted(found, key=lambda row: row[0].start)
 
 
-def _steps(summary: RanksSummary, zero: int) -> list[dict]:
-    """Where the collectives of each step lie, on the common clock."""
+def _steps(summary: RanksSummary, rows: dict, lanes: dict, zero: int) -> list[dict]:
+    """Where the collectives of each step lie, and the computing that is drawn, on the common clock."""
     edges: dict[str, tuple[int, int]] = {}
+    for rank, lane in lanes.items():
+        drawn = [one for one, _ in rows.get(rank, ()) if one.kind == "phase"]
+        if drawn:
+            start, end = min(one.start for one in drawn) - zero, max(one.end for one in drawn) - zero
+            before = edges.get(lane.step, (start, end))
+            edges[lane.step] = min(before[0], start), max(before[1], end)
     for one in summary.matched:
         start = round(min(one.starts_us) * 1000) - zero
         end = round(max(a + b for a, b in zip(one.starts_us, one.took_us, strict=True)) * 1000) - zero

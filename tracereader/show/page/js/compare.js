@@ -89,7 +89,7 @@ function comparedKernels(data, pick) {
       {key: "name", title: "GPU activity", name: true, node: row => el("div", {class: "kernel"},
         el("button", {type: "button", class: "plain", title: row.name, onclick: () => pick(row)}, swatch(familyColor(row.family)), row.short),
         el("small", {}, row.decoded))},
-      {key: "counts", title: "count", text: row => row.counts.map(whole).join(" → ")},
+      {key: "counts", title: "count", number: true, text: row => row.counts.map(whole).join(" → ")},
       ...timesOf(data.runs, all),
     ]}).node]);
   const chips = [null, ...STATUSES].map(status => el("button", {type: "button", "aria-pressed": String(status === null), onclick: event => {

@@ -184,7 +184,7 @@ class Painter {
     const {context} = this, length = Math.floor(room / this.character);
     if (length < 2) return;
     context.fillStyle = this.inkOn(fill);
-    context.fillText(cut(name, length), x, y + ROW / 2 - 1);
+    context.fillText(cut(name, length), x, y + ROW / 2 - 1, room);
   }
 
   // Black or white, whichever is read better on a color.

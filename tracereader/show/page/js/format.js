@@ -46,6 +46,11 @@ function whole(count) {
   return count.toLocaleString("en-US");
 }
 
+// A clause as a sentence.
+function sentence(text) {
+  return `${text.replace(/^./, letter => letter.toUpperCase())}${/[.!?]$/.test(text) ? "" : "."}`;
+}
+
 function counted(count, what, several = `${what}s`) {
   return `${whole(count)} ${count === 1 ? what : several}`;
 }

@@ -12,7 +12,7 @@ function overview(data) {
     el("div", {class: "answer"},
       el("p", {class: "device"}, [head.device, head.recorded, ...head.facts].join(" · ")),
       el("h1", {id: "regime"}, `${word}`),
-      el("p", {class: "why", id: "why"}, `${head.why.replace(/^./, letter => letter.toUpperCase())}.`),
+      el("p", {class: "why", id: "why"}, sentence(head.why)),
       head.script && el("p", {class: "told"}, `Recorded by ${head.script}.`),
       head.left_out.length > 0 && el("p", {class: "told"},
         `Step ${head.left_out.join(", ")} is left out of every figure over all steps: it is far wider than the others.`),
@@ -57,7 +57,7 @@ function opportunities(data, pick) {
           el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.saves_us / one.step_us}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
-          el("p", {}, `${one.evidence}.`),
+          el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
           shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
             `show its kernels in the timeline (${counted(one.kernels.length, "name")})`)));
