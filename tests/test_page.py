@@ -648,3 +648,29 @@ def test_what_the_documented_workflow_runs(tmp_path, capsys):
     assert cli.main([str(EAGER), str(COMPILED), "--html", str(page), "--markdown", "--fail-if", "launches > 0"]) == 0
     out = capsys.readouterr().out
     assert "### Profile" in out and page.stat().st_size > 10_000
+
+
+def test_a_numbered_script_writes_its_page(run, tmp_path):
+    """With what it predicted, and what was seen."""
+    page = tmp_path / "report.html"
+    assert run("01_matmul_add", "--size", "8", "--html", str(page)) == 0
+    figures = json.loads(block(page, "figures"))
+    assert figures["head"]["script"] == "01_matmul_add" and figures["guesses"]
+    page.write_text("mine")
+    assert run("01_matmul_add", "--size", "8", "--html", str(page)) == 2
+    assert page.read_text() == "mine"
+
+
+def test_an_opportunitys_kernels_are_those_that_it_changes():
+    """Casts are gone: the kernels named are the casts' of the raw events, and no others."""
+    from tracereader.figures import summarize
+    from tracereader.findings.opportunities import opportunities
+    from tracereader.trace import read
+
+    trace = read(TRAINING)
+    found = {one.change: one for one in opportunities(trace, summarize(trace))}
+    events = json.loads(gzip.decompress(TRAINING.read_bytes()))["traceEvents"]
+    recorded = {one["name"] for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")}
+    assert all(set(one.kernels) <= recorded for one in found.values())
+    assert any("multi_tensor_apply" in name for name in found["fused_optimizer"].kernels)
+    assert not any("gemm" in name for name in found["fused_optimizer"].kernels)

@@ -37,10 +37,6 @@ def main(argv=None):
         "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write the whole report as one HTML file instead of printing it (-: stdout)"
-    )
-    parser.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")
-    parser.add_argument(
         "--markdown", action="store_true", help="print a comparison as Markdown, for a comment of a pull request"
     )
     parser.add_argument(

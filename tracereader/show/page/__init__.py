@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tracereader.command import printable
 from tracereader.figures import Summary
@@ -9,11 +10,14 @@ from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import RanksSummary
 from tracereader.findings.finding import Finding, size
 from tracereader.findings.opportunities import opportunities
+from tracereader.show import report
+from tracereader.show.guesses import guesses_of
 from tracereader.show.page import data, files, html, ranked, timeline
 from tracereader.show.page.compared import Runs
+from tracereader.show.view import View
 from tracereader.trace import Trace
 
-__all__ = ["Runs", "of_ranks", "of_runs", "of_trace", "write"]
+__all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
 
 Page = tuple[str, list[str]]  # its text, and what it holds that somebody may not want to hand on
 
@@ -25,6 +29,12 @@ def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Finding]) -> Page
     held = data.holds([trace.host], slices)
     figures = data.figures(trace, summary, opportunities(trace, summary), guesses)
     return html.assembled({**figures, "holds": held}, slices, chunks), held
+
+
+def of_file(file: Path, view: View) -> Page:
+    """The page of one trace file. Raises BadInput."""
+    trace, summary = report.opened(file, view)
+    return of_trace(trace, summary, guesses_of(trace))
 
 
 def of_runs(runs: Runs) -> Page:
