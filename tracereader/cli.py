@@ -135,7 +135,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
         if runs is not None:
             runs.add(trace, summary)
     if runs is not None:
-        page.write(page.of_runs(runs), args.html, args.force)
+        page.write(page.of_runs(runs), args.html, args.force, aside=args.markdown)
     if args.markdown:
         from tracereader.show import markdown
 

@@ -49,11 +49,14 @@ def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace]) -> Page:
     return html.assembled(figures, slices, chunks), figures["holds"]
 
 
-def write(page: Page, target: str, force: bool) -> None:
-    """Write the page and say what it holds: on stderr where the page itself goes to stdout. Raises BadInput."""
+def write(page: Page, target: str, force: bool, aside: bool = False) -> None:
+    """Write the page and say what it holds: on stderr where stdout is for something else (`aside`, or the page itself).
+
+    Raises BadInput.
+    """
     text, held = page
     written = files.write(text, target, force)
-    out = sys.stderr if target == files.STDOUT else sys.stdout
+    out = sys.stderr if aside or target == files.STDOUT else sys.stdout
     name = "the page" if target == files.STDOUT else printable(target)
     print(f"{name}: {size(written)}, one file without outside links", file=out)
     for one in held:

@@ -304,8 +304,10 @@ class Painter {
     context.fillRect(0, AXIS - 1, this.width, 1);
     const least = long * 90 / this.width, power = 10 ** Math.floor(Math.log10(least));
     const tick = [1, 2, 5, 10].map(one => one * power).find(one => one >= least);
-    const step = state.origin, unit = unitOf(Math.max(tick, long / 4) / 1e3);
-    const decimals = Math.max(0, Math.ceil(-Math.log10(tick / 1e3 / unit.scale) - 1e-9));
+    const step = state.origin, largest = Math.max(Math.abs(view.from - step), Math.abs(view.to - step));
+    const decimalsIn = scale => Math.max(0, Math.ceil(-Math.log10(tick / 1e3 / scale) - 1e-9));
+    const wide = unitOf(largest / 1e3), unit = decimalsIn(wide.scale) > 4 ? unitOf(tick / 1e3) : wide;
+    const decimals = decimalsIn(unit.scale);
     for (let number = Math.ceil((view.from - step) / tick); number * tick <= view.to - step; number++) {
       const at = number * tick || 0, x = this.x(at + step);
       context.fillStyle = paint.line;

@@ -119,6 +119,14 @@ function bar(data, parts) {
     root.dataset.theme = dark ? "light" : "dark";
     dispatchEvent(new Event("themed"));
   }}, "◐");
+  // Paper is white, whatever the screen is.
+  let onScreen;
+  addEventListener("beforeprint", () => { onScreen = root.dataset.theme; root.dataset.theme = "light"; dispatchEvent(new Event("themed")); });
+  addEventListener("afterprint", () => {
+    if (onScreen) root.dataset.theme = onScreen;
+    else delete root.dataset.theme;
+    dispatchEvent(new Event("themed"));
+  });
   return el("header", {}, el("b", {class: "file"}, data.file ?? data.title),
     el("nav", {"aria-label": "sections"}, SECTIONS.filter(([id]) => here.has(id)).map(([id, title]) =>
       el("button", {type: "button", class: "plain", onclick: () => go(id)}, title))), theme);

@@ -47,7 +47,7 @@ class Timeline {
     new ResizeObserver(() => this.fit()).observe(this.frame);
     const again = () => { this.painter.repaint(); this.draw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-    addEventListener("themed", again);
+    addEventListener("themed", () => { this.painter.repaint(); this.drawNow(); });
     canvas.addEventListener("keydown", event => this.key(event));
     canvas.addEventListener("wheel", event => this.wheel(event), {passive: false});
     canvas.addEventListener("pointerdown", event => this.grab(event));
@@ -76,18 +76,20 @@ class Timeline {
   // Draws with the next frame, once however often it is asked for.
   draw() {
     if (this.asked) return;
-    this.asked = requestAnimationFrame(() => {
-      this.asked = null;
-      if (!this.fittedTo) return;
-      const {merged, seen} = this.painter.draw(this.state);
-      this.view = this.state.view;
-      const left = this.painter.arrowsLeft ? ` ${whole(this.painter.arrowsLeft)} more arrows are not drawn.` : "";
-      this.told.textContent = (merged
-        ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors: zoom in to tell them apart.`
-        : `All ${whole(seen)} slices in view are drawn.`) + left;
-      this.canvas.dataset.from = this.state.view.from;
-      this.canvas.dataset.to = this.state.view.to;
-    });
+    this.asked = requestAnimationFrame(() => this.drawNow());
+  }
+
+  drawNow() {
+    this.asked = null;
+    if (!this.fittedTo) return;
+    const {merged, seen} = this.painter.draw(this.state);
+    this.view = this.state.view;
+    const left = this.painter.arrowsLeft ? ` ${whole(this.painter.arrowsLeft)} more arrows are not drawn.` : "";
+    this.told.textContent = (merged
+      ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors: zoom in to tell them apart.`
+      : `All ${whole(seen)} slices in view are drawn.`) + left;
+    this.canvas.dataset.from = this.state.view.from;
+    this.canvas.dataset.to = this.state.view.to;
   }
 
   show({from, to}) {
