@@ -674,3 +674,60 @@ def test_an_opportunitys_kernels_are_those_that_it_changes():
     assert all(set(one.kernels) <= recorded for one in found.values())
     assert any("multi_tensor_apply" in name for name in found["fused_optimizer"].kernels)
     assert not any("gemm" in name for name in found["fused_optimizer"].kernels)
+
+
+def test_arguments_nested_beyond_reason_do_not_stop_the_page(tmp_path):
+    document = json.loads(gzip.decompress(SHAPES.read_bytes()))
+    ops = [one for one in document["traceEvents"] if one.get("cat") == "cpu_op"]
+    for depth, op in zip((10, 300, 700), ops, strict=False):
+        op["args"] = {"nested": "@", "depth": depth}
+    text = json.dumps(document)
+    for depth in (10, 300, 700):
+        text = text.replace(f'"@", "depth": {depth}', f'{"[" * depth}{"]" * depth}, "depth": {depth}')
+    trace = tmp_path / "deep.json"
+    trace.write_text(text)
+    found, _ = unpacked(page_of(tmp_path, trace))
+    assert [one["depth"] for one in found["arguments"] if "depth" in one] == [10]
+    assert found["arguments_left_out"] >= 1
+
+
+def test_arguments_beyond_the_bound_are_left_out_and_said(chromium, tmp_path, monkeypatch):
+    from tracereader.show.page import timeline
+
+    monkeypatch.setattr(timeline, "ARGUMENTS_HELD", 2_000)
+    page = page_of(tmp_path, SHAPES)
+    found, columns = unpacked(page)
+    assert len(json.dumps(found["arguments"])) < 4_000 and found["arguments_left_out"] > 0
+    assert columns["arguments"].count(0) >= found["arguments_left_out"]
+    browser = shown(chromium, page)
+    press(browser, *["ArrowDown"] * 4)
+    for _ in range(30):
+        if "are left out" in (text(browser, ".selected") or ""):
+            break
+        press(browser, "ArrowRight")
+    assert f"Arguments of {found['arguments_left_out']:,} slices are left out" in text(browser, ".selected")
+
+
+def test_the_step_that_was_asked_for_is_the_one_shown(chromium, tmp_path, capsys):
+    page = page_of(tmp_path, SHAPES, "--step", "3")
+    measured = json_of(capsys, SHAPES, "--step", "3")
+    figures = json.loads(block(page, "figures"))
+    assert figures["head"]["step_name"] == "ProfilerStep#3" == measured["typical_step"]
+    browser = shown(chromium, page)
+    found, _ = unpacked(page)
+    step = next(one for one in found["steps"] if one["name"] == "ProfilerStep#3")
+    assert view(browser)[0] < step["start"] < step["end"] < view(browser)[1]
+    ops = {**measured["ops"], **measured["runtime"]}
+    assert values(browser, "ops-table", "calls") == {name: one["calls"] for name, one in ops.items()}
+
+
+def test_paper_is_white_whatever_the_screen_is(chromium, tmp_path):
+    browser = shown(chromium, page_of(tmp_path, TRAINING))
+    browser.execute_script("document.getElementById('theme').click()")
+    assert browser.execute_script("return document.documentElement.dataset.theme") in ("light", "dark")
+    browser.execute_script("document.documentElement.dataset.theme = 'dark'; dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
+    assert printed.startswith(b"%PDF") and len(printed) > 20_000

@@ -28,6 +28,8 @@ from tracereader.trace.kernel_names import labels
 
 NAME_SHOWN = 72  # characters of a name in a table; the whole of it is a click away
 NAME_IN_A_SLICE = 48
+# The tree of modules ends there; what lies deeper counts for the module at this depth. Models nest ten deep.
+DEEPEST_MODULE = 100
 # A path of a file: two folders or more.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
 PATHS_NAMED = 3
@@ -219,7 +221,7 @@ def _modules(trace: Trace, summary: Summary, step: Step) -> dict:
     root: dict = {"children": {}}
     for path, (ns, pieces) in by_module_path(trace, step).items():
         node = root
-        for name in path:
+        for name in path[:DEEPEST_MODULE]:
             node = node["children"].setdefault(name, {"self_us": 0.0, "pieces": 0, "children": {}})
         node["self_us"] += ns / 1e3
         node["pieces"] += pieces

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import resources
 
 from tracereader import __version__
+from tracereader.show.text import strict_json
 
 # How a report begins: a file that begins otherwise is not overwritten.
 MARK = "<!doctype html><!-- a report of read-trace -->"
@@ -65,12 +66,20 @@ def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) 
 
 def escaped(document: object) -> str:
     """JSON in which nothing can end the block that it stands in."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).translate(ESCAPED)
+    return _strict(document).translate(ESCAPED)
+
+
+def _strict(document: object) -> str:
+    """Strict JSON without blanks: what is no finite number is null."""
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(strict_json(document)), separators=(",", ":"))
 
 
 def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
     """Base64 of gzip of: the length of the description (8 bytes, little-endian), the description, the columns."""
-    head = json.dumps(slices, separators=(",", ":"), allow_nan=False).encode()
+    head = _strict(slices).encode()
     whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
     return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
 

@@ -83,12 +83,13 @@ class _Arguments:
         return self._new(text) if number is None else number
 
     def _new(self, text: bytes) -> int:
-        found = decoded(TRAILING.sub(b"}", text)) if len(text) < ARGUMENTS_HELD else None
-        if not isinstance(found, dict) or not found:
-            self.numbers[text] = NOBODY
-            return NOBODY
         if self.held + len(text) > ARGUMENTS_HELD:
             self.left_out += 1
+            return NOBODY
+        found = decoded(TRAILING.sub(b"}", text))
+        if not isinstance(found, dict) or not found or _is_deep(found):
+            self.numbers[text] = NOBODY
+            self.left_out += found is not None and bool(found)
             return NOBODY
         self.held += len(text)
         self.texts.append(found)
@@ -104,6 +105,21 @@ class _Side:
         self.columns: dict[str, list[int]] = {
             name: [] for name in ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
         }
+
+
+def _is_deep(found: object) -> bool:
+    """Whether lists lie in lists deeper than any profiler writes: JSON's readers and writers recurse."""
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [
+            below
+            for one in level
+            if isinstance(one, (dict, list))
+            for below in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 class Packing:
