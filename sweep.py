@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from common.flags import advice, load_script, one_by_one
 from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
-from tracereader.findings.steps import MUCH_IDLE
+from tracereader.figures.regime import MUCH_IDLE
 
 if TYPE_CHECKING:  # which imports torch: not before the flags are read
     from common.speed import Roof
@@ -50,17 +50,18 @@ class Point:
     gb_s: float | None  # of the pointwise kernels together
     peak_bytes: int | None = None  # of the device's memory, inputs included
     compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
+    busy: str | None = None  # what shows that other programs probably used the cores
     decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
         from tracereader.figures import summarize
         from tracereader.figures.cpu_work import covered_us
-        from tracereader.findings.steps import bound_by
+        from tracereader.findings.steps import bound_by, busy_machine
         from tracereader.trace import read
 
         summary = summarize(read(trace))
-        work = summary.gpu_work or summary.cpu_work
+        work = summary.gpu_work or summary.cpu.work
         total = sum(one.us for one in work)
         on_gpu, steady = bool(summary.gpu_work), summary.steady
         products = [one for one in work if one.family in ("GEMM", "matrix product")]
@@ -71,11 +72,12 @@ class Point:
             bound_by=bound_by(summary),
             idle_share=steady.idle_us / summary.steady_us if steady and summary.steady_us else None,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
-            compute_share=None if on_gpu or not total else covered_us(summary.cpu_work) / summary.chosen.cpu_us,
+            compute_share=None if on_gpu or not total else covered_us(summary.cpu.work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),
             gb_s=_per_us([(one.bytes_moved, one.us) for one in work if one.family == "pointwise"], 1e3),
-            peak_bytes=summary.lesson["facts"].get("peak_bytes") if summary.lesson else None,
-            decoding=summary.decoding,
+            peak_bytes=summary.source.facts.peak_bytes,
+            busy=busy_machine(summary),
+            decoding=summary.llm.decoding,
         )
 
     @property
@@ -122,7 +124,7 @@ def crossing(points: Sequence[Point]) -> float | None:
 def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
     """A line for each value, the roofs, and where the regimes meet."""
     from tracereader.findings.finding import size
-    from tracereader.show.text import console, paragraph, percent, print_columns, rate, us
+    from tracereader.show.text import console, paragraph, percent, plain, print_columns, rate, us
 
     out = console()
     out.print()
@@ -151,6 +153,9 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     if "neither" in bound:
         legend.append("neither: no roof is near")
     paragraph(out, "; ".join(legend))
+    for one in points:
+        if one.busy:
+            paragraph(out, f"{name} {one.value}: {plain(one.busy)}", "[yellow]warning[/yellow] ", " " * 8)
     out.print()
     paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)
     paragraph(out, f"{rate(memory.rate)} GB/s ({memory.reached_by})", " " * 23, " " * 23)

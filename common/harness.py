@@ -22,6 +22,7 @@ from pathlib import Path
 # the first profiler starts. What it would report as an error shows in the trace: see check_recording().
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import msgspec
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
@@ -31,6 +32,7 @@ from common.flags import UNPROFILED_STEPS, profiled_flags, tag_of
 from common.publish import finish_trace, published
 from common.speed import measured_roofs, synchronize
 from tracereader.command import BadInput, RunFailed
+from tracereader.trace.facts import RunFacts, as_stored
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error past which a result is wrong rather than rounded: bf16 keeps 8 bits.
@@ -288,8 +290,8 @@ def save(
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = args.ranks.run_id if args.ranks else secrets.token_hex(8)
     told = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
-    told |= {"peak_bytes": peak_bytes, "relative_error": error}
-    lesson = _lesson(args, run_id, told | {"roofs": _roofs(args)} | (facts or {}))
+    told |= {"peak_bytes": peak_bytes, "relative_error": error, "roofs": _roofs(args)}
+    lesson = as_stored(_run_facts(args, run_id, told | (facts or {})))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
         raise RunFailed("--code: Inductor handed out no code for what ran; no file was written")
@@ -322,17 +324,17 @@ def save(
     )
 
 
-def _lesson(args, run_id: str, facts: dict) -> dict:
+def _run_facts(args, run_id: str, facts: dict) -> RunFacts:
     """What the trace is to hold of its run, for the reports that are made of it."""
-    return {
+    known = {
         "script": args.script,
         "flags": args.profiled,
         "device": device_name(args.device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "run": run_id,
         "guesses": [guess.record for guess in args.guesses],
-        "facts": facts,
     }
+    return msgspec.convert(known | facts, RunFacts)
 
 
 def _roofs(args) -> dict[str, float] | None:

@@ -7,7 +7,8 @@ A console block whose command is `uv run read-trace …` on a committed trace ge
 whose command is `cat …` or `sed -n …` of a file there gets what that command prints. <!-- cheatsheet --> holds the
 cheatsheet. <!-- verdicts -->, <!-- part1 -->, <!-- part2 --> and <!-- tables --> hold the articles' claims and figures
 (figures.py). <!-- climb-… --> hold a decoder's runs, one after the other (climb.py). <!-- =NAME -->…<!-- = --> holds
-one threshold of the code, by its name in THRESHOLDS.
+one threshold of the code, by its name in THRESHOLDS. <!-- changes -->, <!-- predictions --> and <!-- unprofiled -->
+hold what reports propose, against what was measured (opportunities.py).
 """
 
 import contextlib
@@ -23,15 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import climb  # noqa: E402
+import opportunities  # noqa: E402
 from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figure  # noqa: E402
 
 from tracereader import cli  # noqa: E402
-from tracereader.figures import compare, cpu_work, ranks, summarize, summary  # noqa: E402
+from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
-from tracereader.show.guesses import guesses_of  # noqa: E402
+from tracereader.findings.finding import Prediction  # noqa: E402
+from tracereader.show.predictions import predictions_of  # noqa: E402
 from tracereader.trace import read  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,19 +43,20 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-MADE = re.compile(r"(<!-- (cheatsheet|verdicts|part1|part2|tables|training|climb-\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|predictions|unprofiled|climb-\w+"
+MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
 VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
 # The thresholds that the pages name, as the code has them.
 THRESHOLDS = {
-    "idle": f"{steps.MUCH_IDLE:.0%}",
-    "busy": f"{1 - steps.MUCH_IDLE:.0%}",
+    "idle": f"{regime.MUCH_IDLE:.0%}",
+    "busy": f"{1 - regime.MUCH_IDLE:.0%}",
     "some-idle": f"{steps.SOME_IDLE:.0%}",
-    "exposed": f"{steps.MUCH_EXPOSED:.0%}",
-    "near-peak": f"{steps.NEAR_THE_ROOF:.0%}",
-    "known": f"{steps.MUCH_KNOWN:.0%}",
+    "exposed": f"{regime.MUCH_EXPOSED:.0%}",
+    "near-peak": f"{regime.NEAR_THE_ROOF:.0%}",
+    "known": f"{regime.MUCH_KNOWN:.0%}",
     "wide-step": f"{step_figures.STANDS_OUT:g}",
-    "left-out": f"{summary.FAR_WIDER:g}",
+    "left-out": f"{pace.FAR_WIDER:g}",
     "cached": f"{cpu_work.CACHED / 2**20:.0f} MiB",
     "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
     "reading": f"{decoding.MUCH_READING:.0%}",
@@ -80,24 +84,13 @@ A100 = {
     "56": "214 against 138 and 117 µs", "57": "not reported", "58": "yes", "59": "yes",
 }  # fmt: skip
 
-# The claims that a prediction checks, by the prediction's kind. claims_of decides the other kinds.
-CLAIMS = {
-    "records_steps": "05", "self_time_excludes_children": "04", "first_step_is_wider": "06", "steps_are_alike": "07",
-    "one_buffer_request": "08", "occupancy_asked_once": "11 28", "gemm_is_heavy": "12", "long_final_sync": "13",
-    "duration_varies": "14", "compiled_rows": "15", "dynamo_costs_more_than_the_op": "18", "launch_nothing": "25 29",
-    "graph_replay_without_copies": "19", "bias_in_the_epilogue": "22", "name_says_transposed": "24",
-    "down_proj_has_another_tile": "30", "product_sizes": "30", "pointwise_round_trip": "33", "no_compile_rows": "34",
-    "launch_settings": "37", "hidden_copy": "42", "unfused": "41", "cast_before_product": "46", "on_cuda_cores": "46",
-    "mask_remade": "47", "safe_softmax": "48", "written_for_this_gpu": "49", "low_occupancy": "51", "launched_by": "54",
-    "occupancy_not_estimated": "55", "time_in_a_library": "56", "sdpa_runs_on": "57", "scores_in_memory": "",
-}  # fmt: skip
 
+def claims_of(prediction: Prediction, script: str, flags: dict) -> str:
+    """The claims of the articles that one prediction bears on; "" where it is of none.
 
-def claims_of(record: dict, script: str, flags: dict) -> str:
-    """The claims of the articles that one prediction checks, "" if there are none."""
-    kind, compiled = record["guess"], bool(flags.get("compile"))
-    if kind in CLAIMS:
-        return CLAIMS[kind]
+    A finding declares them; where they depend on more than the finding, they are here.
+    """
+    kind, record, compiled = prediction.finding.name, prediction.record, bool(flags.get("compile"))
     if kind == "regime_is":
         return {"overhead-bound": "02", "compute-bound": "03", "GPU-bound": "03"}[record["name"]]
     if kind == "dispatches":
@@ -116,7 +109,8 @@ def claims_of(record: dict, script: str, flags: dict) -> str:
     if kind == "kernels_are":
         return {"01_matmul_add": "09", "03_simple_mlp": "27", "03_kernels_mlp": "34",
                 "04_c_sdpa_attention": "45"}[script]  # fmt: skip
-    assert kind == "ops_are", kind
+    if kind != "ops_are":
+        return prediction.finding.claims
     return {
         "01_matmul_add": ("09" if record["name"] == "aten::add" else "20", "16"),
         "02_linear": ("21", "23"), "03_simple_mlp": ("27", "31"), "03_kernels_mlp": ("34", "34"),
@@ -148,13 +142,13 @@ def single_runs() -> dict[tuple[str, str], dict[str, str]]:
     for machine, folder in MACHINES.items():
         for file in sorted((REFERENCE / folder).glob("*/*.json.gz"), key=order):
             trace = read(file)
-            if trace.lesson.script == "06_training":  # it checks no claim of the articles: see training()
+            if trace.facts.script == "06_training":  # it checks no claim of the articles: see training()
                 continue
             summary = summarize(trace)
-            for guess in guesses_of(trace):
-                verdict = guess.ask(summary)
-                claims = claims_of(guess.record, trace.lesson.script, trace.lesson.flags)
-                cells = table.setdefault((claims, guess.text), {})
+            for one in predictions_of(trace):
+                verdict = one.ask(summary)
+                claims = claims_of(one, trace.facts.script, trace.facts.flags)
+                cells = table.setdefault((claims, one.text), {})
                 if machine not in cells or cells[machine].startswith("–"):
                     why = f" ({verdict.why_not})" if verdict.why_not and not verdict.holds else ""
                     cells[machine] = f"{MARK[verdict.holds]}: {verdict.evidence}{why}"
@@ -170,8 +164,8 @@ def training() -> str:
             if not run.endswith("rank1"):
                 trace = read(file)
                 summary = summarize(trace)
-                asked = [guess for guess in guesses_of(trace) if guess.record["guess"] != "records_steps"]
-                rows += [(machine, run.removesuffix("_rank0"), guess.text, guess.ask(summary)) for guess in asked]
+                asked = [one for one in predictions_of(trace) if one.finding.name != "records_steps"]
+                rows += [(machine, run.removesuffix("_rank0"), one.text, one.ask(summary)) for one in asked]
     lines = ["| machine | run | prediction | its trace |", "|---|---|---|---|"]
     lines += [f"| {machine} | {run} | {text} | {MARK[it.holds]}: {it.evidence} |" for machine, run, text, it in rows]
     return "\n".join(lines) + "\n"
@@ -231,7 +225,7 @@ def attention_runs(side) -> list[tuple[str, str, str]]:
         return sum(work.us for work in one.gpu_work)
 
     def ops(one) -> int:
-        return sum(call.kind == "op" for call in one.chain)
+        return sum(call.kind == "op" for call in one.cpu.chain)
 
     def occupancy(one) -> float:
         return next(work.occupancy.limit for work in one.gpu_work if work.family == "attention")
@@ -305,7 +299,7 @@ ABOUT_THE_SUITE = (
      "its call has changed: version 0.2 needs `-f traces -b <user>/traces`, and a test checks this call with the "
      "program's own parser; nothing was uploaded"),
     ("40", "the closing table: per setup, what changed and what stayed the same",
-     "yes: `read-trace` on several traces prints it; docs/03_mlp.md shows the MLP's"),
+     "yes: `read-trace` on several traces prints it with `--only work,chain`; docs/03_mlp.md shows the MLP's"),
 )  # fmt: skip
 
 
@@ -357,6 +351,9 @@ def refreshed(text: str) -> str:
         "part2": lambda: figures(PART_2),
         "tables": tables,
         "training": training,
+        "changes": opportunities.changes,
+        "predictions": opportunities.predictions,
+        "unprofiled": opportunities.unprofiled,
         **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)

@@ -1,12 +1,14 @@
-"""Run the real numbered scripts, in this process so that torch is imported once."""
+"""Run the real numbered scripts, in this process so that torch is imported once; and choose which tests run."""
 
+import functools
+import gc
 import json
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -19,15 +21,69 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 
 def pytest_report_header():
-    return "all tests take several minutes on two cores, most of them in programs that import torch"
+    return "several minutes on two cores; --reader: the reader's tests alone; -m '': the exhaustive ones, too"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--reader", action="store_true", help="only the test files that do without torch: the reader's")
+
+
+# A module that a test file of the scripts imports; each of them imports torch, or is there for what does.
+NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|common|conftest|sweep|recompile)\b", re.M)
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.getoption("--reader") and collection_path.name.startswith("test_"):
+        return NEEDS_TORCH.search(collection_path.read_text()) is not None or None
+    return None
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries say at the end that something of theirs was never freed
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_committed_trace_is_read_once_for_several_reports():
+    """A report reads a trace and changes nothing in it, and tests ask for many reports of one trace in a row."""
+    # What is there by now stays: without this, each collection that the reader asks for looks through torch, too.
+    gc.collect()
+    gc.freeze()
+    from tracereader.figures import reading
+    from tracereader.show import report
+    from tracereader.show.view import View
+
+    def is_committed(path):
+        return ROOT / "traces" in path.parents or ROOT / "tests" in path.parents
+
+    afresh = report.opened
+
+    @functools.lru_cache(maxsize=4)
+    def once(path, step, *limit):
+        return afresh(path, View(step=step), *limit)
+
+    def opened(path, view, *limit):
+        return once(path, view.step, *limit) if is_committed(path) else afresh(path, view, *limit)
+
+    one_rank = reading._one
+    of_a_rank_once = functools.lru_cache(maxsize=16)(one_rank)
+
+    def one(path, limit, step):
+        return (of_a_rank_once if is_committed(path) else one_rank)(path, limit, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "opened", opened)
+        patch.setattr(reading, "_one", one)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +96,8 @@ def scripts():
 @pytest.fixture
 def compile_afresh():
     """As from the command line: nothing is compiled yet."""
+    import torch
+
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -47,6 +105,8 @@ def compile_afresh():
 @pytest.fixture
 def run(scripts, compile_afresh, tmp_path):
     """run("01_matmul_add", "--size", "8") -> exit status; files land under tmp_path."""
+
+    import torch
 
     def run_script(name: str, *flags: str) -> int:
         torch.compiler.reset()  # before each run

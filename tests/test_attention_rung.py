@@ -19,8 +19,9 @@ from common import sdpa
 from common.flags import tag_of
 from tracereader import expect
 from tracereader.figures import summarize
-from tracereader.findings.attention import sdpa_runs
+from tracereader.findings.attention import sdpa_backend
 from tracereader.trace import read
+from tracereader.trace.facts import run_facts
 
 FLASH = "kernels-community/flash-attn2"
 SMALL = ("--batch", "2", "--heads", "2", "--seq", "32", "--head_dim", "16")
@@ -110,7 +111,7 @@ def test_a_trace_names_the_backends_that_torch_refused():
     file = ROOT / "tests/traces/attention_refused.json.gz"
     refused = json.loads(gzip.decompress(file.read_bytes()))["lesson"]["facts"]["attention"]["refused"]
     assert set(refused) == {"flash", "cudnn"}
-    evidence = sdpa_runs().ask(summarize(read(file))).evidence
+    evidence = sdpa_backend.ask(summarize(read(file))).evidence
     assert "efficient in 1 call" in evidence
     for name, (reason,) in refused.items():
         assert f"{name} refused: {reason}" in evidence
@@ -178,6 +179,7 @@ def test_the_articles_call_is_the_default(run, capsys, script):
         assert re.search(rf"{flag} N +[a-z ]+ \({default}\)", page), flag
 
 
+@pytest.mark.exhaustive
 def test_the_hub_out_of_reach_names_the_package(scripts):
     script = (
         "import os; from pathlib import Path\n"
@@ -411,7 +413,8 @@ def test_how_often_the_scores_are_in_memory(name, whole):
 )
 def test_somebody_elses_facts_are_no_error(facts):
     summary, _ = reference(f"{AUTO}_flash")
-    other = msgspec.structs.replace(summary, lesson={"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
+    known = run_facts({"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
+    other = msgspec.structs.replace(summary, source=msgspec.structs.replace(summary.source, facts=known))
     assert expect.scores_in_memory(0).ask(other).holds is None
 
 
@@ -421,7 +424,7 @@ def test_what_the_rung_guesses_of_its_references():
     for file in sorted(H200.glob("04_*/*.json.gz")):
         trace = read(file)
         summary = summarize(trace)
-        for record in trace.lesson.guesses:
+        for record in trace.facts.guesses:
             verdict = expect.from_record(record).ask(summary)
             assert verdict.holds is not None, (file.name, record)
             if not verdict.holds:

@@ -109,6 +109,7 @@ def test_out_that_names_no_folder(scripts, capsys):
     assert "no folder is named" in capsys.readouterr().err
 
 
+SMALLEST = ("--size", "8", "--device", "cpu")
 SMALL_MLP = ("03_simple_mlp.py", "--batch", "2", "--seq", "8", "--dim", "16", "--hidden", "32", "--device", "cpu")
 
 
@@ -120,6 +121,7 @@ def typed(*words, out=None, env=None, **options):
     return subprocess.run([sys.executable, *words, *where], env=os.environ | (env or {}), **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("words", "env", "status", "says"),
     [
@@ -143,6 +145,7 @@ def test_a_compilers_cache_that_is_full_says_so():
     assert "No space left" in advice("InductorError: OSError: [Errno 28] No space left on device\n\nSet TORCH…")
 
 
+@pytest.mark.exhaustive
 def test_without_docstrings(tmp_path):
     done = typed("-OO", "01_matmul_add.py", "--size", "8", "--device", "cpu", out=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -150,7 +153,9 @@ def test_without_docstrings(tmp_path):
         assert typed("-OO", other).stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [("01_matmul_add.py", "--size", "8", "--device", "cpu"), ("-m", "tracereader")])
+@pytest.mark.parametrize(
+    "words", [pytest.param(("01_matmul_add.py", *SMALLEST), marks=pytest.mark.exhaustive), ("-m", "tracereader")]
+)
 def test_output_that_nobody_can_take(tmp_path, words):
     trace = str(ROOT / "traces/reference/nvidia-h200/02_linear/1024x32x64_bf16_cold_eager.json.gz")
     words, out = (words, tmp_path) if words[0].endswith(".py") else ((*words, trace), None)
@@ -184,6 +189,7 @@ def test_a_deleted_folder_to_run_in(tmp_path):
     assert "has been deleted" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_user_without_a_name(tmp_path):
     """As in many containers: an id that no line of /etc/passwd names."""
     unshare = ["unshare", "--user", "--map-user=54321"]
@@ -490,6 +496,7 @@ FULL = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bytes_", [0, 4096, 8192])
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, bytes_):
     """A limit on the size of files stops a write half-way, as a full disk does."""
@@ -504,7 +511,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, bytes_):
 @pytest.mark.parametrize(
     "room", ["size=4k", "size=12k", "size=16k", "size=20k", "nr_inodes=4", "nr_inodes=5", "nr_inodes=6", "nr_inodes=7"]
 )
-def test_a_small_disk(tmp_path, room):
+def test_a_small_disk(scripts, tmp_path, capsys, room):
     """The real thing, where this may be mounted."""
     small = tmp_path / "small"
     small.mkdir()
@@ -512,16 +519,17 @@ def test_a_small_disk(tmp_path, room):
         pytest.skip("may not mount a small file system")
     try:
         # With shapes: the trace is of 12 kB.
-        done = typed("01_matmul_add.py", "--size", "8", "--device", "cpu", "--record-shapes", out=small)
-        files = contents(small)
-        if done.returncode == 0:
+        status = scripts["01_matmul_add"].main([*SMALLEST, "--record-shapes", "--out", str(small)])
+        said, files = capsys.readouterr().err, contents(small)
+        if status == 0:
             (trace,) = (text for file, text in files.items() if file.suffix == ".json")
             assert len(files) == 2 and json.loads(trace)
         else:
-            assert (done.returncode, done.stderr.count("\n"), files) == (2, 1, {}), done.stderr
+            assert (status, said.count("\n"), files) == (2, 1, {}), said
         assert not list(small.rglob(".unfinished*"))
     finally:
-        subprocess.run(["umount", small], check=True)
+        # Lazily: of a run that failed in this process a file may still be open.
+        subprocess.run(["umount", "--lazy", small], check=True)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

@@ -4,14 +4,15 @@ import copy
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import references
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import H200, LARGE, MODELS, OTHERS, REFERENCES, ROOT
-from rich.cells import cell_len
+from references import H200, REFERENCES, ROOT
 
 from tracereader import cli, expect
 from tracereader.figures import summarize
@@ -64,7 +65,7 @@ BAD_FILES = {
 
 
 def measured(file):
-    return summarize(read(file))
+    return references.measured(file) if file.is_relative_to(ROOT) else summarize(read(file))
 
 
 def refused(capsys, *arguments):
@@ -197,22 +198,28 @@ def mutate(document, mutations):
 FUZZ = int(os.environ.get("FUZZ", "0"))
 
 
-@settings(max_examples=FUZZ or 400, derandomize=not FUZZ, deadline=None, database=None, print_blob=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-@given(source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"]))
-def test_a_mutated_trace_is_explained_or_refused(tmp_path_factory, capsys, source, mutations, flag):
-    document = copy.deepcopy(DOCUMENTS[source])
-    mutate(document, mutations)
-    file = tmp_path_factory.getbasetemp() / "mutated.json"
-    file.write_text(json.dumps(document))
-    arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
-    status = cli.main([str(argument) for argument in arguments])
-    screen = capsys.readouterr()
-    assert status in (0, 2)
-    if status == 2:
-        assert screen.err.count("\n") == 1 and screen.out == ""
-    else:
-        assert screen.err == "" and screen.out
+@pytest.mark.parametrize("examples", [50, pytest.param(FUZZ or 400, marks=pytest.mark.exhaustive)])
+def test_a_mutated_trace_is_explained_or_refused(tmp_path, capsys, examples):
+    file = tmp_path / "mutated.json"
+
+    @settings(max_examples=examples, derandomize=not FUZZ, deadline=None, database=None, print_blob=True)
+    @given(
+        source=st.integers(0, len(DOCUMENTS) - 1), mutations=MUTATIONS, flag=st.sampled_from(["", "--json", "twice"])
+    )
+    def is_explained_or_refused(source, mutations, flag):
+        document = copy.deepcopy(DOCUMENTS[source])
+        mutate(document, mutations)
+        file.write_text(json.dumps(document))
+        arguments = {"": [file], "--json": [file, "--json"], "twice": [SMALL, file]}[flag]
+        status = cli.main([str(argument) for argument in arguments])
+        screen = capsys.readouterr()
+        assert status in (0, 2)
+        if status == 2:
+            assert screen.err.count("\n") == 1 and screen.out == ""
+        else:
+            assert screen.err == "" and screen.out
+
+    is_explained_or_refused()
 
 
 # Traces of other kinds.
@@ -263,9 +270,9 @@ def test_streams_and_gpus_are_united_not_added(tmp_path):
     calls = [event("cudaLaunchKernel", cat="cuda_runtime", ts=n, dur=0.5, args={"correlation": n}) for n in range(1, 5)]
     kernels = [on(0, 7, 10, 10, 1), on(0, 8, 15, 10, 2), on(1, 7, 12, 4, 3)]
     file = written(tmp_path, [event("aten::mm", ts=0.5, dur=9), *calls, *kernels])
-    ours = read(file)
-    assert summarize(ours).gpu.busy_us == 15  # two streams of GPU 0: 10 to 25; GPU 1 was less busy
-    assert len(ours.devices) == 2
+    trace = read(file)
+    assert summarize(trace).gpu.busy_us == 15  # two streams of GPU 0: 10 to 25; GPU 1 was less busy
+    assert len(trace.devices) == 2
 
 
 def test_work_launched_from_another_thread_belongs_to_the_step(tmp_path):
@@ -317,8 +324,8 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
     )
     ours = measured(file)
     assert ours.steps[0].label_to_first_op_us == 8
-    assert {name: op.calls for name, op in ours.ops.items()} == {"aten::mm": 1}
-    assert ours.warnings == []
+    assert {name: op.calls for name, op in ours.cpu.ops.items()} == {"aten::mm": 1}
+    assert ours.source.warnings == []
 
 
 @pytest.mark.filterwarnings("ignore:with_modules is deprecated")
@@ -340,11 +347,11 @@ def test_with_stacks_a_report_says_what_it_says_without(tmp_path):
         file = tmp_path / f"{number}.json"
         prof.export_chrome_trace(str(file))
         ours = measured(file)
-        assert ours.warnings == []
-        assert ours.label.name == "training"
-        first = ours.chain[0]
+        assert ours.source.warnings == []
+        assert ours.cpu.label.name == "training"
+        first = ours.cpu.chain[0]
         assert first.name.startswith("ProfilerStep#")
-        chains.append([(call.name, call.depth) for call in ours.chain[1:]])
+        chains.append([(call.name, call.depth) for call in ours.cpu.chain[1:]])
     assert chains[0] == chains[1] == chains[2]
     assert ("aten::linear", 2) in chains[0]
 
@@ -372,8 +379,8 @@ def test_what_the_typed_reading_refuses_is_still_read(tmp_path):
     good = [event("aten::mm", ts=10.125, dur=5), event("aten::add", ts=16, dur=4, args={"x": float("nan")})]
     file = written(tmp_path, [*good, event(7, ts=30, dur=1), {"ph": "M", "name": None, "ts": "soon"}])
     ours = measured(file)
-    assert set(ours.ops) == {"aten::mm", "aten::add", "7"}
-    assert ours.ops["aten::mm"].total_us == 5
+    assert set(ours.cpu.ops) == {"aten::mm", "aten::add", "7"}
+    assert ours.cpu.ops["aten::mm"].total_us == 5
 
 
 def test_a_fifo_is_refused(tmp_path, capsys):
@@ -440,21 +447,39 @@ def test_json_has_the_reports_figures(capsys):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_jsons_names_do_not_follow_the_summarys_parts(capsys):
+    """Programs count on these names at the document's top, wherever the reader itself keeps the figures."""
+    assert cli.main([str(SMALL), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ours = summarize(read(SMALL))
+    assert found["version"] == 2
+    assert {"window_us", "waits_for", "gpu", "families", "steps", "training", "repeats"} <= found.keys()
+    assert (found["trace"], found["devices"], found["has_steps"]) == (str(SMALL), ours.source.devices, True)
+    assert [call["name"] for call in found["chain"]] == [call.name for call in ours.cpu.chain]
+    assert found["ops"].keys() == ours.cpu.ops.keys() and found["cpu_work"] == [] == found["by_module"]
+    for name in ("label", "inputs", "runtime", "outside_ops", "op_threads", "unfused", "hidden_copies", "mask_made",
+                 "cast_products", "decoding", "weight_reads", "unneeded", "same_in_all_steps", "compiled_graphs",
+                 "graphs_of_steps", "cache_lookups", "recompiled", "buffer_requests", "overheads", "final_sync_us",
+                 "by_label", "by_phase", "by_module_class", "rank", "world_size", "peak_bytes"):  # fmt: skip
+        assert name in found, name
+    assert not {"source", "cpu", "places", "attention", "llm", "compiled", "profiler"} & found.keys()
+
+
 def test_only_and_step_apply_everywhere(capsys):
     def shown(*arguments):
         assert cli.main([str(argument) for argument in arguments]) == 0
         return capsys.readouterr().out
 
     short = shown(SMALL, "--only", "short")
-    assert "in short" in short and "dispatch chain" not in short
+    assert "the GPU is " in short and "call tree" not in short
     both = shown("--only", "steps,short", SMALL)  # the file is not swallowed
-    assert "to first op" in both and "in short" in both and "dispatch chain" not in both
+    assert "to first op" in both and "the GPU is " in both and "call tree" not in both
     found = json.loads(shown(SMALL, "--json", "--only", "steps"))
     assert len(found["steps"]) == 3 and "gpu_work" not in found and "chain" not in found
     second = json.loads(shown(SMALL, "--json", "--step", "2"))
     assert second["typical_step"] == "ProfilerStep#2" != json.loads(shown(SMALL, "--json"))["typical_step"]
     assert second["chain"][0]["name"] == "ProfilerStep#2"
-    assert "dispatch chain of step #2" in shown(SMALL, "--step", "2")
+    assert "call tree of step #2" in shown(SMALL, "--step", "2")
     figures = shown(SMALL, SMALL, "--only", "steps", "--step", "2")
     assert "step #2" in figures and "what changed" not in figures
     assert f"{second['steps'][0]['cpu_us']:,.1f}" in figures
@@ -462,6 +487,11 @@ def test_only_and_step_apply_everywhere(capsys):
     assert cli.main([str(SMALL), str(SMALL), "--only", "names"]) == 2
     assert cli.main([str(SMALL), "--only", "steps,everything"]) == 2
     assert "no section 'everything'" in capsys.readouterr().err
+
+
+def in_some_unit(us):
+    """How a column may write a time: in µs, ms or s."""
+    return {f"{us:.1f}", f"{us / 1e3:.2f}", f"{us / 1e3:.1f}", f"{us / 1e6:.2f}", "<0.01", "<0.1"}
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
@@ -478,10 +508,10 @@ def test_no_width_cuts_a_figure(monkeypatch, capsys, file, width):
             found["gpu_work"]
         )
         for key in keys:
-            assert step[key] is None or f"{step[key]:.1f}" in words, (key, step[key])
+            assert step[key] is None or in_some_unit(step[key]) & words, (key, step[key])
     for one in found["gpu_work"]:
         for key in ("us", "low_us", "high_us"):
-            assert f"{one[key]:.1f}" in words, (one["name"], key)
+            assert in_some_unit(one[key]) & words, (one["name"], key)
         assert one["launched_by"] in words
     table = [line for line in screen.splitlines()[2:] if "took" not in line and not line.startswith("#0 ")]
     assert max(map(len, table)) <= width
@@ -490,33 +520,6 @@ def test_no_width_cuts_a_figure(monkeypatch, capsys, file, width):
 def test_a_pipe_gets_plain_text(capsys):
     assert cli.main([str(SMALL)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_patterns_find_what_is_there_and_nothing_else():
-    def seen(name):
-        return {pattern.see for pattern, _ in cheatsheet.found(measured(H200 / f"{name}.json.gz"))}
-
-    eager = seen("03_simple_mlp/64x128x768x3072_bf16_warm_eager")
-    compiled = seen("03_simple_mlp/64x128x768x3072_bf16_warm_compile")
-    assert "a triton_poi_fused_… kernel" in compiled - eager
-    assert "t, view, reshape, … with no GPU work" in eager - compiled
-    assert "an Activity Buffer Request" in seen("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0")
-    assert "an Activity Buffer Request" not in seen("01_matmul_add/64_bf16_cold_eager")
-    assert "copies before a cudaGraphLaunch" in seen("01_matmul_add/4096_bf16_warm_compile_reduce-overhead")
-    assert "a device-to-device copy before a GEMM" in seen("01_matmul_add/4096_bf16_warm_eager_addmm")
-
-
-def test_every_pattern_is_found_in_some_trace():
-    """A pattern that no real trace shows is one that nobody has seen work."""
-    everything = [*REFERENCES, *OTHERS, *LARGE, *MODELS]
-    shown = {pattern.see for file in everything for pattern, _ in cheatsheet.found(measured(file))}
-    never = {pattern.see for pattern in cheatsheet.PATTERNS} - shown
-    # What takes the run's facts: tests/test_decoding.py.
-    never -= {"attention over the empty rest of a static cache", "in prefill, logits of every token"}
-    # Of loaders and checkpoints: tests/test_training.py.
-    never -= {"a step that waits for the DataLoader", "forward ops inside backward"}
-    assert never <= {"a row with very many calls", "Torch-Compiled Region n/1 or higher",
-                     "a synchronization inside a step, with the GPU idle"}  # fmt: skip
 
 
 def test_the_patterns_that_no_reference_shows(tmp_path):
@@ -536,12 +539,14 @@ def test_the_patterns_that_no_reference_shows(tmp_path):
             *calls,
         ],
     )
-    shown = {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(measured(file))}
-    assert shown["an occupancy query before a launch"] == "1 in step whole trace, before ampere_sgemm_128x64_nn"
-    assert shown["a row with very many calls"] == "aten::add: 39 calls a step"
-    sync = shown["a synchronization inside a step, with the GPU idle"]
-    assert sync == "idle 21.0 µs of a step, from there to its next work: aten::item (cudaStreamSynchronize)"
-    assert shown["Torch-Compiled Region n/1 or higher"] == "Torch-Compiled Region: 0/1"
+    shown = {one.name: verdict.evidence for one, verdict in cheatsheet.found(measured(file))}
+    assert shown["occupancy_query"] == "1 in step whole trace, before ampere_sgemm_128x64_nn"
+    assert shown["many_calls"] == "aten::add: 39 calls a step"
+    sync = shown["sync_idles_the_gpu"]
+    # From the kernel's end to the synchronization's, 14 µs, and in the launch after it, 2 µs.
+    asked = "aten::item (cudaStreamSynchronize)"
+    assert sync == f"the GPU is idle for 16.0 µs of a step in these calls and the launch after each: {asked}"
+    assert shown["recompiled"] == "Torch-Compiled Region: 0/1"
 
 
 # Several traces.
@@ -555,13 +560,10 @@ def shown(capsys, *arguments):
 def test_each_run_is_set_against_the_first_or_the_one_before(capsys):
     folder = H200 / "01_matmul_add"
     files = [folder / f"4096_bf16_warm_{path}.json.gz" for path in ("eager", "compile", "eager_addmm")]
-    times = [json.loads(shown(capsys, file, "--json", "--only", "steps"))["steps"][1]["cpu_us"] for file in files]
-    first = shown(capsys, *files, "--only", "steps")
-    before = shown(capsys, *files, "--only", "steps", "--previous")
-    typical = [summarize(read(file)).chosen.cpu_us for file in files]
-    assert times[0] in [one.cpu_us for one in summarize(read(files[0])).steps]
-    assert f"x {typical[2] / typical[0]:.2f}" in first
-    assert f"x {typical[2] / typical[1]:.2f}" in before
+    first = shown(capsys, *files, "--only", "short")
+    before = shown(capsys, *files, "--only", "short", "--previous")
+    assert re.findall(r"run (\d) is about as fast as run (\d)", first) == [("2", "1"), ("3", "1")]
+    assert re.findall(r"run (\d) is about as fast as run (\d)", before) == [("2", "1"), ("3", "2")]
     assert cli.main([str(file) for file in files[:2]] + ["--previous"]) == 2
 
 
@@ -581,8 +583,8 @@ def test_two_cpu_runs_show_the_ops_times(capsys):
     cpu = H200.parent / "cpu/01_matmul_add"
     files = [cpu / f"4096_bf16_{path}_eager.json.gz" for path in ("warm", "cold")]
     screen = shown(capsys, *files)
-    for file in files:
-        assert f"{summarize(read(file)).ops['aten::mm'].self_us:,.1f}" in screen
+    (row,) = [line.split() for line in screen.splitlines() if line.startswith("aten::mm ")]
+    assert row[1:] == [f"{summarize(read(file)).cpu.ops['aten::mm'].self_us / 1e3:,.1f}" for file in files]  # ms
 
 
 def test_a_table_of_another_run_is_said_to_be_one(capsys, tmp_path):
@@ -609,7 +611,7 @@ def test_what_does_not_fit_into_memory_is_refused(monkeypatch, capsys, tmp_path)
 
 @pytest.mark.parametrize(
     ("kernel", "launch_ts", "expected"),
-    [("ampere_sgemm_128x64_nn", 40, "overhead"), ("ampere_sgemm_128x64_nn", 9, "gpu-side"),
+    [("ampere_sgemm_128x64_nn", 60, "overhead"), ("ampere_sgemm_128x64_nn", 9, "gpu-side"),
      ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", None, "communication"), ("my_kernel", None, "gpu")],
 )  # fmt: skip
 def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
@@ -628,17 +630,6 @@ def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
     assert gpu["busy_us"] + gpu["idle_us"] == pytest.approx(found["window_us"])
     idle = sum(gpu[key] for key in ("idle_not_launched_us", "idle_launched_us", "idle_unknown_us"))
     assert gpu["idle_us"] == pytest.approx(idle)
-
-
-@pytest.mark.parametrize("width", [80, 140])
-@pytest.mark.parametrize("file", [*REFERENCES, *OTHERS, *LARGE], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
-def test_a_report_fits_its_lines(monkeypatch, capsys, file, width):
-    monkeypatch.setenv("COLUMNS", f"{width}")
-    lines = shown(capsys, file, "--lanes").splitlines()
-    # As a terminal shows them: what is too wide goes on in the next line.
-    assert 15 < sum(max(1, -(-cell_len(line) // width)) for line in lines) <= 80
-    # Broken between words at 80; in a pipe of 140 a sentence stays one line.
-    assert width != 80 or not [line for line in lines if cell_len(line) > 80 and "traces/" not in line]
 
 
 def test_the_last_steps_stub_is_not_typical(tmp_path):
@@ -662,7 +653,7 @@ def test_a_step_slow_on_the_gpu_is_marked(tmp_path, capsys):
         events.append(event("k", cat="kernel", ts=ts + 5, dur=dur, tid=9, args={"correlation": number}))
     file = written(tmp_path, events)
     assert [step.gpu_times_the_median for step in measured(file).steps] == [None, None, 1.5, None]
-    assert "#2's GPU work took 1.5 times the median step's" in shown(capsys, file)
+    assert "#2's GPU busy time is 1.5 times the median step's" in shown(capsys, file)
 
 
 def made_steps(steps, rest=()):
@@ -685,13 +676,13 @@ CAUSES = {
     "more calls": (USUAL * 5, "it makes 5 calls of aten::mm where the typical step makes 1, "
                               "5 of aten::gelu where that makes 1"),
     "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
-                         "of its 1,900 µs more, 1,000 are aten::mm's own"),
+                         "of its 1,900 µs more, 1,000 are self time of aten::mm"),
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
-                        "of its 2,200 µs more, 1,100 are aten::gelu's own, 1,000 are aten::mm's own"),
+                        "of its 2,200 µs more, 1,100 are self time of aten::gelu, 1,000 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
                            "aten::mm took 300 µs more, other calls less"),
     "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
-    "all slower": ([(name, 2 * us) for name, us in USUAL], "most of what it calls is slower, 2.0 to 2.0 times"),
+    "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 to 2.0 times slower"),
     "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
 }  # fmt: skip
 
@@ -704,7 +695,7 @@ def test_why_a_step_took_longer(tmp_path, capsys, what):
     screen = " ".join(shown(capsys, file, "--only", "steps").split())
     assert screen.endswith(f"* #1 took {took:,.1f} times the typical step: {why}"), screen
     first = " ".join(shown(capsys, written(tmp_path, made_steps([calls, USUAL, USUAL])), "--only", "steps").split())
-    pause = ": as after a pause; the profiler had just begun to record" * (what == "all slower")
+    pause = ", probably because the profiler has just started" * (what == "all slower")
     assert first.endswith(f"* #0 took {took:,.1f} times the typical step: {why}{pause}"), first
     assert "cold start" not in screen + first and "first use" not in screen + first
 
@@ -761,7 +752,7 @@ def test_compiling_again_is_said_and_what_it_took(capsys):
     one = measured(file).steps[2]
     assert (one.compiled, one.compile_us) == (["0/1"], pytest.approx(us))
     again = f"torch.compile compiled again (0/1) for {us / 1e3:,.1f} ms"
-    assert f"{again} in step #3" in " ".join(shown(capsys, file, "--only", "short").split())
+    assert f"{again} in step #3" in " ".join(shown(capsys, file, "--only", "patterns").split())
     screen = " ".join(shown(capsys, file, "--only", "steps").split())
     assert f"* #3 took 15.1 times the typical step: {again} of its {step['dur'] / 1e3:,.1f} ms" in screen
     assert "torch.compile compiled (0/0)" in screen

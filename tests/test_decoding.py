@@ -8,7 +8,10 @@ import gzip
 import json
 import random
 import re
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from dataclasses import replace
+from operator import itemgetter
 from statistics import median
 
 import pytest
@@ -18,11 +21,11 @@ from references import LARGE, OTHERS, REFERENCES
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.figures.decoding import facts_of
 from tracereader.figures.repeats import repeated_names, repeats
 from tracereader.findings import cheatsheet, decoding
-from tracereader.findings.finding import Finding, Verdict
+from tracereader.findings.finding import Verdict
 from tracereader.trace import read
+from tracereader.trace.facts import run_facts
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -43,7 +46,7 @@ LAYERS = {
 
 
 def measured(name):
-    return summarize(read(MODELS[name]))
+    return references.measured(MODELS[name])
 
 
 def raw(name):
@@ -102,7 +105,7 @@ def test_layers_are_found_by_the_kernels_names(name):
 def test_nothing_repeats_where_nothing_does():
     """The rungs without layers; other programs, but for one with four equal products; a decoder's calls shuffled."""
     flat = [file for file in REFERENCES if file.parent.name < "04_z"]
-    found = {file: summarize(read(file)).repeats for file in [*flat, *OTHERS] if "streams" not in file.name}
+    found = {file: references.measured(file).repeats for file in [*flat, *OTHERS] if "streams" not in file.name}
     assert len(found) > 50 and not [file for file, some in found.items() if some]
     names = [one.name for one in measured("qwen3_decode_eager").gpu_work]
     assert repeated_names(names) == (17, 66, 28)
@@ -125,6 +128,47 @@ def test_layers_of_tokens():
     assert (tokens.inside.times, tokens.inside.pieces) == (28, 66)
 
 
+def test_replays_of_a_graph_repeat_in_any_order(tmp_path, capsys):
+    """Four replays of a recorded graph in which the order differs, as of several streams, with other work between."""
+    lot, events = random.Random(18), []
+    ((_, _, graph), *_) = steps_of(raw("qwen3_decode_graph")).values()
+    (longest, _), *_ = Counter(e["args"]["correlation"] for e in graph).most_common(1)
+    graph = [e for e in graph if e["args"]["correlation"] == longest]
+    for replay in range(4):
+        start, order = 100_000 * replay, list(graph)
+        for at in range(len(order) - 1):
+            if lot.random() < 0.1:
+                order[at : at + 2] = reversed(order[at : at + 2])
+        call = {"ph": "X", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": start, "dur": 50}
+        events.append({**call, "name": "cudaGraphLaunch", "args": {"correlation": replay + 1}})
+        at = start + 100
+        for e in order:
+            events.append({**e, "ts": at, "args": {**e["args"], "correlation": replay + 1}})
+            at += e["dur"] + 1
+        for other in range(lot.randrange(1, 9)):  # sampling, of another length each time
+            number = 1000 + 10 * replay + other
+            args = {"correlation": number}
+            events.append({**call, "name": "cudaLaunchKernel", "ts": at, "dur": 2, "args": args})
+            events.append(
+                {
+                    **graph[0],
+                    "name": f"sample{lot.random()}",
+                    "ts": at + 5,
+                    "dur": 3,
+                    "args": {**graph[0]["args"], **args},
+                }
+            )
+            at += 10
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    (found,) = summarize(read(file)).repeats
+    assert (found.times, found.pieces) == (4, len(graph))
+    assert found.total_us == pytest.approx(4 * sum(e["dur"] for e in graph), rel=1e-4)
+    assert cli.main([str(file), "--only", "repeats,work"]) == 0
+    said = capsys.readouterr().out
+    assert f"4 x {len(graph)} activities, replays of a CUDA graph" in said and "4 x nvjet" in said
+
+
 @pytest.mark.parametrize("name", ["qwen3_decode_eager", "qwen3_generate_static", "qwen3_prefill_logits"])
 def test_casts_and_copies_of_keys(name):
     """By time alone: kernels launched in a _to_copy in a to; in a clone in a reshape, two before each attention."""
@@ -132,27 +176,30 @@ def test_casts_and_copies_of_keys(name):
     mark, calls, work = steps_of(events)[ours.typical_step]
     cpu = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
 
-    def inside(e, *names):
-        launch = calls[e["args"]["correlation"]]["ts"]
-        around = [x["name"] for x in cpu if x["ts"] <= launch < end(x)]
-        return around[-len(names) :] == [*names]
-
     cpu.sort(key=lambda e: (e["ts"], -e["dur"]))
+    around = {}
+    for e in work:
+        launch = calls[e["args"]["correlation"]]["ts"]
+        around[id(e)] = [x["name"] for x in cpu[: bisect_right(cpu, launch, key=itemgetter("ts"))] if launch < end(x)]
+
+    def inside(e, *names):
+        return around[id(e)][-len(names) :] == [*names]
+
     by_time = {e["ts"]: us for e, us in medians(events, ours.typical_step)}
     casts = [e for e in work if e["cat"] == "kernel" and inside(e, "aten::to", "aten::_to_copy", "aten::copy_")]
     types = {x["ts"]: x["args"].get("Input type") for x in cpu if x["name"] == "aten::copy_"}
     casts = [e for e in casts if not _same_type(e, calls, cpu, types)]
-    assert ours.unneeded.casts.pieces == len(casts)
-    assert ours.unneeded.casts.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in casts), abs=0.5)
+    assert ours.llm.unneeded.casts.pieces == len(casts)
+    assert ours.llm.unneeded.casts.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in casts), abs=0.5)
     copies = [e for e in work if inside(e, "aten::reshape", "aten::clone", "aten::copy_")]
     attention = [x for x in cpu if x["name"] == "aten::scaled_dot_product_attention"]
     assert len(attention) == 28
     if name == "qwen3_prefill_logits":  # without a mask transformers passes grouped queries through
-        assert ours.unneeded.expanded is None and not copies
+        assert ours.llm.unneeded.expanded is None and not copies
     else:
-        assert ours.unneeded.expanded.pieces == len(copies) == 2 * 28
-        assert ours.unneeded.expanded.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in copies), abs=0.5)
-    assert ours.unneeded.key_heads == (8 if name != "qwen3_decode_eager" else None)  # it has no shapes
+        assert ours.llm.unneeded.expanded.pieces == len(copies) == 2 * 28
+        assert ours.llm.unneeded.expanded.gpu_us == pytest.approx(sum(by_time[e["ts"]] for e in copies), abs=0.5)
+    assert ours.llm.unneeded.key_heads == (8 if name != "qwen3_decode_eager" else None)  # it has no shapes
 
 
 def _same_type(e, calls, cpu, types):
@@ -168,7 +215,7 @@ def test_compiled_code_expands_keys_too():
         ours, events = measured(name), raw(name)
         work = steps_of(events)[ours.typical_step][2]
         copies = [e for e in work if re.match(r"triton_poi_fused_.*_clone_.*_expand_.*_5$", e["name"])]
-        assert len(copies) == 56 == ours.unneeded.expanded.pieces
+        assert len(copies) == 56 == ours.llm.unneeded.expanded.pieces
 
 
 @pytest.mark.parametrize(("name", "rows"), [("qwen3_generate_static", 1), ("qwen3moe_generate", 1)])
@@ -190,17 +237,17 @@ def test_what_reading_weights_takes(name, rows):
         size += 2 * (m * k + k * n + m * n)
         inside = {c for c, e in calls.items() if op["ts"] <= e["ts"] < end(op)}
         us += sum(t for e, t in timed if e["args"]["correlation"] in inside)
-    first = ours.weight_reads[0]
+    first = ours.llm.weight_reads[0]
     assert (first.rows, first.products, first.bytes) == (rows, count, size)
     assert first.us == pytest.approx(us, abs=0.5)
     assert first.ridge_rows == 207  # 989 TFLOP/s over 4.8 TB/s: 206.04
 
 
 def see(summary):
-    return {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(summary)}
+    return {one.name: verdict.evidence for one, verdict in cheatsheet.found(summary)}
 
 
-GRAPH = "the same launches in every step, and the GPU waiting for them"
+GRAPH = "graph_would_do"
 
 
 def test_a_graph_is_advised_where_it_would_do():
@@ -231,7 +278,7 @@ def with_facts(name, tmp_path, dtype="bf16", **facts):
 def test_tokens_a_second_and_the_roof(tmp_path):
     """From step to step on the lane that takes longer, an interval that was there; weights and cache read once."""
     for name, lane in (("qwen3_decode_eager", "CPU"), ("qwen3_decode_graph", "GPU")):
-        ours = summarize(read(with_facts(name, tmp_path))).decoding
+        ours = summarize(read(with_facts(name, tmp_path))).llm.decoding
         steps = list(steps_of(raw(name)).values())
         cpu = pace([mark["ts"] for mark, _, _ in steps], steps[-1][0]["dur"])
         firsts = [min(e["ts"] for e in work) for _, _, work in steps]
@@ -242,7 +289,9 @@ def test_tokens_a_second_and_the_roof(tmp_path):
         assert ours.read_us == pytest.approx((1192099840 + 521 * KEY_BYTES) / 4200e3)
     told = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path))))
     assert told[0].startswith("decode of one sequence: 412 tokens a second")
-    assert told[1].startswith(f"its roof is {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)")
+    assert told[1].startswith(
+        f"the roofline allows {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)"
+    )
     assert "as measured by the run" in told[1]
     events = raw("qwen3_decode_graph")
     product = re.compile(r"nvjet|gemm|triton_(per|red)_(?!.*_cos_).*_b?mm_")
@@ -260,16 +309,16 @@ def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
     many = {"batch": 1024, "tokens": 1024}
     summary = summarize(read(with_facts("qwen3_decode_graph", tmp_path, **many)))
     reading, multiplying = (1192099840 + 521 * KEY_BYTES) / 4200e3, 2 * 596049920 * 1024 / 989e6
-    assert multiplying > reading and summary.decoding.least_us == pytest.approx(multiplying)
+    assert multiplying > reading and summary.llm.decoding.least_us == pytest.approx(multiplying)
     told = decoding.in_words(summary)
     assert told[1].startswith(
-        f"its roof is {1024 / multiplying * 1e6:,.0f}, by arithmetic: 2 x 596.0 M weights x 1,024 tokens, "
+        f"the roofline allows {1024 / multiplying * 1e6:,.0f}, by arithmetic: 2 x 596.0 M weights x 1,024 tokens, "
         f"{2 * 596049920 * 1024 / 1e9:,.1f} GFLOP, take {multiplying / 1e3:.1f} ms at the data sheet's 989 TFLOP/s; "
-        f"{multiplying / summary.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
+        f"{multiplying / summary.llm.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
     )
     assert told[1].endswith(f"take {reading:.1f} µs")
     # Of one sequence reading is the roof; without a known type it is what reading allows.
-    assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).decoding.least_us == pytest.approx(reading)
+    assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).llm.decoding.least_us == pytest.approx(reading)
     for dtype in ("fp32", None):
         unknown = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, dtype=dtype, **many))))
         assert unknown[1].startswith(f"reading alone allows {1024 / reading * 1e6:,.0f}: weights")
@@ -329,8 +378,8 @@ def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
     facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
     summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
     assert "perhaps" in decoding.in_words(summary)[-1]
-    told = Finding("attention over the empty rest", lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
-    monkeypatch.setattr(decoding, "empty_cache", lambda: told)
+    told = replace(decoding.empty_cache, judge=lambda _: Verdict(True, "4,096 keys, 2,048 of them filled"))
+    monkeypatch.setattr(decoding, "empty_cache", told)
     assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
 
 
@@ -345,7 +394,7 @@ def test_no_rate_of_attention_where_it_would_be_none(tmp_path):
 
 def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
     shown = cheatsheet.found(summarize(read(decode_in_a_graph(tmp_path))))
-    (graph,) = [pattern for pattern, _ in shown if pattern.see == "cudaGraphLaunch"]
+    (graph,) = [one for one, _ in shown if one.name == "graph_replay"]
     assert graph.where == "CPU lane" and "torch.cuda.graph" in graph.means
 
 
@@ -356,25 +405,26 @@ def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
 def test_facts_of_any_shape(facts, tmp_path):
     """Somebody else's file may hold anything; what is usable is used, and the report is printed all the same."""
     told = {**FACTS, **facts} if isinstance(facts, dict) else facts
-    assert facts_of({"facts": {"decoding": told}}) is None
-    assert facts_of({"facts": facts}) is None
-    assert facts_of({"facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).gb_s is None
+    assert run_facts({"script": "x", "facts": {"decoding": told}}).decoding is None
+    assert run_facts({"script": "x", "facts": facts}).decoding is None
+    odd = run_facts({"script": "x", "facts": {"decoding": {**FACTS, "gb_s": "fast", "layers": True}}}).decoding
+    assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
 
 
 def test_attention_over_an_empty_cache(tmp_path, capsys):
     """Said where the shapes say that attention went over the whole static cache, and much of it is empty."""
-    sentence = "attention over the empty rest of a static cache"
+    sentence = "empty_cache"
     half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
     assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
     assert cli.main([str(half), "--only", "patterns"]) == 0
-    assert sentence in capsys.readouterr().out
+    assert decoding.empty_cache.see in capsys.readouterr().out
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path))))  # 521 of 524
     longer = {"cache_bytes": 262 * KEY_BYTES, "cache_bytes_allocated": 1048 * KEY_BYTES}
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
 
 
 def test_logits_of_every_token(tmp_path):
-    sentence = "in prefill, logits of every token"
+    sentence = "logits_of_all"
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
     seen = see(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))[sentence]
     assert seen.startswith("M 512 · K 1,024 · N 151,936")
@@ -388,12 +438,12 @@ def test_logits_of_every_token(tmp_path):
 def test_equal_modules_are_one_row():
     """BERT-base has 12 layers of six Linears, and a pooler."""
     ours = measured("bert_modules")
-    rows = {place.name: place for place in ours.by_module_class}
+    rows = {place.name: place for place in ours.places.by_module_class}
     assert rows["36 x Linear in BertSelfAttention"].pieces == 36
     assert {"12 x Linear in BertIntermediate", "12 x Linear in BertOutput", "Linear in BertPooler"} <= set(rows)
-    assert sum(place.pieces for place in ours.by_module_class) == len(ours.gpu_work)
-    assert sum(place.gpu_us for place in ours.by_module_class) == pytest.approx(
-        sum(place.gpu_us for place in ours.by_module)
+    assert sum(place.pieces for place in ours.places.by_module_class) == len(ours.gpu_work)
+    assert sum(place.gpu_us for place in ours.places.by_module_class) == pytest.approx(
+        sum(place.gpu_us for place in ours.places.by_module)
     )
 
 
@@ -401,9 +451,9 @@ def test_equal_modules_are_one_row():
 def test_a_models_report_fits_and_folds(name, capsys):
     assert cli.main([str(MODELS[name])]) == 0
     screen = capsys.readouterr().out
-    assert len(screen.splitlines()) <= 90
+    assert len(screen.splitlines()) <= 120
     times, pieces = LAYERS[name][0]
-    assert f"{times} x {pieces} pieces" in screen
+    assert f"{times} x {pieces} activities" in screen
     assert cli.main([str(MODELS[name]), "--only", "work"]) == 0
     listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{times} x ")]
     assert len(listed) == sum(pieces for some, pieces in LAYERS[name] if some == times)

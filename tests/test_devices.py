@@ -44,26 +44,26 @@ def test_a_single_entry_is_the_device_whatever_number_the_events_carry(summary_o
     """The process sees one device, its number 0; the profiler writes the machine's number."""
     kernel = launched(10, 1, device, **{"registers per thread": 32, "shared memory": 0, "block": [256, 1, 1]})
     summary = summary_of(MARK, *kernel, deviceProperties=[MI300X | {"id": 0}])
-    assert summary.devices == ["AMD Instinct MI300X"]
+    assert summary.source.devices == ["AMD Instinct MI300X"]
     assert summary.gpu_work[0].occupancy.limit == 1.0
 
 
 def test_several_entries_of_one_name_are_the_device(summary_of):
     properties = [MI300X | {"id": number} for number in (0, 1)]
-    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).devices == ["AMD Instinct MI300X"]
+    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["AMD Instinct MI300X"]
 
 
 def test_entries_of_different_names_do_not_tell_which_one_it_is(summary_of):
     properties = [{"id": 0, "name": "NVIDIA T400"}, {"id": 1, "name": "NVIDIA H200"}]
-    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).devices == ["GPU 5"]
-    assert summary_of(MARK, *launched(10, 1, 1), deviceProperties=properties).devices == ["NVIDIA H200"]
+    assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["GPU 5"]
+    assert summary_of(MARK, *launched(10, 1, 1), deviceProperties=properties).source.devices == ["NVIDIA H200"]
 
 
 @pytest.mark.parametrize("name", ["", "  ", None])
 def test_an_empty_name_is_no_name(summary_of, capsys, name):
     summary = summary_of(MARK, *launched(10, 1, 0), deviceProperties=[{"id": 0, "name": name}])
-    assert summary.devices == ["GPU 0"]
-    assert cli.main([summary.trace]) == 0
+    assert summary.source.devices == ["GPU 0"]
+    assert cli.main([summary.source.trace]) == 0
     screen = capsys.readouterr().out
     assert screen.startswith("GPU 0") and "no GPU work" not in screen
 
@@ -123,9 +123,9 @@ def test_what_a_device_did_under_another_category_is_its_work(summary_of, capsys
     assert summary.gpu.busy_us == busy(events, category) == 80
     assert len(summary.gpu_work) == 2 and summary.steps[0].launches == 1
     assert f"4 slices on a device of a category not known here, {category}: taken for its work" in " ".join(
-        summary.warnings
+        summary.source.warnings
     )
-    assert cli.main([summary.trace]) == 0
+    assert cli.main([summary.source.trace]) == 0
     screen = capsys.readouterr().out
     assert "CPU only" not in screen and screen.startswith("device 0")
 
@@ -133,13 +133,13 @@ def test_what_a_device_did_under_another_category_is_its_work(summary_of, capsys
 def test_slices_of_the_cpu_under_another_category_are_no_device(summary_of):
     events = [e | {"pid": 1} if e["name"] == "job" else e for e in strange()]
     summary = summary_of(*events, *LABELS)
-    assert not summary.devices and not summary.warnings
+    assert not summary.source.devices and not summary.source.warnings
 
 
 def test_beside_known_kernels_another_category_is_left_out_and_said(summary_of):
     summary = summary_of(*strange(stream=3), *launched(60, 7, 0))
     assert summary.gpu.busy_us == 10
-    assert any("mtia_ccp_events: left out" in warning for warning in summary.warnings)
+    assert any("mtia_ccp_events: left out" in warning for warning in summary.source.warnings)
 
 
 def test_who_waits_for_which_event_is_no_work_and_no_warning(tmp_path, capsys):
@@ -154,4 +154,4 @@ def test_who_waits_for_which_event_is_no_work_and_no_warning(tmp_path, capsys):
     file = tmp_path / "synchronizations.json"
     file.write_text(json.dumps(found))
     summary = summarize(read(file))
-    assert summary.warnings == plain.warnings and summary.gpu == plain.gpu
+    assert summary.source.warnings == plain.source.warnings and summary.gpu == plain.gpu

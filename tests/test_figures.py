@@ -8,6 +8,7 @@ from math import prod
 from statistics import mean, median
 
 import pytest
+import references
 from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
 
@@ -16,9 +17,9 @@ from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet
-from tracereader.findings.steps import waits_for
-from tracereader.show.guesses import guesses_of
+from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
+from tracereader.trace.types import concrete_of
 
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
@@ -130,8 +131,8 @@ def test_ops_of_a_step(both):
     cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
     inside = [e for e in events if e.get("cat") in cats and mark["ts"] <= e["ts"] < end(mark)]
     ops = [e for e in inside if e["cat"] == "cpu_op"]
-    assert {name: op.calls for name, op in ours.ops.items()} == Counter(e["name"] for e in ops)
-    for name, op in ours.ops.items():
+    assert {name: op.calls for name, op in ours.cpu.ops.items()} == Counter(e["name"] for e in ops)
+    for name, op in ours.cpu.ops.items():
         same = [e for e in ops if e["name"] == name]
         assert op.total_us == about(sum(e["dur"] for e in same))
         own = 0.0
@@ -143,7 +144,7 @@ def test_ops_of_a_step(both):
             ]  # fmt: skip
             own += e["dur"] - covered(below)
         assert op.self_us == pytest.approx(own, abs=0.1)
-    assert len(ours.chain) == len(inside)
+    assert len(ours.cpu.chain) == len(inside)
 
 
 def spoken_of(marks):
@@ -159,15 +160,15 @@ def test_window_and_regime(both):
     assert ours.window_us == about(window)
     assert len(ours.left_out) == len(raw_steps(events)) - len(marks)
     if not work:
-        assert waits_for(ours) == "cpu-only" and ours.gpu is None
+        assert ours.waits_for == "cpu-only" and ours.gpu is None
 
 
 def is_communication(event):
     return event["name"].startswith("nccl")
 
 
-def reasons(events):
-    """(piece, where the gap before it begins) -> whether its launch call had returned by then, or its graph begun."""
+def idle_by_cause(events):
+    """(the activity after a gap, where the gap begins) -> its µs by cause, cut where the launch call returned."""
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     first = {}
     for e in events:
@@ -175,14 +176,16 @@ def reasons(events):
             correlation = e["args"]["correlation"]
             first[correlation] = min(first.get(correlation, e["ts"]), e["ts"])
 
-    def why(piece, reached):
-        correlation = piece["args"]["correlation"]
+    def cut(following, reached):
+        gap, correlation = following["ts"] - reached, following["args"]["correlation"]
         if correlation not in calls:
-            return "unknown"
-        begun = first[correlation] < piece["ts"]
-        return "launched" if begun or end(calls[correlation]) <= reached + 1e-6 else "not"
+            return {"unknown": gap}
+        if first[correlation] < following["ts"]:
+            return {"launched": gap}  # a later activity of a CUDA graph
+        waited = min(max(0.0, end(calls[correlation]) - reached), gap)
+        return {"not": waited, "launched": gap - waited}
 
-    return why
+    return cut
 
 
 def test_gpu_time_adds_up_to_the_window(any_trace):
@@ -201,12 +204,11 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
     assert ours.gpu.compute_us == about(covered(kernels))
     assert ours.gpu.exposed_copy_us == about(covered(spans) - covered(kernels))
     assert ours.gpu.busy_us + ours.gpu.idle_us == about(stop - start)
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = start
     for e in work:
         if e["ts"] > reached:
-            idle[why(e, reached)] += e["ts"] - reached
+            idle.update(cut(e, reached))
         reached = max(reached, end(e))
     idle["not"] += max(0.0, stop - reached)
     assert ours.gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
@@ -224,21 +226,20 @@ def test_gaps_within_a_steps_own_work(any_trace):
     if not work:
         assert ours.step_gpu is None
         return
-    why = reasons(events)
-    idle = Counter()
+    cut, idle = idle_by_cause(events), Counter()
     reached = work[0]["ts"]
     for piece in work:
         if piece["ts"] > reached:
-            idle[why(piece, reached)] += piece["ts"] - reached
+            idle.update(cut(piece, reached))
         reached = max(reached, end(piece))
     assert ours.step_gpu.idle_not_launched_us == pytest.approx(idle["not"], abs=0.1)
     assert ours.step_gpu.idle_launched_us == pytest.approx(idle["launched"], abs=0.1)
-    said = {pattern.see: verdict.evidence for pattern, verdict in cheatsheet.found(ours)}
-    by_cpu = said.get("gaps between the kernels of one step")
+    said = {one.name: verdict.evidence for one, verdict in cheatsheet.found(ours)}
+    by_cpu = said.get("gaps_between_kernels")
     assert bool(by_cpu) == (idle["not"] >= 3 * len(work) and idle["not"] > 0.02 * (reached - work[0]["ts"]))
     assert not by_cpu or float(by_cpu.split()[0].replace(",", "")) == pytest.approx(idle["not"], abs=0.1)
     graphs = [e for e in runtime(events) if "GraphLaunch" in e["name"]]
-    assert graphs or "gaps between the kernels of a CUDA graph" not in said
+    assert graphs or "gaps_in_a_graph" not in said
 
 
 def test_work_by_label_and_module(any_trace):
@@ -247,7 +248,7 @@ def test_work_by_label_and_module(any_trace):
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     work = raw_work(events, mark)
-    for place in ours.by_label:
+    for place in ours.places.by_label:
         labels = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == place.name]
         inside = [
             e for e in work
@@ -256,9 +257,9 @@ def test_work_by_label_and_module(any_trace):
         if place.name != "outside them":
             assert place.pieces == len(inside)
             assert place.gpu_us == about(sum(e["dur"] for e in inside))
-    assert not ours.by_label or sum(place.pieces for place in ours.by_label) == len(work)
+    assert not ours.places.by_label or sum(place.pieces for place in ours.places.by_label) == len(work)
     frames = [e for e in events if e.get("cat") == "python_function" and e["name"].startswith("nn.Module: ")]
-    for place in ours.by_module:
+    for place in ours.places.by_module:
         if place.name == "no module" or place.name.endswith(" backward"):
             continue
         pieces = 0
@@ -268,7 +269,7 @@ def test_work_by_label_and_module(any_trace):
             innermost = max(around, key=lambda x: x["ts"], default=None)
             pieces += innermost is not None and innermost["name"] == f"nn.Module: {place.name}"
         assert place.pieces == pieces
-    assert not ours.by_module or sum(place.pieces for place in ours.by_module) == len(work)
+    assert not ours.places.by_module or sum(place.pieces for place in ours.places.by_module) == len(work)
 
 
 def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
@@ -285,32 +286,38 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
         assert not ours.idle_in
         return
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
-    why = reasons(events)
-    expected = Counter()
+    cut, expected, in_python = idle_by_cause(events), Counter(), 0.0
+    frames = [e for e in events if e.get("cat") == "python_function" and not e["name"].startswith("nn.Module: ")]
     start = marks[index]["ts"]
     reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
-        if piece["ts"] > reached and why(piece, reached) == "not":
-            call = calls[piece["args"]["correlation"]]
-            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < piece["ts"] and end(e) > reached]
-            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < piece["ts"]}
-            for left, right in itertools.pairwise(sorted({reached, piece["ts"], *inside})):
+        waited = cut(piece, reached).get("not", 0.0) if piece["ts"] > reached else 0.0
+        if waited:
+            call, stop = calls[piece["args"]["correlation"]], reached + waited
+            mine = [e for e in slices if e["tid"] == call["tid"] and e["ts"] < stop and end(e) > reached]
+            inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < stop}
+            for left, right in itertools.pairwise(sorted({reached, stop, *inside})):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
                 name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
                 expected[name] += right - left
+                if name == "Python, between ops":
+                    near = [e for e in frames if e["tid"] == call["tid"] and e["ts"] < right and end(e) > left]
+                    in_python += covered({(max(e["ts"], left), min(end(e), right)) for e in near})
         reached = max(reached, end(piece))
     assert sum(ours.idle_in.values()) == pytest.approx(expected.total(), abs=0.1)
     for name, us in expected.items():
         assert ours.idle_in.get(name, 0.0) == pytest.approx(us, abs=0.2), name
+    assert sum(ours.idle_python.values()) == pytest.approx(in_python, abs=0.2)
+    assert set(ours.idle_python) <= {e["name"] for e in frames}
 
 
 def test_backwards_work_goes_to_its_module():
     """Three linears and a norm: each Linear has two products in backward, and they are found under it."""
     ours = summarize(read(ROOT / "tests/traces/train_stack.json.gz"))
-    named = {place.name: place.pieces for place in ours.by_module}
+    named = {place.name: place.pieces for place in ours.places.by_module}
     assert {"Linear_0", "Linear_1", "GELU_0", "LayerNorm_0"} <= set(named)
     assert {"Linear_0 backward", "Linear_1 backward", "GELU_0 backward", "LayerNorm_0 backward"} <= set(named)
-    assert [place.name for place in ours.by_label] == ["forward", "backward", "optimizer"]
+    assert [place.name for place in ours.places.by_label] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -318,12 +325,12 @@ def test_backwards_work_goes_to_its_module():
     [("train_item", "overhead"), ("memory_bound", "memory"), ("conv", "gpu"), ("blocking", "gpu")],
 )
 def test_what_other_programs_wait_for(name, waits):
-    assert waits_for(summarize(read(ROOT / f"tests/traces/{name}.json.gz"))) == waits
+    assert summarize(read(ROOT / f"tests/traces/{name}.json.gz")).waits_for == waits
 
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
     ours, _ = both
-    assert ours.warnings == []
+    assert ours.source.warnings == []
 
 
 # Kernels, copies, memsets and launches of a step, as shared/claims.md counts them on an H200.
@@ -350,7 +357,7 @@ def test_counts_of_the_claims(name):
 
 
 def measured(name):
-    return summarize(read(H200 / f"{name}.json.gz"))
+    return references.measured(H200 / f"{name}.json.gz")
 
 
 def test_compare_reproduces_the_closing_table():
@@ -394,26 +401,26 @@ def test_a_trace_equals_itself():
 def verdicts(name):
     ours = read(H200 / f"{name}.json.gz")
     summary = summarize(ours)
-    return {guess.text: guess.ask(summary) for guess in guesses_of(ours)}
+    return {one.text: one.ask(summary) for one in predictions_of(ours)}
 
 
 @pytest.mark.parametrize(
     ("name", "part", "holds", "says"),
     [
-        ("01_matmul_add/64_bf16_cold_eager", "overhead-bound", True, "was not launched yet"),
+        ("01_matmul_add/64_bf16_cold_eager", "overhead-bound", True, "waiting for CPU launches"),
         ("01_matmul_add/64_bf16_cold_eager", "occupancy query", True, "none in steps #2 to #4"),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0", "occupancy query", True, "in step #0"),
-        ("01_matmul_add/64_bf16_cold_eager", "closing cudaDeviceSynchronize", False, ""),
-        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "its work is matrix products"),
+        ("01_matmul_add/64_bf16_cold_eager", "last cudaDeviceSynchronize", False, ""),
+        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "of its time is matrix products"),
         ("01_matmul_add/4096_bf16_warm_eager_shapes", "compute-bound", True, "the arithmetic peak"),
-        ("01_matmul_add/4096_bf16_warm_eager", "footprint", True, "168 registers"),
-        ("01_matmul_add/64_bf16_warm_eager", "warm: the steps", False, ""),
+        ("01_matmul_add/4096_bf16_warm_eager", "many registers", True, "168 registers"),
+        ("01_matmul_add/64_bf16_warm_eager", "warm: all steps", False, ""),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0_active20", "buffer once", True, "1,"),
         ("01_matmul_add/64_bf16_warm_eager_batch8", "resolves to aten::bmm", True, ""),
         ("01_matmul_add/4096_bf16_warm_compile", "copy of the bias", True, "33.6 MB"),
         ("01_matmul_add/4096_bf16_warm_compile", "Dynamo looks up", True, "1 graph hash in 3 steps"),
         ("01_matmul_add/4096_bf16_warm_compile_reduce-overhead", "CUDA graph replays", False, "3 more before it"),
-        ("02_linear/1024x32x64_bf16_cold_eager", "bias is added in the GEMM", True, "bias_TNT"),
+        ("02_linear/1024x32x64_bf16_cold_eager", "epilogue adds the bias", True, "bias_TNT"),
         ("02_linear/1024x32x64_bf16_cold_eager", "read transposed", True, "TNT"),
         ("02_linear/1024x32x64_bf16_cold_eager", "aten::t: no GPU work", True, ""),
         ("03_simple_mlp/64x128x768x3072_bf16_warm_eager", "5 kernels", True, "2 memsets"),
@@ -428,7 +435,7 @@ def test_verdicts(name, part, holds, says):
     assert says in answer.evidence + answer.why_not
 
 
-def test_a_guess_can_break_and_can_be_out_of_reach():
+def test_a_prediction_can_be_wrong_and_can_be_out_of_reach():
     """The same questions, put to traces of another kind."""
     assert any(answer.holds is True for answer in verdicts("02_linear/1024x32x64_bf16_cold_eager").values())
     compiled = measured("02_linear/1024x32x64_bf16_warm_compile")
@@ -446,12 +453,12 @@ def test_a_guess_can_break_and_can_be_out_of_reach():
     assert expect.pointwise_round_trip(8192, 3072, 4).ask(shapes).holds is False
 
 
-def test_every_kind_of_guess_survives_being_written_down():
+def test_the_predictions_of_the_references_survive_being_written_down():
     for file in REFERENCES:
-        for guess in guesses_of(read(file)):
-            record = json.loads(json.dumps(guess.record))
+        for one in predictions_of(read(file)):
+            record = json.loads(json.dumps(one.record))
             again = expect.from_record(record)
-            assert (again.text, json.loads(json.dumps(again.record))) == (guess.text, record)
+            assert (again.text, json.loads(json.dumps(again.record))) == (one.text, record)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +466,7 @@ def test_every_kind_of_guess_survives_being_written_down():
     [{}, {"guess": 3}, {"guess": "nothing"}, {"guess": "ops_are"}, {"guess": "ops_are", "count": "x", "name": "y"},
      {"guess": "records_steps", "first": 1, "count": [2]}, {"guess": "fused_into_one", "maker": "x", "words": "y"}],
 )  # fmt: skip
-def test_a_guess_that_cannot_be_read_is_left_out(record):
+def test_a_prediction_that_cannot_be_read_is_left_out(record):
     assert expect.from_record(record) is None
 
 
@@ -491,7 +498,7 @@ def test_an_odd_compute_capability_is_none(tmp_path, major):
     document = json.loads(gzip.decompress(trace.read_bytes()))
     document["deviceProperties"][0]["computeMajor"] = major
     (tmp_path / "odd.json").write_text(json.dumps(document))
-    assert summarize(read(tmp_path / "odd.json")).compute_capability is None
+    assert summarize(read(tmp_path / "odd.json")).source.compute_capability is None
 
 
 TRAINED = "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_compile.json.gz"
@@ -545,7 +552,9 @@ ODD = (
 @pytest.mark.parametrize("concrete", ODD, ids=range(len(ODD)))
 @pytest.mark.parametrize("op", ["aten::cudnn_convolution", "aten::convolution_backward"])
 def test_a_convolution_whose_arguments_do_not_tell(op, concrete):
-    assert convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete) is None
+    assert (
+        convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete_of({"Concrete Inputs": concrete})) is None
+    )
 
 
 @pytest.mark.parametrize("expanded", [False, True])
@@ -591,4 +600,4 @@ def test_the_regime_is_judged_from_step_to_step():
     busy = covered([(e["ts"], end(e)) for e in work[0] + work[1]])
     ours = summarize(read(trace))
     assert ours.steady_us == about(stop - start) and ours.steady.busy_us == pytest.approx(busy, rel=1e-3)
-    assert waits_for(ours) == "gpu"
+    assert ours.waits_for == "gpu"

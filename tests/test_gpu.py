@@ -86,7 +86,7 @@ def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
 
 def verdicts(screen: str) -> dict[str, str]:
     """Each guess and its verdict."""
-    _, _, part = screen.partition("guess first, then look")
+    _, _, part = screen.partition(" hold")
     lines = [line for line in part.splitlines() if line[2:5] in ("yes", "no ", " – ")]
     return {line[7:]: line[2:5].strip() for line in lines}
 

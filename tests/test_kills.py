@@ -60,7 +60,7 @@ def check_ended(number, process, error, folder):
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_is_ended_at_any_moment(tmp_path):
     count = int(os.environ.get("KILLS", "40"))
     whole = started(RUN, tmp_path / "0")

@@ -45,7 +45,7 @@ def test_without_the_users_annotations_a_step_has_no_label(tmp_path):
     trace = without_users_labels(FSDP, tmp_path)
     assert any(op.name == "FSDP::root_pre_forward" for step in trace.steps for op in step.walk())
     summary = summarize(trace)
-    assert summary.label is None
+    assert summary.cpu.label is None
     assert {op.name.split("#")[0] for step in trace.steps for op in phases(step)} <= {
         "Optimizer.step", "Optimizer.zero_grad",
     }  # fmt: skip
@@ -54,7 +54,7 @@ def test_without_the_users_annotations_a_step_has_no_label(tmp_path):
 def test_what_compilation_records_is_no_phase(tmp_path):
     trace = without_users_labels(COLD, tmp_path)
     assert any("CompiledFx" in name or "compile_id" in name for name in trace.op_names)
-    assert summarize(trace).label is None
+    assert summarize(trace).cpu.label is None
     assert not [op.name for step in trace.steps for op in phases(step)]
 
 

@@ -42,7 +42,7 @@ def test_each_product_has_its_layers_name(path, tmp_path, capsys):
     assert len(products) == 3
     compiled = "compile" in path.name
     holder = "aten::mm" if compiled else "aten::linear"
-    assert [(call.name, call.layer) for call in summary.chain if call.layer] == [(holder, name) for name in NAMES]
+    assert [(call.name, call.layer) for call in summary.cpu.chain if call.layer] == [(holder, name) for name in NAMES]
     if "h200" in str(path):
         gemms = [row for row in summary.gpu_work if row.family == "GEMM"]
         assert [row.layer for row in gemms] == NAMES
@@ -58,4 +58,4 @@ def test_each_product_has_its_layers_name(path, tmp_path, capsys):
 def test_names_that_do_not_fit_are_no_names(tmp_path, layers):
     file, _ = named(RUNS[0], tmp_path, layers)
     summary = summarize(read(file))
-    assert not any(row.layer for row in (*summary.gpu_work, *summary.chain))
+    assert not any(row.layer for row in (*summary.gpu_work, *summary.cpu.chain))

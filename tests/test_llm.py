@@ -216,6 +216,7 @@ def test_a_mixture_of_experts_has_no_bytes_of_weights_a_step():
     assert facts(args, model)["weight_bytes"] is None
 
 
+@pytest.mark.exhaustive
 def test_hand_written_kernels_in_tritons_interpreter(folder):
     """In a process of its own: Triton decides as it is imported whether it interprets."""
     pytest.importorskip("triton")
@@ -296,9 +297,10 @@ def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
 @pytest.mark.parametrize(("cache", "said"), [(0, "up to a batch of about 200,"), (10**9, "at any batch")])
 def test_where_decoding_turns_compute_bound(capsys, cache, said):
     """1 GB of weights at 1 TB/s take 1 ms, and a token's 1 GFLOP at 200 TFLOP/s 5 µs: 200 tokens take 1 ms."""
-    from tracereader.figures.decoding import Decoding, Facts
+    from tracereader.figures.decoding import Decoding
+    from tracereader.trace.facts import ModelFacts
 
-    facts = Facts("decode", batch=1, tokens=1, weight_bytes=10**9, cache_bytes=cache, parameters=500_000_000)
+    facts = ModelFacts("decode", batch=1, tokens=1, weight_bytes=10**9, cache_bytes=cache, parameters=500_000_000)
     found = Decoding(facts, step_us=2000.0, lane="GPU", tokens_s=500.0, gb_s=None, measured=False, read_us=None)
     point = sweep.Point(1, 1.0, 1.0, "", None, None, None, None, decoding=found)
     assert sweep.decodes([point])

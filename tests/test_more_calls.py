@@ -27,9 +27,9 @@ def made(tmp_path, calls):
         ("cumulate", "user_annotation", ""),
         ("custom::scan", "cpu_op", ""),
         ("cudaLaunchKernel", "user_annotation", ""),
-        ("cudaLaunchKernel", "cuda_runtime", "the driver's "),
-        ("cuLaunchKernel", "cuda_driver", "the driver's "),
-        ("hipLaunchKernel", "hip_runtime", "the driver's "),
+        ("cudaLaunchKernel", "cuda_runtime", "the runtime call "),
+        ("cuLaunchKernel", "cuda_driver", "the runtime call "),
+        ("hipLaunchKernel", "hip_runtime", "the runtime call "),
     ],
 )
 def test_a_call_of_the_driver_is_one_by_its_category(tmp_path, capsys, name, cat, whose):

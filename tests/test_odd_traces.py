@@ -12,6 +12,7 @@ from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.findings.ranks import ms
+from tracereader.findings.steps import cost_of, waiting
 from tracereader.trace import read
 
 
@@ -39,7 +40,7 @@ def test_a_label_of_another_thread_takes_no_work_from_the_phases(written):
         event("backward", "user_annotation", 100, 150), event("hook", "user_annotation", 120, 5, 2),
         *launched(20, 1), *launched(110, 2, tid=2), *launched(140, 3, tid=2), *launched(160, 4, tid=2),
     )  # fmt: skip
-    found = {place.name: (place.gpu_us, place.pieces) for place in summarize(read(trace)).by_label}
+    found = {place.name: (place.gpu_us, place.pieces) for place in summarize(read(trace)).places.by_label}
     assert found == {"forward": (10, 1), "backward": (30, 3)}
 
 
@@ -63,16 +64,16 @@ def test_a_device_without_a_number_is_reported(written, capsys):
     kernel["name"] = "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT"
     trace = written(event("ProfilerStep#1", "user_annotation", 0, 100), product, launch, kernel, lesson=lesson)
     assert cli.main([str(trace), "--all"]) == 0
-    assert "prefill of one sequence" in capsys.readouterr().out
+    assert "Prefill of one sequence" in capsys.readouterr().out
 
 
 def test_a_label_called_launch_launches_nothing(written):
     marked = [event("ProfilerStep#1", "user_annotation", 0, 100), event("aten::mm", "cpu_op", 10, 50)]
     missing = "GPU's records are missing"
     trace = written(*marked, event("Launch workers", "user_annotation", 5, 3))
-    assert not any(missing in text for text in summarize(read(trace)).warnings)
+    assert not any(missing in text for text in summarize(read(trace)).source.warnings)
     trace = written(*marked, event("cudaLaunchKernel", "cuda_runtime", 20, 3, correlation=1))
-    assert any(missing in text for text in summarize(read(trace)).warnings)
+    assert any(missing in text for text in summarize(read(trace)).source.warnings)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_what_torch_labels_in_a_step_is_not_its_label(written):
         event("Optimizer.step#Adam.step", "user_annotation", 82, 10), event("aten::add_", "cpu_op", 83, 5),
     )  # fmt: skip
     summary = summarize(read(trace))
-    assert summary.label is None and summary.steps[0].label_to_first_op_us == 30
+    assert summary.cpu.label is None and summary.steps[0].label_to_first_op_us == 30
 
 
 def test_two_steps_of_one_name_are_two(written, capsys):
@@ -170,7 +171,7 @@ def test_two_steps_of_one_name_are_two(written, capsys):
     assert summary.chosen.cpu_us == 400 and summary.chosen.launches == len(summary.gpu_work) == 5
     assert cli.main([str(trace), "--only", "short,chain"]) == 0
     said = capsys.readouterr().out
-    assert "5 launches a step" in said and said.count("cudaLaunchKernel") == 5
+    assert "5 kernels per step" in said and said.count("cudaLaunchKernel") == 5
 
 
 def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
@@ -183,4 +184,61 @@ def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
     file.write_text(json.dumps({"traceEvents": events}))
     summary = summarize(read(file))
     assert summary.typical_step == "ProfilerStep#2"
-    assert summary.idle_in == {"Python, between ops": 15.0, "cudaLaunchKernel": 5.0}
+    assert summary.idle_in == {"Python, between ops": 10.0, "cudaLaunchKernel": 5.0}
+
+
+def captured(at, count, first=100):
+    """A capture of as many launch calls, each 10 µs, none of which runs anything."""
+    calls = ["cudaStreamBeginCapture", *["cudaLaunchKernel"] * count, "cudaStreamEndCapture"]
+    return [event(name, "cuda_runtime", at + 10 * n, 8, correlation=first + n) for n, name in enumerate(calls)]
+
+
+def test_a_graphs_capture_launches_nothing(written, capsys):
+    """One launch ran; twenty were recorded, some of them on autograd's thread."""
+    step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
+    backward = event("cudaLaunchKernel", "cuda_runtime", 130, 5, tid=2, correlation=99)
+    trace = written(*step, *launched(10, 1), *captured(100, 19), backward)
+    summary = summarize(read(trace))
+    assert (summary.captures.graphs, summary.captures.launches, summary.captures.us) == (1, 20, 208)
+    assert summary.chosen.launches == 1 and summary.waits_for == "capture"
+    assert cost_of(summary, gpu_us=10) is None
+    assert cli.main([str(trace)]) == 0
+    said = capsys.readouterr().out
+    assert "CUDA graph capture. 20 launch calls of the step were recorded into 1 graph and ran nothing" in said
+    assert "overhead-bound" not in said
+
+
+def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
+    step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
+    summary = summarize(read(written(*step, *captured(100, 9))))
+    assert summary.waits_for == "capture" and summary.source.warnings == []
+    summary = summarize(read(written(*step, *captured(100, 9), event("cudaLaunchKernel", "cuda_runtime", 500, 5))))
+    assert any("GPU's records are missing" in text for text in summary.source.warnings)
+
+
+def test_a_step_that_replays_is_no_capture(written):
+    """The first step captured the graph that the others replay."""
+    steps = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 990) for n in (1, 2, 3)]
+    summary = summarize(read(written(*steps, *captured(1100, 19), *launched(2100, 1), *launched(3100, 2))))
+    assert summary.waits_for == "overhead" and summary.captures is None
+
+
+def test_the_first_wait_for_work_that_is_not_recorded(written):
+    """A server's GPU is busy with earlier work when the recording begins: of its idle time 128 µs are the CPU's."""
+    trace = written(
+        event("aten::mm", "cpu_op", 0, 128), event("cudaLaunchKernel", "cuda_runtime", 120, 8, correlation=1),
+        event("k", "kernel", 463_000, 9_000, 7, correlation=1, device=0, stream=7),
+    )  # fmt: skip
+    summary = summarize(read(trace))
+    assert (summary.gpu.idle_not_launched_us, summary.gpu.idle_launched_us) == (128, 463_000 - 128)
+    assert "probably busy with work that is not in this trace" in waiting(summary)[1]
+
+
+def test_a_first_wait_for_recorded_work_is_explained(written):
+    trace = written(
+        event("cudaLaunchKernel", "cuda_runtime", 0, 8, correlation=1),
+        event("k", "kernel", 10, 8_000, 7, correlation=1, device=0, stream=7),
+        event("cudaLaunchKernel", "cuda_runtime", 20, 8, correlation=2),
+        event("k", "kernel", 8_020, 1_000, 7, correlation=2, device=0, stream=7),
+    )  # fmt: skip
+    assert "probably busy" not in waiting(summarize(read(trace)))[1]

@@ -14,6 +14,7 @@ import pytest
 from references import H200, ROOT
 
 import tracereader
+from tracereader.trace import kernel_names
 
 TRACE = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
 
@@ -107,6 +108,39 @@ def test_the_scripts_groups_say_which_python_they_need():
     asked = (ROOT / ".python-version").read_text().strip()
     assert groups.keys() == said["dependency-groups"].keys()
     assert all(group["requires-python"].startswith(f">={asked},") for group in groups.values())
+
+
+def modules_after(*words):
+    """Every module that is imported once read-trace has done this, in a Python of its own."""
+    program = "import sys; from tracereader import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.split())
+
+
+def test_help_imports_the_command_line_alone():
+    """rich and msgspec take longer to import than all the rest of --help."""
+    modules = modules_after("--help")
+    ours = {name for name in modules if name.partition(".")[0] == "tracereader"}
+    assert ours == {"tracereader", *(f"tracereader.{name}" for name in ("cli", "command", "interrupts"))}
+    assert not {"rich", "msgspec", "dataclasses", "inspect", "json", "statistics"} & modules
+
+
+def test_a_small_report_imports_no_part_of_rich_that_it_does_not_print():
+    """A report is text in columns, and in a pipe it holds no escape sequence to be read again."""
+    modules = modules_after(TRACE)
+    parts = ("ansi", "table", "markdown", "syntax", "traceback", "progress", "live", "pretty", "panel", "logging")
+    assert not {f"rich.{part}" for part in parts} & modules
+    assert not {"pygments", "markdown_it", "subprocess", "socket", "concurrent.futures", "importlib.metadata"} & modules
+    others = ("comparison", "ranks", "merged", "perfetto", "as_json")
+    assert not {f"tracereader.show.{name}" for name in others} & modules
+
+
+def test_the_patterns_of_kernel_names_are_compiled_when_a_name_needs_them():
+    """Importing the reader compiles none of them: that took longer than any other of its imports."""
+    for table in (kernel_names.READERS, kernel_names.MAKERS, kernel_names.JOBS):
+        assert len(table) > 20 and all(isinstance(pattern, str) for pattern, *_ in table)
 
 
 def imports(folder):

@@ -1,7 +1,6 @@
 """Values in a trace that are no text, or no number: the file is read or refused in one line, and JSON stays strict."""
 
 import gzip
-import inspect
 import json
 
 import pytest
@@ -9,7 +8,8 @@ from references import H200, ROOT
 
 from tracereader import cli, expect
 from tracereader.figures import summarize
-from tracereader.findings.finding import Finding, Verdict, read_record
+from tracereader.findings import cheatsheet
+from tracereader.findings.finding import Verdict, finding, read_record
 from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -131,20 +131,23 @@ def test_a_prediction_with_a_huge_number_is_dropped(tmp_path, capsys, data):
 
 
 def test_a_prediction_that_cannot_be_made_is_dropped_whatever_it_raises():
-    def make(size: int) -> Finding:
+    def sentence(size):
         raise RecursionError(size)
 
-    assert read_record({"guess": "make", "size": 3}, {"make": make}) is None
+    @finding(predicts=sentence)
+    def grows(summary, size: int):
+        raise AssertionError("nobody asks a prediction that was not made")
+
+    assert read_record({"guess": "grows", "size": 3}, {"grows": grows}) is None
 
 
 def test_every_prediction_is_made_or_dropped_and_answered():
     """Each kind of prediction, with values that no script stores."""
     values = (10**320, -1, 1e308, "", "\ufffd", [], [10**320], [[10**320, "a"]], {}, None, True)
     summary = summarize(read(TRACE))
-    for name in expect._MAKERS:
-        parameters = inspect.signature(expect._MAKERS[name]).parameters
+    for name, one in cheatsheet.PREDICTABLE.items():
         for value in values:
-            made = expect.from_record({"guess": name} | dict.fromkeys(parameters, value))
+            made = expect.from_record({"guess": name} | dict.fromkeys(one.signature.parameters, value))
             assert made is None or isinstance(made.ask(summary), Verdict)
 
 

@@ -20,7 +20,7 @@ from conftest import ROOT, names, only_trace
 from common import harness
 from common.flags import tag_of
 from tracereader.figures import summarize
-from tracereader.show.guesses import guesses_of
+from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 
 TINY = ("--layers", "2", "--dim", "16", "--seq", "8", "--dtype", "fp32")
@@ -184,6 +184,7 @@ def test_two_ranks_of_ddp(scripts, tmp_path):
     assert products[1] == products[0] + 3 * 60
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_of_fsdp(scripts, tmp_path):
     documents, _ = by_torchrun(tmp_path, *CPU, "--parallel", "fsdp", "--checkpoint", "--accumulate", "2")
     expected = plain(scripts, 2, "--accumulate", "2")
@@ -253,7 +254,12 @@ def check_a_rank_that_ends(folder, who, when, how, *flags):
 
 
 @pytest.mark.parametrize(
-    ("who", "when", "how"), [(0, "a step", "dies"), (1, "writing", "dies"), (1, "a step", "refuses")]
+    ("who", "when", "how"),
+    [
+        (0, "a step", "dies"),
+        pytest.param(1, "writing", "dies", marks=pytest.mark.exhaustive),
+        pytest.param(1, "a step", "refuses", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
     check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
@@ -278,6 +284,7 @@ def test_a_loaders_worker_says_nothing_of_a_run_that_has_gone(scripts, monkeypat
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_starts_is_named(tmp_path):
     waiting = [started(rank, free_port(), tmp_path, *CPU, "--timeout", "1") for rank in (0, 1)]
     said = [rank.communicate(timeout=60) for rank in waiting]
@@ -358,7 +365,7 @@ def test_what_the_references_show_of_communication(run, hidden):
     summary = summarize(trace)
     assert summary.gpu.exposed_communication_us == pytest.approx(len(alone) / 10, rel=0.01)
     assert (len(alone) < len(sent) / 2) is hidden or hidden is None
-    verdicts = {guess.record["guess"]: guess.ask(summary) for guess in guesses_of(trace)}
+    verdicts = {one.finding.name: one.ask(summary) for one in predictions_of(trace)}
     if hidden is not None:
         assert verdicts["communication_is_hidden"].holds
         assert f"{len(sent) / 1e4:.1f} ms of collectives" in verdicts["communication_is_hidden"].evidence
@@ -386,8 +393,8 @@ def test_what_the_references_show_of_the_phases():
     assert 1.7 < times[1] / times[0] < 2.3
     trace = read(file)
     (verdict,) = [
-        guess.ask(summarize(trace)) for guess in guesses_of(trace)
-        if guess.record["guess"] == "backward_is_twice_the_forward"
+        one.ask(summarize(trace)) for one in predictions_of(trace)
+        if one.finding.name == "backward_is_twice_the_forward"
     ]  # fmt: skip
     assert verdict.holds
     assert float(verdict.evidence.rpartition(" ")[2]) == pytest.approx(times[1] / times[0], rel=0.02)

@@ -77,7 +77,7 @@ def main(argv=None):
     # Here, so that --help and refusals are there at once; and each only where it is used: a tenth of a
     # second is a third of what reading a trace of 10 MB takes.
     from tracereader.show import report
-    from tracereader.show.guesses import guesses_of
+    from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT, TraceError, refuse_at_once
 
@@ -98,11 +98,11 @@ def main(argv=None):
     elif args.json:
         from tracereader.show.as_json import as_json
 
-        print(as_json(trace, summary, guesses_of(trace), view))
+        print(as_json(trace, summary, predictions_of(trace), view))
     elif args.html is not None:
         from tracereader.show import page
 
-        page.write(page.of_trace(trace, summary, guesses_of(trace)), args.html, args.force)
+        page.write(page.of_trace(trace, summary, predictions_of(trace)), args.html, args.force)
     else:
         report.explain(trace, summary, view)
     if args.open:
@@ -126,8 +126,14 @@ def _compare(args, view, first: list, summary, limits) -> None:
         runs = page.Runs()
         runs.add(first[0], summary)
     trace = first.pop()
-    summaries = [summary]
+    summaries, proposed = [summary], []
     for path in args.traces[1:]:
+        if runs is None and not args.markdown and view.shows("short") and (args.previous or not proposed):
+            from tracereader.findings.opportunities import opportunities
+            from tracereader.replay import Refused
+
+            found = opportunities(trace, summary)
+            proposed.append(() if isinstance(found, Refused) else found)
         del trace
         gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
         trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
@@ -143,7 +149,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
     elif runs is None:
         from tracereader.show import comparison
 
-        comparison.side_by_side(summaries, view, args.previous)
+        comparison.side_by_side(summaries, view, args.previous, proposed)
     if limits:
         from tracereader.show.limits import crossed
 
@@ -196,13 +202,13 @@ def _as_ranks(args) -> bool:
         return False
     summary, traces = found
     if args.json:
-        print(ranks.as_json(summary, view))
+        print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT))
     elif args.html is not None:
         from tracereader.show import page
 
         page.write(page.of_ranks(summary, traces), args.html, args.force)
     else:
-        ranks.explain(summary, traces, view)
+        ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
     if args.open:
         try:
             name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)

@@ -5,6 +5,7 @@ import re
 import msgspec
 
 from tracereader.trace import kernel_names
+from tracereader.trace.facts import AttentionFacts
 from tracereader.trace.types import concrete_of
 
 # Attention ops whose first three inputs are query, key and value: the places of [batch, heads, sequence] in those, and
@@ -75,22 +76,18 @@ def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | 
     return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
 
 
-def stored(facts: dict, says: kernel_names.KernelName) -> Attention | None:
+def stored(told: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:
     """What a script stored of the one attention that its step computes."""
-    told = facts.get("attention")
-    sizes = [told.get(name) for name in ("batch", "heads", "seq", "head_dim")] if isinstance(told, dict) else [None]
-    if not all(type(one) is int and 0 < one < 2**40 for one in sizes):
+    if told is None or told.sizes is None:
         return None
-    batch, heads, seq, head_size = sizes
-    return Attention(batch, heads, heads, seq, seq, head_size, _causal([], None, says, facts))
+    batch, heads, seq, head_size = told.sizes
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal([], None, says, told))
 
 
-def _causal(inputs: list, place: int | None, says: kernel_names.KernelName, facts: dict) -> bool | None:
+def _causal(inputs: list, place: int | None, says: kernel_names.KernelName, told: AttentionFacts | None) -> bool | None:
     """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
     if named := says.parts.get("causal"):
         return named == "yes"
     if place is not None and len(inputs) > place and inputs[place] in CAUSAL:
         return CAUSAL[inputs[place]]
-    told = facts.get("attention")
-    causal = told.get("causal") if isinstance(told, dict) else None
-    return causal if isinstance(causal, bool) else None
+    return told.causal if told else None

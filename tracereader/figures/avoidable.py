@@ -55,12 +55,8 @@ class CastProducts(msgspec.Struct, frozen=True):
 
 def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
     """Those of a step by the op that makes them, the costliest first."""
-    found: dict[str, list[Op]] = {}
-    for op in step.walk():
-        if op.kind == "op" and op.children and (clone := _clone_of(op)):
-            found.setdefault(op.name, []).append(clone)
     copies = []
-    for name, clones in found.items():
+    for name, clones in cloned_inputs(step).items():
         work = [one for clone in clones for one in _below(clone)]
         sizes = [one.args.get("bytes") for one in work if one.kind == "memcpy"]
         copies.append(
@@ -73,6 +69,15 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
             )
         )
     return tuple(sorted(copies, key=lambda one: (-one.gpu_us, -one.cpu_us)))
+
+
+def cloned_inputs(step: Step) -> dict[str, list[Op]]:
+    """By the name of an op that spares its input, the clones of a step that it works on in place."""
+    found: dict[str, list[Op]] = {}
+    for op in step.walk():
+        if op.kind == "op" and op.children and (clone := _clone_of(op)):
+            found.setdefault(op.name, []).append(clone)
+    return found
 
 
 def _clone_of(op: Op) -> Op | None:
@@ -100,7 +105,7 @@ def mask_made(trace: Trace, step: Step) -> MaskMade | None:
     """The triangles of constants that a step makes; None where it makes none."""
     if not {"aten::tril", "aten::triu"} & trace.op_names:
         return None
-    made = _triangles(step)
+    made = triangles(step)
     if not made:
         return None
     ops = [op for group in made for op in group]
@@ -111,15 +116,20 @@ def mask_made(trace: Trace, step: Step) -> MaskMade | None:
         pieces=len(work),
         gpu_us=sum(one.dur for one in work) / 1e3,
         cpu_us=sum(op.us for op in ops),
-        steps=sum(bool(_triangles(one)) for one in trace.steps),
+        steps=sum(bool(triangles(one)) for one in trace.steps),
     )
 
 
-def _triangles(step: Step) -> list[list[Op]]:
-    """Of each triangle the ops that make it: the constants, tril or triu, and what SDPA's math makes of it."""
+def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
+    """Of each triangle the ops that make it: the constants, tril or triu, and what SDPA's math makes of it.
+
+    in_sdpa: also those that SDPA's math makes by itself.
+    """
     found, places = [], {}
     for op in step.walk():
         if op.kind != "op" or op.name not in ("aten::tril", "aten::triu"):
+            continue
+        if not in_sdpa and op.parent and op.parent.name == SDPA_MATH:
             continue
         siblings = op.parent.children if op.parent else step.roots
         if id(siblings) not in places:

@@ -266,7 +266,10 @@ def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
         left_new -= after
         told_of |= {*old, *now}
         us = [_share(side, names) for side, names in ((first, before), (other, after))]
-        did, does = (" + ".join(f"{count:,} x {part}" for part, count in some.items()) for some in (old, now))
+        did, does = (
+            " + ".join(f"{count:,} x {part}" for part, count in some.most_common(FEW)) + and_more(len(some), FEW)
+            for some in (old, now)
+        )
         text = f"{first.ops[op]:,} x {op} ({did} {us[0]:,.1f} → {does} {us[1]:,.1f} µs)"
         told["other kernels for "].append((max(us), text))
     gone, new = _by_part(first, left_gone), _by_part(other, left_new)

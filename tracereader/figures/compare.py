@@ -16,11 +16,16 @@ ONE_ALONE = "GPU work in one of the two alone"
 INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 
 
+def devices_of(side: Side) -> str:
+    """The names of the devices that a run's GPU work was on."""
+    return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
+
+
 def told_apart(sides: Sequence[Side]) -> list[str]:
     """A name for each run: where names repeat with its device, and where that repeats with its folder."""
     names = [side.name for side in sides]
-    devices = [", ".join(dict.fromkeys(side.summary.devices)) or "CPU" for side in sides]
-    for more in (devices, [str(Path(side.summary.trace).parent) for side in sides]):
+    devices = [devices_of(side) for side in sides]
+    for more in (devices, [str(Path(side.summary.source.trace).parent) for side in sides]):
         times = Counter(names)
         if any(len({one for one, same in zip(more, names, strict=True) if same == name}) > 1 for name in times):
             names = [f"{name}, {one}" if times[name] > 1 else name for name, one in zip(names, more, strict=True)]
@@ -54,11 +59,15 @@ def difference(first: Side, other: Side) -> Difference:
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
 
 
+def flags(first: Side, other: Side) -> str:
+    """The flags in which two runs of numbered scripts differ, as one text; "" without any."""
+    return "; ".join(_flags(first, other))
+
+
 def _flags(first: Side, other: Side) -> list[str]:
     """The flags in which two runs of numbered scripts differ, of those that both have."""
     before, after = (
-        {name: _value(flag) for name, flag in (side.summary.lesson or {}).get("flags", {}).items()}
-        for side in (first, other)
+        {name: _value(flag) for name, flag in side.summary.source.facts.flags.items()} for side in (first, other)
     )
     told = [
         f"{name} {before[name]}, then {after[name]}" for name in before if after.get(name, before[name]) != before[name]
@@ -93,9 +102,9 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
 def _inputs(first: Side, other: Side) -> list[str]:
     """Of ops called as often in both runs, the tensors that only one of them has, the costliest op first."""
     found = []
-    ops = other.summary.ops
+    ops = other.summary.cpu.ops
     for name in sorted(ops, key=lambda name: -ops[name].self_us):
-        before, after = (Counter(side.summary.inputs.get(name)) for side in (first, other))
+        before, after = (Counter(side.summary.cpu.inputs.get(name)) for side in (first, other))
         if before and after and before != after and before.total() == after.total():
             gone, new = (
                 _listed([one for one, _ in some.most_common()], 1) for some in (before - after, after - before)

@@ -9,7 +9,8 @@ from tracereader.figures.hardware import roof_met
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.moved import INPUTS
 from tracereader.figures.sizes import MATMULS, Product, sizes_of_op
-from tracereader.trace import Lesson, Op, Step, Trace, outermost
+from tracereader.trace import Op, Step, Trace, outermost
+from tracereader.trace.facts import Roofs, RunFacts
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
 from tracereader.trace.types import dtype_of, tensors_of
 
@@ -18,23 +19,6 @@ MUCH_FASTER = 1.1
 # Bytes that a cache may hold: what a pointwise op moves at which rate then says nothing of the memory.
 CACHED = 2**25
 WRITTEN_BY_INDUCTOR = "cpp_fused"
-
-
-class Roofs(msgspec.Struct, frozen=True):
-    """TFLOP/s and GB/s, the best that a run measured on its machine; the first for elements of this --dtype alone."""
-
-    tflops: float
-    gb_s: float
-    type: str
-
-
-def roofs_of(lesson: Lesson | None) -> Roofs | None:
-    """What a numbered script stored of its machine; None where it did not, or not usably."""
-    found = lesson.facts.get("roofs") if lesson else None
-    rates = [found.get(name) for name in ("tflops", "gb_s")] if isinstance(found, dict) else []
-    if not rates or not all(type(one) in (int, float) and 0 < one < 2**53 for one in rates):
-        return None
-    return Roofs(*rates, str(lesson.flags.get("dtype")))
 
 
 class CpuWork(msgspec.Struct, frozen=True):
@@ -55,6 +39,7 @@ class CpuWork(msgspec.Struct, frozen=True):
     gb_s: float | None
     roof: str | None  # compute or memory: the one that it meets first
     of_roof: float | None  # the share of it that it reaches
+    best_us: float | None = None  # what a product takes at the best rates of the run
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
@@ -86,8 +71,11 @@ def op_threads(step: Step) -> int:
     return len({one.track for one in outermost(step.roots, is_op)})
 
 
-def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[CpuWork, ...]:
-    """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them."""
+def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork, ...]:
+    """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them.
+
+    run: holds the best rates that the run measured on its machine, where it measured them.
+    """
     made = _made_of_others(step)
     computing = outermost(
         step.roots,
@@ -95,7 +83,7 @@ def cpu_work(step: Step, layers: dict[int, str], roofs: Roofs | None) -> tuple[C
     )
     # What a compilation traces computes nothing.
     found = [_measured(op, step.start, layers) for op in computing if not op.name.endswith(COMPILING)]
-    return tuple(_against(found, roofs) if roofs else found)
+    return tuple(_against(found, run.roofs, run.dtype) if run.roofs else found)
 
 
 def covered_us(work: Sequence[CpuWork]) -> float:
@@ -147,15 +135,15 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
     )
 
 
-def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
+def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[CpuWork]:
     """Each with its share of the roof that it meets first: below the ridge the memory's, else the arithmetic one."""
-    of_type = [one.tflops for one in found if one.tflops and _is_of(one.type, roofs.type)]
+    of_type = [one.tflops for one in found if one.tflops and _is_of(one.type, dtype)]
     # A roof that the run itself breaks was measured while something else ran.
     holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
     # Factors that a cache cannot hold together are read from memory in every step, small as each may be.
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
-        known = _is_of(one.type, roofs.type) and not (one.attention and one.attention.causal is None)
+        known = _is_of(one.type, dtype) and not (one.attention and one.attention.causal is None)
         least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
         roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
         if roof == "compute":
@@ -164,6 +152,9 @@ def _against(found: Sequence[CpuWork], roofs: Roofs) -> Iterator[CpuWork]:
             told = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
             told = False
+        if known and one.product:
+            best_us = max(one.flops / roofs.tflops / 1e6, one.least_bytes / roofs.gb_s / 1e3)
+            one = msgspec.structs.replace(one, best_us=best_us)
         yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one
 
 

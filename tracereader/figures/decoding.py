@@ -4,15 +4,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
-from statistics import median, median_high
+from statistics import median
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, asking_ops
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
+from tracereader.figures.pace import pace
 from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.facts import ModelFacts, RunFacts
 from tracereader.trace.types import dims_at, shapes_as_recorded, types_of
 
 # Ops that write an expanded tensor out, and those that are attention, or its first product.
@@ -32,24 +34,6 @@ DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch make
 LOOKED_AT = 20_000  # pieces of a step; more are not compared with another step's, shape by shape
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What a numbered script tells of the model whose step it profiled; None where it does not.
-
-    tokens: of one step, over all sequences. *_bytes: of one step: weights and the filled part of the cache,
-    each read once. gb_s: the device's bandwidth as that run measured it.
-    """
-
-    phase: str
-    batch: int
-    tokens: int
-    weight_bytes: int | None = None
-    cache_bytes: int | None = None
-    cache_bytes_allocated: int | None = None
-    layers: int | None = None
-    parameters: int | None = None
-    gb_s: float | None = None
-
-
 class Decoding(msgspec.Struct, frozen=True):
     """A language model's step against the least that it has to take.
 
@@ -59,7 +43,7 @@ class Decoding(msgspec.Struct, frozen=True):
     type, by which multiply_us is reckoned. None where the run does not tell its type, or the data sheet is not known.
     """
 
-    facts: Facts
+    facts: ModelFacts
     step_us: float
     lane: str  # CPU or GPU
     tokens_s: float
@@ -108,35 +92,18 @@ class Unneeded(msgspec.Struct, frozen=True):
     key_heads: int | None
 
 
-def facts_of(lesson: dict | None) -> Facts | None:
-    """The facts that a run stored of its model; None where there are none, or they are not usable."""
-    found = (lesson or {}).get("facts")
-    found = found.get("decoding") if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        return None
-    told = {name: value for name in Facts.__struct_fields__ if _is_amount(value := found.get(name))}
-    if found.get("phase") not in ("decode", "prefill") or not told.get("batch") or not told.get("tokens"):
-        return None
-    whole = {name: value if name == "gb_s" else int(value) for name, value in told.items() if value}
-    return Facts(phase=found["phase"], **whole)
-
-
-def _is_amount(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**53
-
-
-def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> Decoding | None:
+def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decoding | None:
     """The step as tokens a second, and the least that it takes, where the run told what it reads.
 
     steps: what was measured of the trace's.
     """
-    facts = facts_of(lesson)
+    facts = run.decoding
     if facts is None or not trace.has_steps:
         return None
-    lanes = {"CPU": _interval([step.start for step in trace.steps], [one.cpu_us for one in steps])}
+    lanes = {"CPU": pace([step.start for step in trace.steps], trace.steps[-1].end) / 1e3}
     firsts = [first_start(step) for step in trace.steps]
     if None not in firsts:
-        lanes["GPU"] = _interval(firsts, [one.gpu_span_us for one in steps])
+        lanes["GPU"] = pace(firsts, max(one.end for one in trace.steps[-1].work)) / 1e3
     busy = median(one.gpu_busy_us for one in steps)
     lane = "CPU" if busy < MUCH_BUSY * lanes["CPU"] else max(lanes, key=lanes.get)
     if lanes[lane] <= 0:
@@ -145,9 +112,9 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> D
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
     # Each weight that is read multiplies and adds once for each token. Whether fp32 is multiplied as TF32 is not told.
-    of_two_bytes = facts.weight_bytes and _type(lesson) in ("bf16", "fp16")
+    of_two_bytes = facts.weight_bytes and run.dtype in ("bf16", "fp16")
     flops = 2 * (facts.weight_bytes // 2) * facts.tokens if of_two_bytes else None
-    tflops = peak_tflops(peaks, _type(lesson)) if peaks and flops else None
+    tflops = peak_tflops(peaks, run.dtype) if peaks and flops else None
     return Decoding(
         facts=facts,
         step_us=lanes[lane],
@@ -160,18 +127,6 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], lesson: dict | None) -> D
         tflops=tflops,
         multiply_us=flops / tflops / 1e6 if tflops else None,
     )
-
-
-def _type(lesson: dict) -> str:
-    return str(lesson["flags"].get("dtype"))
-
-
-def _interval(starts: Sequence[int], spans: Sequence[float]) -> float:
-    """From one step's start to the next one's (µs), the median; of the last step its length.
-
-    Of an even number the upper one in the middle: a time that was taken, where the mean of two need not be any step's.
-    """
-    return median_high([*((after - before) / 1e3 for before, after in pairwise(starts)), spans[-1]])
 
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
@@ -235,9 +190,9 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     for one, asked_by in zip(step.work, asking_ops(step.work), strict=True):
         if one.kind == "kernel" and asked_by is not None and (op := _cast(asked_by)):
             casts.setdefault(id(op), (op, []))[1].append(one)
-    expanded, key_heads = _expanded(step)
+    copies, key_heads = _expanded(step)
     found = _asked([(op, work) for op, work in casts.values()], us)
-    return Unneeded(found, _asked(expanded, us) or _expanded_by_inductor(measured), key_heads)
+    return Unneeded(found, _asked(copies, us) or _expanded_by_inductor(measured), key_heads)
 
 
 def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
@@ -262,6 +217,11 @@ def _cast(asked_by: Op) -> Op | None:
         else:
             break
     return found
+
+
+def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
+    """The ops of a step that write keys and values out for each query head, and the copies that each launches."""
+    return _expanded(step)[0]
 
 
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:

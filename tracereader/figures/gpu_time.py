@@ -8,9 +8,9 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, gaps, length, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, gaps, length, minus, union
 from tracereader.figures.steps import spanned
-from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 
 BETWEEN_OPS = "Python, between ops"
@@ -21,13 +21,16 @@ class GpuTime(msgspec.Struct, frozen=True):
     """The busiest device's time over a window; busy and idle add up to it, the parts of each to each.
 
     Exposed: nothing of a kind before it (compute, communication) runs at that moment; memsets count
-    as copies. An idle gap is `launched` where the next piece's launch call had returned when the gap
-    began, or has other pieces that ran before; `unknown` where that piece has no launch in the trace;
-    else `not_launched`, as is the time after the last piece.
+    as copies. compute_by_family: where kernels overlap, a moment counts for the one that started first; the families
+    add up to compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call
+    returned: `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran
+    is all `not_launched`, as is the time after the last activity. A gap between the activities of one CUDA
+    graph is `launched`. A gap is `unknown` where the next activity has no launch in the trace.
     """
 
     busy_us: float
     compute_us: float
+    compute_by_family: dict[str, float]
     exposed_communication_us: float
     exposed_copy_us: float
     idle_us: float
@@ -86,6 +89,7 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
     return GpuTime(
         busy_us=parts.busy / 1e3,
         compute_us=length(parts.compute) / 1e3,
+        compute_by_family=_compute_by_family(work, start, end, parts.device),
         exposed_communication_us=length(parts.exposed_communication) / 1e3,
         exposed_copy_us=length(parts.exposed_copy) / 1e3,
         idle_us=sum(idle) / 1e3,
@@ -93,6 +97,18 @@ def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
         idle_launched_us=idle[1] / 1e3,
         idle_unknown_us=idle[2] / 1e3,
     )
+
+
+def _compute_by_family(work: Sequence[Work], start: int, end: int, device: object) -> dict[str, float]:
+    found: Counter = Counter()
+    reached = start
+    for one in sorted(work, key=_start):
+        if one.device == device and one.kind == "kernel" and not is_communication(one):
+            begin, stop = max(one.start, reached), min(one.start + one.dur, end)
+            if stop > begin:
+                found[says(one).family] += stop - begin
+                reached = stop
+    return {family: ns / 1e3 for family, ns in found.most_common()}
 
 
 def _of_device(work: list[Work], start: int, end: int) -> Parts:
@@ -103,14 +119,19 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
     compute, communication, copy = (union(some) for some in kinds.values())
     not_copy = union([*compute, *communication])
     idle = {"not_launched": [], "launched": [], "unknown": []}
-    starts = iter(sorted(work, key=lambda one: one.start))
+    starts = iter(sorted(work, key=_start))
     following = next(starts, None)
-    running: set[int] = set()  # the launches of pieces that ran: a CUDA graph's has many
     for left, right in gaps(union([*not_copy, *copy]), start, end):
         while following is not None and following.start < right:
-            running.add(id(following.launch))
             following = next(starts, None)
-        idle[_why_idle(following, left, running)].append((left, right))
+        if following is not None and following.launch is None:
+            idle["unknown"].append((left, right))
+            continue
+        returned = right if following is None else launched_by(following, left, right)
+        if left < returned:
+            idle["not_launched"].append((left, returned))
+        if returned < right:
+            idle["launched"].append((returned, right))
     return Parts(
         compute=compute,
         communication=communication,
@@ -126,14 +147,13 @@ def is_communication(work: Work) -> bool:
     return work.kind == "kernel" and says(work).family == "communication"
 
 
-def _why_idle(following: Work | None, gap_start: int, running: set[int]) -> str:
-    if following is None:
-        return "not_launched"
-    if following.launch is None:
-        return "unknown"
+def launched_by(following: Work, left: int, right: int) -> int:
+    """When the launch call of the activity that ends a gap had returned, at the earliest the gap's start (ns)."""
+    launch = following.launch
+    if launch.work[0].start < following.start:
+        return left  # a later activity of a CUDA graph that runs already
     # Until the call returns it is the CPU that is not done: of a large CUDA graph it takes a millisecond.
-    done = following.launch.end <= gap_start or id(following.launch) in running
-    return "launched" if done else "not_launched"
+    return min(max(left, launch.end), right)
 
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
@@ -151,16 +171,16 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
     )
 
 
-def idle_in(trace: Trace, step: Step) -> dict[str, float]:
+def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
     """What the launching thread was in while the GPU was idle for want of a launch, in a step (µs), the largest first.
 
-    The gaps before each piece of the step's work, the first one's from the end of the work before it (in the
-    first step, or where there is none, from the step's start), where that piece had not been launched when the
-    gap began; each cut up by the innermost op or call of the driver on the thread that launches the piece;
-    "Python, between ops" where it was in none.
+    The gaps before each activity of the step, the first one's from the end of the work before it (in the first
+    step, or where there is none, from the step's start), each up to the return of the activity's launch call.
+    First by the innermost op or runtime call on the thread that launches the activity, BETWEEN_OPS where it was in
+    none. Then what is BETWEEN_OPS by Python function (see python_in); empty without stacks.
     """
     if not step.work:
-        return {}
+        return {}, {}
     number = trace.steps.index(step)
     first, end = spanned(step.work)
     # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
@@ -168,15 +188,82 @@ def idle_in(trace: Trace, step: Step) -> dict[str, float]:
     reached = max(before + [step.start] * (not number), default=step.start)
     roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
     idle: Counter = Counter()
-    running: set[int] = set()
+    between: dict[tuple, Intervals] = defaultdict(list)
     for one in trace.work:
         if not first <= one.start <= end:
             continue
-        if one.start > reached and _why_idle(one, reached, running) == "not_launched":
-            cut_up(roots[one.launch.track], reached, one.start, idle)
+        if one.start > reached and one.launch is not None:
+            track = one.launch.track
+            returned = launched_by(one, reached, one.start)
+            if returned > reached:
+                cut_up(roots[track], reached, returned, idle, between[track])
         reached = max(reached, one.end)
-        running.add(id(one.launch))
-    return {name: ns / 1e3 for name, ns in idle.most_common()}
+    in_python = python_in(trace.frames, between)
+    return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
+
+
+# Of the time in Python, what a function must hold, with all that it calls, to be named.
+WORTH_NAMING = 0.1
+
+
+def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals]) -> Counter:
+    """Some time (ns) by Python function: each moment goes to the innermost function that holds a tenth of the time.
+
+    between: stretches of each thread that do not overlap. A built-in function counts for its caller, whose file and
+    line the trace has. What lies in no function is left out.
+    """
+    calls = _Calls()
+    for track, stretches in between.items():
+        calls.add(frames.get(track, []), union(stretches))
+    return calls.by_function(WORTH_NAMING * sum(map(length, between.values())))
+
+
+class _Calls:
+    """Python functions by the calls that lead to them, with the time (ns) in which each is the innermost one."""
+
+    def __init__(self):
+        self.names, self.parents, self.own = [""], [0], [0]
+        self.children: dict[tuple[int, str], int] = {}
+
+    def add(self, frames: Sequence[Frame], stretches: Intervals) -> None:
+        """Count what some stretches of a thread have of its frames."""
+        if not stretches:
+            return
+        inside = Lengths(stretches)
+        near = [one for one in frames if one.start < stretches[-1][1] and one.end > stretches[0][0]]
+        near.sort(key=lambda one: (one.start, -one.end))
+        open_now: list[tuple[int, int]] = []  # when it ends, and which call it is
+        at = stretches[0][0]
+        for one in (*near, None):
+            while open_now and (one is None or open_now[-1][0] <= one.start):
+                end, call = open_now.pop()
+                self.own[call] += inside.between(at, end)
+                at = max(at, end)
+            if one is not None:
+                above = open_now[-1][1] if open_now else 0
+                self.own[above] += inside.between(at, one.start)
+                at = max(at, one.start)
+                open_now.append((one.end, self._called(above, one.name.partition(" at 0x")[0])))
+
+    def _called(self, above: int, name: str) -> int:
+        call = self.children.setdefault((above, name), len(self.names))
+        if call == len(self.names):
+            self.names.append(name)
+            self.parents.append(above)
+            self.own.append(0)
+        return call
+
+    def by_function(self, least: float) -> Counter:
+        """The time by name, each call's for the innermost one around it that holds at least so much."""
+        held = list(self.own)
+        for call in range(len(held) - 1, 0, -1):
+            held[self.parents[call]] += held[call]
+        found, named = Counter(), [""]
+        for call in range(1, len(held)):
+            name, above = self.names[call], named[self.parents[call]]
+            named.append(name if not above or (held[call] >= least and not name.startswith("<built-in")) else above)
+            found[named[call]] += self.own[call]
+        return found
 
 
 def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
@@ -188,8 +275,8 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
     return roots
 
 
-def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
-    """Add each moment of a gap to the innermost op that is open then."""
+def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Intervals | None = None) -> None:
+    """Add each moment of a gap to the innermost op that is open then. between: is given the moments in none."""
     pending = [(ops, start, end, BETWEEN_OPS)]
     while pending:
         ops, at, end, name = pending.pop()
@@ -199,8 +286,14 @@ def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter) -> None:
                 break
             if op.end <= at:
                 continue
-            idle[name] += max(0, op.start - at)
+            if op.start > at:
+                idle[name] += op.start - at
+                if name == BETWEEN_OPS and between is not None:
+                    between.append((at, op.start))
             stop = min(op.end, end)
             pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
             at = stop
-        idle[name] += end - at
+        if end > at:
+            idle[name] += end - at
+            if name == BETWEEN_OPS and between is not None:
+                between.append((at, end))

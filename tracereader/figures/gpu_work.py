@@ -11,7 +11,8 @@ from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
-from tracereader.trace import Lesson, Op, Step, Trace, Work, families, kernel_names
+from tracereader.trace import Op, Step, Trace, Work, families, kernel_names
+from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
 
 
@@ -89,7 +90,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     peaks = common_peaks(trace.devices)
     # What a script stored of its attention is of this kernel only where the step has no other.
     alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
-    lesson = trace.lesson if alone else None
+    facts = trace.facts if alone else RunFacts()
     return tuple(
         _measured(
             one,
@@ -99,7 +100,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             queries.get(id(one.launch), 0),
             peaks,
             trace.device_properties.get(one.device, {}),
-            lesson,
+            facts,
         )
         for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     )
@@ -113,11 +114,11 @@ def _measured(
     queries: int,
     peaks: Peaks | None,
     device: dict,
-    lesson: Lesson | None,
+    facts: RunFacts,
 ) -> GpuWork:
     args, says = one.args, families.says(one)
     # Sizes and rates come from this very piece of work: another step may have done another size here.
-    shape, moved, types = sizes_of(one, op, args, says, lesson)
+    shape, moved, types = sizes_of(one, op, args, says, facts)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))

@@ -14,8 +14,8 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
     them. An op has a name where it holds that one product alone: the outermost such op. Empty where the
     trace has no such fact, or another number of products.
     """
-    names = trace.lesson.facts.get("layers") if trace.lesson else None
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    names = trace.facts.layers
+    if not names:
         return {}
     found: dict[int, str] = {}
     if any(one.work for one in trace.steps):

@@ -13,11 +13,11 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication
+from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, launched_by
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, minus, union
+from tracereader.figures.pace import window
 from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
-from tracereader.figures.summary import window
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.document import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
@@ -272,16 +272,16 @@ def _summed(name: str, some: Sequence[Times]) -> Times:
 
 
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
-    """Of exposed communication, what lies before the launch of the next kernel that computes."""
+    """Of exposed communication, what lies before the return of the launch call of the next kernel that computes."""
     kernels = (one for step in steps for one in step.work if one.kind == "kernel" and one.launch)
-    computing = sorted((one.start, one.launch.start) for one in kernels if not is_communication(one))
-    starts = [start for start, _ in computing]
+    computing = sorted((one for one in kernels if not is_communication(one)), key=_start)
+    starts = [one.start for one in computing]
     found = []
     for left, right in exposed:
         following = bisect.bisect_left(starts, right)
-        launched = computing[following][1] if following < len(computing) else left
+        launched = launched_by(computing[following], left, right) if following < len(computing) else left
         if launched > left:
-            found.append((left, min(right, launched)))
+            found.append((left, launched))
     return found
 
 

@@ -114,10 +114,12 @@ class Clocks(msgspec.Struct, frozen=True):
 class RanksSummary(msgspec.Struct, frozen=True):
     """Everything measured of several traces of one run.
 
-    unmatched: collectives of a rank that some member of their group, read too, does not have.
+    unmatched: collectives of a rank that some member of their group, read too, does not have. origin_ns: when the
+    common clock starts, in ns since 1970.
     """
 
     world_size: int
+    origin_ns: int
     device: str
     on_gpu: bool
     ranks: tuple[RankFigures, ...]
@@ -152,6 +154,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
     best = max(rates, default=None)
     return RanksSummary(
         world_size=ranks[0].world_size,
+        origin_ns=origin,
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
         ranks=tuple(_figures(one, found, matched, shift) for one in ranks),

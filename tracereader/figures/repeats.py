@@ -1,7 +1,7 @@
-"""Equal stretches of a step's GPU work that follow each other, as a model's layers do: found by the kernels' names."""
+"""Equal stretches of a step's GPU work: a model's layers, by the kernels' names, and the replays of a CUDA graph."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -25,10 +25,11 @@ LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each leve
 
 
 class Repeat(msgspec.Struct, frozen=True):
-    """`times` equal stretches of `pieces` pieces each, one behind the other. µs: summed GPU time of a stretch.
+    """`times` equal stretches of `pieces` pieces each. µs: summed GPU time of a stretch.
 
     start: the place of the first piece in the step's GPU work. inside: what fills most of one stretch and
-    repeats there in turn, as the layers of a token; places as in the first stretch.
+    repeats there in turn, as the layers of a token; places as in the first stretch. replays: the places of each
+    replay's pieces, in the order of the first one's; empty of stretches that follow each other directly.
     """
 
     start: int
@@ -41,6 +42,12 @@ class Repeat(msgspec.Struct, frozen=True):
     total_us: float
     cpu_us: float | None  # from one's first launch to the next one's, where each has launches of its own
     inside: "Repeat | None" = None
+    replays: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def places(self) -> Sequence[Sequence[int]]:
+        """Where the pieces of each stretch lie."""
+        return self.replays or [range(at, at + self.pieces) for at in range(self.start, self.end, self.pieces)]
 
     @property
     def end(self) -> int:
@@ -60,7 +67,47 @@ class _Node(msgspec.Struct, frozen=True):
 def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, ...]:
     """What repeats in a step's GPU work, in order. measured: the same work, measured over all steps."""
     nodes = [_Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)]
-    return tuple(node.repeat for node in _folded(nodes, work, measured) if node.repeat)
+    found = [node.repeat for node in _folded(nodes, work, measured) if node.repeat]
+    for replayed in _replays(nodes, work, measured):
+        # A run of layers may be a graph each, with other work between them.
+        if not any(2 * _shared(one, replayed) >= replayed.pieces * replayed.times for one in found):
+            found = [*(one for one in found if not _shared(one, replayed)), replayed]
+    return tuple(sorted(found, key=lambda one: one.start))
+
+
+def _shared(one: Repeat, other: Repeat) -> int:
+    """How many pieces are in both."""
+    inside = {place for places in other.places for place in places}
+    return sum(place in inside for places in one.places for place in places)
+
+
+def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[Repeat]:
+    """CUDA graphs that are launched more than once, by what they run: their order may differ where streams overlap."""
+    by_launch: dict[int, list[int]] = defaultdict(list)
+    for place, one in enumerate(work):
+        if one.launch is not None and "GraphLaunch" in one.launch.name:
+            by_launch[id(one.launch)].append(place)
+    same: dict[Hashable, list[list[int]]] = defaultdict(list)
+    for places in by_launch.values():
+        same[frozenset(Counter(nodes[place].kind for place in places).items())].append(places)
+    found = []
+    for replays in same.values():
+        first = replays[0]
+        if len(replays) < 2 or len(first) < LEAST_PIECES:
+            continue
+        in_order = tuple(tuple(_like(nodes, first, places)) for places in replays)
+        together = first[-1] - first[0] == len(first) - 1
+        inner = _folded(nodes[first[0] : first[-1] + 1], work, measured) if together else []
+        found.append(_costs(in_order, inner, work, measured, in_order))
+    return found
+
+
+def _like(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[int]:
+    """The places of one replay's pieces in the order of the first one's: the nth of a kind for the nth."""
+    of_kind = defaultdict(deque)
+    for place in places:
+        of_kind[nodes[place].kind].append(place)
+    return (of_kind[nodes[place].kind].popleft() for place in first)
 
 
 def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
@@ -98,30 +145,41 @@ def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork
 
 def _measured(stretch: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
     start, pieces = stretch[0].start, stretch[-1].end - stretch[0].start
-    starts = range(start, start + pieces * times, pieces)
-    costs = [sum(one.us for one in measured[at : at + pieces]) for at in starts]
-    launches = [work[at].launch for at in starts]
+    places = [range(at, at + pieces) for at in range(start, start + pieces * times, pieces)]
+    return _costs(places, _folded(stretch, work, measured), work, measured)
+
+
+def _costs(
+    places: Sequence[Sequence[int]],
+    inner: list[_Node],
+    work: Sequence[Work],
+    measured: Sequence[GpuWork],
+    replays: tuple[tuple[int, ...], ...] = (),
+) -> Repeat:
+    """Equal stretches at these places, measured. inner: the first one, folded."""
+    pieces, times = len(places[0]), len(places)
+    costs = [sum(measured[place].us for place in stretch) for stretch in places]
+    launches = [work[stretch[0]].launch for stretch in places]
     apart = [
         (after.start - before.start) / 1e3
         for before, after in pairwise(launches)
         if before and after and before is not after and before.track == after.track
     ]
-    inner = [node.repeat for node in _folded(stretch, work, measured) if node.repeat]
-    inside = max(inner, key=lambda one: one.end - one.start, default=None)
+    inside = max((node.repeat for node in inner if node.repeat), key=lambda one: one.end - one.start, default=None)
     if inside and 2 * (inside.end - inside.start) <= pieces:
         inside = None
-    longest = max(range(times), key=costs.__getitem__) + 1
     return Repeat(
-        start=start,
+        start=places[0][0],
         pieces=pieces,
         times=times,
         us=median(costs),
         low_us=min(costs),
         high_us=max(costs),
-        longest=longest,
+        longest=max(range(times), key=costs.__getitem__) + 1,
         total_us=sum(costs),
         cpu_us=median(apart) if len(apart) == times - 1 else None,
         inside=inside,
+        replays=replays,
     )
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tracereader.figures.compiled import graphs_in
+from tracereader.figures.cpu import Call
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.summary import Call, Summary, graphs_in
+from tracereader.figures.summary import Summary
 from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
@@ -20,8 +22,8 @@ class Side:
     @cached_property
     def name(self) -> str:
         """Script and tag of a numbered script's trace; else the file's name."""
-        stem = Path(self.summary.trace).name.removesuffix(".gz").removesuffix(".json")
-        return f"{self.summary.lesson['script']} {stem}" if self.summary.lesson else stem
+        stem = Path(self.summary.source.trace).name.removesuffix(".gz").removesuffix(".json")
+        return f"{self.summary.source.facts.script} {stem}".strip()
 
     @cached_property
     def work(self) -> Counter:
@@ -47,21 +49,20 @@ class Side:
     @property
     def peak_bytes(self) -> int | None:
         """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
-        told = (self.summary.lesson or {}).get("facts", {}).get("peak_bytes")
-        return told if type(told) is int and 0 < told < 2**53 else self.summary.peak_bytes
+        return self.summary.source.facts.peak_bytes or self.summary.source.peak_bytes
 
     @cached_property
     def ops(self) -> Counter:
         """Ops by name; of torch.compile's rows, no hash and no number."""
         counts = Counter()
-        for name, op in self.summary.ops.items():
+        for name, op in self.summary.cpu.ops.items():
             counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
         return counts
 
     @cached_property
     def graphs(self) -> list[str]:
         """The hashes of the compiled graphs that the step calls."""
-        return graphs_in(call.name for call in self.summary.chain)
+        return graphs_in(call.name for call in self.summary.cpu.chain)
 
     @cached_property
     def says(self) -> dict[str, KernelName]:
@@ -84,7 +85,7 @@ class Side:
         """
         around: list[tuple[int, Call]] = []
         callers = defaultdict(list)
-        for number, call in enumerate(self.summary.chain):
+        for number, call in enumerate(self.summary.cpu.chain):
             del around[call.depth :]
             around.append((number, call))
             if len(call.launched) == 1:

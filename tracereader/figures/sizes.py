@@ -8,7 +8,8 @@ import msgspec
 from tracereader.figures.attention import ATTENTION, Attention, attention, stored
 from tracereader.figures.convolution import Convolution, convolution
 from tracereader.figures.moved import moved, pointwise_bytes
-from tracereader.trace import Lesson, Op, Work, families, kernel_names
+from tracereader.trace import Op, Work, families, kernel_names
+from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
 from tracereader.trace.types import Dtype, concrete_of, dtype_of, inputs_of, tensors_of, types_of
 
@@ -41,7 +42,7 @@ class Product(msgspec.Struct, frozen=True):
 
 
 def sizes_of(
-    work: Work, op: Op | None, args: dict, says: KernelName, lesson: Lesson | None
+    work: Work, op: Op | None, args: dict, says: KernelName, facts: RunFacts
 ) -> tuple[Product | Attention | Convolution | None, int | None, str]:
     """What a GEMM, an attention kernel or a convolution computed, the bytes that it has to move, its type."""
     if work.kind == "memcpy":
@@ -64,13 +65,9 @@ def sizes_of(
     elif says.parts.get("does", "forward") != "forward":
         pass  # it only puts parts together, or goes backward: other arithmetic
     elif shapes:
-        found = (
-            None
-            if not _alone(work, op, says)
-            else attention(op.name, op.args, shapes, says, lesson.facts if lesson else {})
-        )
-    elif lesson and (found := stored(lesson.facts, says)):
-        types = _half(dtype_of(lesson.flags.get("dtype")))
+        found = None if not _alone(work, op, says) else attention(op.name, op.args, shapes, says, facts.attention)
+    elif found := stored(facts.attention, says):
+        types = _half(dtype_of(facts.dtype))
         item = 2 if types else None
     return found, found.elements * item if found and item else None, types
 
@@ -124,7 +121,7 @@ def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
     if op.name in MATMULS:
         return product(op.name, shapes), None
     if op.name in ATTENTION:
-        return attention(op.name, op.args, shapes, kernel_names.decode(""), {}), None
+        return attention(op.name, op.args, shapes, kernel_names.decode(""), None), None
     return None, pointwise_bytes(op.name, inputs_of(op.args))
 
 

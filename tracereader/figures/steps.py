@@ -1,6 +1,7 @@
 """Each recorded step measured on both lanes, and what a wide one did that the others did not."""
 
 import bisect
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -8,7 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Lengths, length, union
-from tracereader.trace import STEP, Op, Step, Trace, Work
+from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
 
 # A step that took this many times the typical one is pointed at. On the H200 the first recorded
@@ -45,6 +46,20 @@ class Excess(msgspec.Struct, frozen=True):
     times_low: float | None
     times_high: float | None
     alike_us: float
+
+
+class Uneven(msgspec.Struct, frozen=True):
+    """Two steps that make the same calls (_calls), of which one took much longer. Places among the trace's steps.
+
+    more_us: by name, what each took more by its self time, the largest first. python_us: of that, what lies in no
+    call but a label. overheads_us: the profiler's and the driver's own slices in the longer one.
+    """
+
+    short: int
+    long: int
+    more_us: dict[str, float]
+    python_us: float
+    overheads_us: float
 
 
 class StepFacts(msgspec.Struct, frozen=True):
@@ -161,6 +176,63 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     return tuple(facts)
 
 
+# A step that took this many times an earlier one with the same calls. Steps on the H200 and on two idle cores differ
+# by up to 1.4, but for those in which a cold start still shows: 2.6 to 8.3 times a later one.
+SEVERAL, BEYOND_A_COLD_START = 3, 10
+
+
+def uneven(trace: Trace) -> Uneven | None:
+    """Of steps that make the same calls, the pair that differs most, if by several times.
+
+    The first step is none of the longer ones: it may be wide because it is the first. None without such a pair.
+    """
+    steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
+    if not _far_apart(trace, steps):
+        return None
+    alike = defaultdict(list)
+    for place in steps:
+        alike[frozenset(_calls(trace.steps[place], trace.has_shapes).items())].append(place)
+    pairs = [pair for calls, places in alike.items() if calls for pair in _far_apart(trace, places)]
+    if not pairs:
+        return None
+    _, short, long = max(pairs)
+    less, own = (_self_by_name(trace.steps[place]) for place in (short, long))
+    more = Counter({name: one.us - (less[name].us if name in less else 0.0) for name, one in own.items()})
+    return Uneven(
+        short=short,
+        long=long,
+        more_us={name: us for name, us in more.most_common() if us > 0},
+        python_us=sum(us for name, us in more.items() if us > 0 and own[name].kinds == {"label"}),
+        overheads_us=sum(one.us for one in _within(trace.overheads, trace.steps[long])),
+    )
+
+
+def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:
+    """Pairs of steps that differ by several times: their ratio, and the places of the short one and the long one."""
+    us = {place: trace.steps[place].us for place in places}
+    found = []
+    after = {}  # the shortest step behind each
+    shortest = None
+    for place in reversed(places):
+        after[place] = shortest
+        shortest = place if shortest is None or us[place] < us[shortest] else shortest
+    before = None
+    for place in places:
+        for short, least in ((before, SEVERAL), (after[place], BEYOND_A_COLD_START)):
+            if place and short is not None and us[place] >= least * us[short]:
+                found.append((us[place] / us[short], short, place))
+        before = place if before is None or us[place] < us[before] else before
+    return found
+
+
+def _calls(step: Step, shapes: bool) -> Counter:
+    """How often a step calls each op, with the sizes of its inputs where they are recorded."""
+    ops = [op for op in step.walk() if op.kind == "op"]
+    if not shapes:
+        return Counter(op.name for op in ops)
+    return Counter((op.name, json.dumps(op.args.get("Input Dims"))) for op in ops)
+
+
 def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
     """When each GPU did something. work: by start, so that one pass is their union."""
     by_device: dict[object, tuple[list[int], list[int]]] = {}
@@ -201,13 +273,13 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
 
 def _compiled(step: Step) -> tuple[list[str], float]:
     """torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
-    ids, us = set(), 0.0
-    for op in step.walk():
-        if match := COMPILE_ID.search(op.name):
-            ids.add(match[1])
-        elif op.name.endswith(COMPILING):
-            us += op.us if not any(above.name.endswith(COMPILING) for above in op.above()) else 0.0
-    return sorted(ids), us
+    ids = {match[1] for op in step.walk() if (match := COMPILE_ID.search(op.name))}
+    return sorted(ids), sum(op.us for op in compilations(step))
+
+
+def compilations(step: Step) -> list[Op]:
+    """The outermost slices of torch.compile's compilations in a step."""
+    return list(outermost(step.roots, lambda op: op.name.endswith(COMPILING)))
 
 
 def _label_gap_us(step: Step) -> float | None:

@@ -4,7 +4,7 @@ synchronizations, the wait for the loader, memory."""
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 
@@ -38,6 +38,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" where it
     has neither.
     forward_us and backward_us: of the ops that run in them because it calls a closure; in no other figure.
+    idle_us: with the GPU idle, without what a synchronization in them is charged.
     """
 
     name: str
@@ -53,7 +54,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 class Sync(msgspec.Struct, frozen=True):
     """Calls in which the CPU waited for the GPU, by the op that asked, or its label; Python where there is none.
 
-    cpu_us: in the calls. idle_us: of the GPU, from each call's start to the next work launched after it.
+    cpu_us: in the calls. idle_us: of the GPU, during each call and during the next launch call after it.
     """
 
     asked_by: str
@@ -64,7 +65,10 @@ class Sync(msgspec.Struct, frozen=True):
 
 
 class Loading(msgspec.Struct, frozen=True):
-    """The step's wait for the DataLoader's next batch. idle_us: of that, with the GPU idle; None without one."""
+    """The step's wait for the DataLoader's next batch.
+
+    idle_us: of that, with the GPU idle, without what a synchronization in it is charged; None without a GPU lane.
+    """
 
     us: float
     idle_us: float | None
@@ -104,13 +108,15 @@ def training(trace: Trace, step: Step) -> Training:
     """What the step does besides computing forward."""
     ops = list(step.walk())
     idle = _idle(trace.work, step)
+    syncs, charged = _syncs(step, ops, idle)
+    rest = None if idle is None else minus(idle, charged)  # so that no idle time is charged twice
     again = recomputed_ops(step)
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
-        optimizers=_optimizers(step, ops, idle),
-        syncs=_syncs(step, ops, idle),
-        loading=_loading(step, ops, idle),
+        optimizers=_optimizers(step, ops, rest),
+        syncs=syncs,
+        loading=_loading(step, ops, rest),
         memory=_memory(trace, step),
     )
 
@@ -279,24 +285,32 @@ def _waits_in(op: Op) -> bool:
     return any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
 
 
-def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[Sync, ...]:
+def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:
+    """The step's synchronizations, and the idle time that they are charged with.
+
+    What the CPU does between a synchronization and the next launch call is its own work, and not the wait's.
+    """
     if idle is None:
-        return ()
-    idle_in = Lengths(idle)
-    launches = sorted((one.launch.start, one.start) for one in step.work if one.launch)
+        return (), []
+    launches = sorted((op.start, op.end) for op in ops if op.work)
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    reached = step.start
+    waits, then = [], {}
     for call in sorted((op for op in ops if _waits_in(op)), key=_start):
-        asked_by = asking(call)
-        following = bisect.bisect_left(launches, (call.end, 0))
-        stop = launches[following][1] if following < len(launches) else step.end
-        sums = found[asked_by, call.name]
+        sums = found[asking(call), call.name]
         sums[0] += 1
         sums[1] += call.us
-        sums[2] += idle_in.between(max(reached, call.start), max(reached, stop)) / 1e3
-        reached = max(reached, stop)
+        waits.append((call.start, call.end, sums))
+        following = bisect.bisect_left(launches, (call.end, 0))
+        then |= {launch: sums for launch in launches[following : following + 1]}
+    charged: Intervals = []
+    idle_in, reached = Lengths(idle), step.start
+    for start, end, sums in sorted([*waits, *((*launch, sums) for launch, sums in then.items())], key=itemgetter(0)):
+        if end > reached:
+            charged.append((max(start, reached), end))
+            sums[2] += idle_in.between(*charged[-1]) / 1e3
+            reached = end
     every = (Sync(asked, call, calls, cpu, idle) for (asked, call), (calls, cpu, idle) in found.items())
-    return tuple(sorted(every, key=lambda one: -one.idle_us))
+    return tuple(sorted(every, key=lambda one: -one.idle_us)), charged
 
 
 def asking(call: Op) -> str:

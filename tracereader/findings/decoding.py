@@ -5,8 +5,8 @@ from collections import Counter
 from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
-from tracereader.findings.finding import Finding, Verdict, counted, duration, size, tokens_s
-from tracereader.findings.steps import cost_of, waits_for
+from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
+from tracereader.findings.steps import cost_of
 
 # What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -23,7 +23,7 @@ FAR_BELOW, NEAR = 2 / 3, 0.85
 
 def in_words(summary: Summary) -> list[str]:
     """Tokens a second, and the roof, where the run told what its step reads."""
-    found = summary.decoding
+    found = summary.llm.decoding
     if found is None:
         return []
     facts = found.facts
@@ -36,7 +36,7 @@ def in_words(summary: Summary) -> list[str]:
     if found.lane == "CPU" and 0 < busy < found.step_us:
         lines[0] += f"; the GPU's work alone would allow {tokens_s(facts.tokens / busy * 1e6)}"
     if facts.phase == "prefill" and (rows := _rows(summary)):
-        ridge = ridge_rows(common_peaks(summary.devices))
+        ridge = ridge_rows(common_peaks(summary.source.devices))
         if ridge and rows >= ridge:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
     # Prefill multiplies each weight by many tokens: its roof is no reading.
@@ -59,9 +59,9 @@ def _roof(found: Decoding) -> str:
     if found.multiply_us is None:
         return f"reading alone allows {allows}: {read}; {reached}"
     if found.multiply_us <= found.read_us:
-        return f"its roof is {allows}: {read}; {reached}"
+        return f"the roofline allows {allows}: {read}; {reached}"
     return (
-        f"its roof is {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
+        f"the roofline allows {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
         f"{counted(facts.tokens, 'token')}, {found.flops / 1e9:,.1f} GFLOP, take {duration(found.multiply_us)} at the "
         f"data sheet's {found.tflops:,.0f} TFLOP/s; {reached}; {read}"
     )
@@ -69,7 +69,7 @@ def _roof(found: Decoding) -> str:
 
 def _products(summary: Summary) -> list[str]:
     """How fast matrix products read the weights, where that is what limits the step."""
-    found, us = summary.decoding, _alone_us(summary, "GEMM")
+    found, us = summary.llm.decoding, _alone_us(summary, "GEMM")
     if us is None or found.least_us > found.read_us:
         return []
     read = found.facts.weight_bytes
@@ -86,11 +86,11 @@ def _attention(summary: Summary) -> list[str]:
 
     Which of the two a kernel does, no trace tells without shapes; and copies of the keys are larger than the cache.
     """
-    found, us = summary.decoding, _alone_us(summary, "attention")
+    found, us = summary.llm.decoding, _alone_us(summary, "attention")
     filled, whole = found.facts.cache_bytes, found.facts.cache_bytes_allocated
-    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.unneeded.expanded:
+    if us is None or not filled or us <= MUCH_READING * found.step_us or summary.llm.unneeded.expanded:
         return []
-    peaks = common_peaks(summary.devices)
+    peaks = common_peaks(summary.source.devices)
     possible = max(found.gb_s, peaks.gb_s if peaks else 0.0)
     rate, whole_rate = filled / us / 1e3, (whole or 0) / us / 1e3
     if rate > possible:
@@ -100,7 +100,7 @@ def _attention(summary: Summary) -> list[str]:
         f"{rate / 1e3:.2f} TB/s, {rate / found.gb_s:.0%} of that bandwidth"
     )
     far_below = rate < FAR_BELOW * found.gb_s and NEAR * found.gb_s <= whole_rate <= possible
-    if far_below and not empty_cache().ask(summary).holds:
+    if far_below and not empty_cache.ask(summary).holds:
         said += (
             f"; all that is allocated ({size(whole)}, {whole / filled:.1f} times as much) would be "
             f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps its empty rest is read, too"
@@ -124,64 +124,77 @@ def _rows(summary: Summary) -> int | None:
     return time.most_common(1)[0][0] if time else None
 
 
-def graph_would_do() -> Finding:
-    def judge(summary):
-        step = summary.chosen
-        graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
-        peers = any(one.family == "communication" for one in summary.gpu_work)
-        if (
-            waits_for(summary) != "overhead"
-            or not summary.same_in_all_steps
-            or step.launches < MANY_LAUNCHES
-            or max(summary.idle_in.values(), default=0.0) > MUCH_OF_THE_WAIT * sum(summary.idle_in.values())
-            or graphs or peers or _launches_after_a_wait(summary)
-        ):  # fmt: skip
-            return Verdict(False, "")
-        left = step.cpu_us - step.gpu_busy_us
-        return Verdict(
-            True,
-            f"{step.launches:,} in each of {len(summary.steps)}, none after a wait for a result; the GPU's own time is "
-            f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
-            cost_us=cost_of(summary, cpu_us=left),
-        )
-
-    return Finding("the same launches in every step, with the GPU waiting for them", judge, needs_gpu=True)
+@finding(
+    GPU,
+    "identical launches in every step, and the GPU waits for them",
+    "A CUDA graph replays them with one launch (torch.cuda.graph, or torch.compile with reduce-overhead), as long as "
+    "shapes, addresses and CPU-side arguments stay the same. The GPU's busy time remains.",
+    needs_gpu=True,
+    change="cuda_graph",
+)
+def graph_would_do(summary: Summary) -> Verdict:
+    step = summary.chosen
+    graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    peers = any(one.family == "communication" for one in summary.gpu_work)
+    if (
+        summary.waits_for != "overhead"
+        or not summary.llm.same_in_all_steps
+        or step.launches < MANY_LAUNCHES
+        or max(summary.idle_in.values(), default=0.0) > MUCH_OF_THE_WAIT * sum(summary.idle_in.values())
+        or graphs or peers or _launches_after_a_wait(summary)
+    ):  # fmt: skip
+        return Verdict(False, "")
+    left = step.cpu_us - step.gpu_busy_us
+    return Verdict(
+        True,
+        f"{step.launches:,} in each of {len(summary.steps)}, none of them after a synchronization; the GPU is busy for "
+        f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
+        cost_us=cost_of(summary, cpu_us=left),
+    )
 
 
 def _launches_after_a_wait(summary: Summary) -> bool:
     """Whether the step launches anything once it has waited for a result: no graph can hold that."""
     waited = False
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         if waited and call.launched:
             return True
         waited = waited or "Synchronize" in call.name or any("Pageable" in name for name in call.launched)
     return False
 
 
-def expanded_keys() -> Finding:
-    def judge(summary):
-        found = summary.unneeded.expanded
-        if found is None:
-            return Verdict(False, "")
-        heads = summary.unneeded.key_heads
-        of = f" of {heads} heads" if heads and found.cpu_us else ""
-        return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
+@finding(
+    GPU,
+    "keys and values expanded in memory before attention",
+    "Grouped-query attention by copying: each key head is copied once per query head. Attention can take the keys and "
+    "values without copies (enable_gqa=True).",
+    needs_gpu=True,
+)
+def expanded_keys(summary: Summary) -> Verdict:
+    found = summary.llm.unneeded.expanded
+    if found is None:
+        return Verdict(False, "")
+    heads = summary.llm.unneeded.key_heads
+    of = f" of {heads} heads" if heads and found.cpu_us else ""
+    return _verdict(summary, found, f"{counted(found.pieces, 'copy', 'copies')}{of}, two before each attention")
 
-    return Finding("keys and values expanded in memory before attention", judge, needs_gpu=True)
 
-
-def casts() -> Finding:
-    def judge(summary):
-        found = summary.unneeded.casts
-        return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
-
-    return Finding("casts with a kernel each", judge, needs_gpu=True)
+@finding(
+    GPU,
+    "casts with a kernel of their own",
+    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels. A "
+    "weight that is cast in every step can be cast once.",
+    needs_gpu=True,
+)
+def casts_alone(summary: Summary) -> Verdict:
+    found = summary.llm.unneeded.casts
+    return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
 
 
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     """Holds where it is worth a word on the lane that the step waits for."""
     step, total = summary.chosen, summary.summed_us
-    on_cpu = waits_for(summary) == "overhead" and found.cpu_us
+    on_cpu = summary.waits_for == "overhead" and found.cpu_us
     much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
@@ -189,65 +202,78 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     return Verdict(much > WORTH_A_WORD * whole, seen, cost_us=cost_of(summary, found.gpu_us, found.cpu_us or None))
 
 
-def empty_cache() -> Finding:
-    def judge(summary):
-        facts, heads = summary.decoding and summary.decoding.facts, summary.unneeded.key_heads
-        attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
-        if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
-            return Verdict(False, "")
-        shape, moved = attending[0].attention, attending[0].bytes_moved
-        item = moved // shape.elements
-        whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
-        filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
-        us = sum(one.us for one in attending) + (summary.unneeded.expanded.gpu_us if summary.unneeded.expanded else 0)
-        if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
-            return Verdict(False, "")
-        seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
-        return Verdict(True, seen, cost_us=cost_of(summary, us * (1 - filled)))
-
-    return Finding("attention over the empty rest of a static cache", judge, needs_gpu=True)
-
-
-def logits_of_all() -> Finding:
-    def judge(summary):
-        facts = summary.decoding and summary.decoding.facts
-        phase = facts.phase if facts else (summary.label.name if summary.label else "")
-        products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
-        if phase != "prefill" or len(products) < 3:
-            return Verdict(False, "")
-        head = max(products, key=lambda one: one.product.n)
-        rows = [one.product.m for one in products if one is not head]
-        asked_for = facts.batch if facts else 1
-        # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
-        if head is not products[-1] or head.product.m != max(rows) or head.product.m <= asked_for:
-            return Verdict(False, "")
-        shape = head.product
-        seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
-        return Verdict(True, seen, cost_us=cost_of(summary, head.us * (1 - asked_for / shape.m)))
-
-    return Finding("in prefill, logits of every token", judge, needs_gpu=True)
+@finding(
+    GPU,
+    "attention over the empty part of a static cache",
+    "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
+    "the last key.",
+    needs_gpu=True,
+)
+def empty_cache(summary: Summary) -> Verdict:
+    facts, heads = summary.llm.decoding and summary.llm.decoding.facts, summary.llm.unneeded.key_heads
+    attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
+    if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
+        return Verdict(False, "")
+    shape, moved = attending[0].attention, attending[0].bytes_moved
+    item = moved // shape.elements
+    whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
+    filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
+    us = sum(one.us for one in attending) + (
+        summary.llm.unneeded.expanded.gpu_us if summary.llm.unneeded.expanded else 0
+    )
+    if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
+        return Verdict(False, "")
+    seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
+    return Verdict(True, seen, cost_us=cost_of(summary, us * (1 - filled)))
 
 
-def reads_weights() -> Finding:
-    def judge(summary):
-        found = next(iter(summary.weight_reads), None)
-        total = summary.summed_us
-        if found is None or found.us <= MUCH_READING * total:
-            return Verdict(False, "")
-        if found.ridge_rows and found.rows >= found.ridge_rows:
-            return Verdict(False, "")
-        gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.devices)
-        if peaks and gb_s > peaks.gb_s:
-            return Verdict(False, "")  # out of a cache
-        seen = (
-            f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {size(found.bytes)} in "
-            f"{duration(found.us)}: {gb_s / 1e3:.2f} TB/s"
-        )
-        if peaks:
-            seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
-        if found.ridge_rows:
-            seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
-        above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
-        return Verdict(True, seen, cost_us=cost_of(summary, above_the_least))
+@finding(
+    GPU,
+    "logits of every token in prefill",
+    "Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1).",
+    needs_gpu=True,
+)
+def logits_of_all(summary: Summary) -> Verdict:
+    facts = summary.llm.decoding and summary.llm.decoding.facts
+    phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
+    products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
+    if phase != "prefill" or len(products) < 3:
+        return Verdict(False, "")
+    head = max(products, key=lambda one: one.product.n)
+    rows = [one.product.m for one in products if one is not head]
+    asked_for = facts.batch if facts else 1
+    # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
+    if head is not products[-1] or head.product.m != max(rows) or head.product.m <= asked_for:
+        return Verdict(False, "")
+    shape = head.product
+    seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
+    return Verdict(True, seen, cost_us=cost_of(summary, head.us * (1 - asked_for / shape.m)))
 
-    return Finding("matrix products of so few rows that they only read weights", judge, needs_gpu=True)
+
+@finding(
+    GPU,
+    "matrix products of few rows, which mostly read weights",
+    "Their time is bytes over bandwidth, as in decoding. A larger batch reads the weights once for more tokens, and "
+    "smaller dtypes read fewer bytes.",
+    needs_gpu=True,
+)
+def reads_weights(summary: Summary) -> Verdict:
+    found = next(iter(summary.llm.weight_reads), None)
+    total = summary.summed_us
+    if found is None or found.us <= MUCH_READING * total:
+        return Verdict(False, "")
+    if found.ridge_rows and found.rows >= found.ridge_rows:
+        return Verdict(False, "")
+    gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.source.devices)
+    if peaks and gb_s > peaks.gb_s:
+        return Verdict(False, "")  # out of a cache
+    seen = (
+        f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {size(found.bytes)} in "
+        f"{duration(found.us)}: {gb_s / 1e3:.2f} TB/s"
+    )
+    if peaks:
+        seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
+    if found.ridge_rows:
+        seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
+    above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
+    return Verdict(True, seen, cost_us=cost_of(summary, above_the_least))

@@ -1,15 +1,20 @@
-"""A finding is a sentence and a judge; a guess is a finding written down as data, so that a trace can hold it."""
+"""A finding is declared in one place: beside the function that judges it.
 
-import functools
+The cheatsheet, docs, `--json` and the predictions of the numbered scripts follow from the declarations (cheatsheet.py).
+"""
+
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
 from tracereader.figures import Summary
 
 NO_GPU = "no GPU lane: this run was on the CPU"
+# Where in a trace a finding shows, in the order in which the cheatsheet has them.
+TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -27,40 +32,78 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Finding:
-    """text: the sentence. record: what read_record() makes it from again."""
+    """Something that a trace can show, and the function that judges whether it does.
+
+    name: the judge's, which the records of predictions and `--json` hold.
+    where, see, means: its row of the cheatsheet; a finding without them shows as a prediction only.
+    predicts: the sentence that predicts it, or a function that makes the sentence from the judge's parameters; a
+    finding without it cannot be predicted. Called with these parameters, a finding makes the prediction.
+    needs_gpu: only GPU work can show it. telling: worth naming first where no finding with a cost holds.
+    claims: the numbers of the articles' claims that it bears on. change: the id of the change that it suggests.
+    """
+
+    name: str
+    judge: Callable[..., Verdict]
+    where: str = ""
+    see: str = ""
+    means: str = ""
+    predicts: str | Callable[..., str] = ""
+    needs_gpu: bool = False
+    telling: bool = False
+    claims: str = ""
+    change: str = ""
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """What a prediction of it takes: the judge's parameters after the summary."""
+        _, *parameters = inspect.signature(self.judge).parameters.values()
+        return inspect.Signature(parameters)
+
+    def ask(self, summary: Summary, *args, **kwargs) -> Verdict:
+        """Whether the trace shows it."""
+        if self.needs_gpu and not summary.has_gpu_work:
+            return Verdict(None, NO_GPU)
+        return self.judge(summary, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs) -> "Prediction":
+        given = self.signature.bind(*args, **kwargs)
+        record = {"guess": self.name, **given.arguments}
+        given.apply_defaults()
+        text = self.predicts if isinstance(self.predicts, str) else self.predicts(*given.args, **given.kwargs)
+        return Prediction(text, self, given, record)
+
+
+def finding(where: str = "", see: str = "", means: str = "", **declared) -> Callable[[Callable[..., Verdict]], Finding]:
+    """Declare the decorated function as the judge of a finding with these fields."""
+    return lambda judge: Finding(judge.__name__, judge, where, see, means, **declared)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A finding that a numbered script expects of its own trace. record: what the trace stores of it."""
 
     text: str
-    judge: Callable[[Summary], Verdict]
-    needs_gpu: bool = False
-    record: dict = field(default_factory=dict)
+    finding: Finding
+    given: inspect.BoundArguments
+    record: dict
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.finding.needs_gpu
 
     def ask(self, summary: Summary) -> Verdict:
         """Whether the trace bears it out."""
-        if self.needs_gpu and not summary.has_gpu_work:
-            return Verdict(None, NO_GPU)
-        return self.judge(summary)
+        return self.finding.ask(summary, *self.given.args, **self.given.kwargs)
 
 
-def recordable(make: Callable[..., Finding]) -> Callable[..., Finding]:
-    """Let the findings that `make` returns say how they were made."""
-
-    @functools.wraps(make)
-    def made(*args, **kwargs) -> Finding:
-        given = inspect.signature(make).bind(*args, **kwargs).arguments
-        return replace(make(*args, **kwargs), record={"guess": make.__name__, **given})
-
-    return made
-
-
-def read_record(record: dict, makers: dict[str, Callable[..., Finding]]) -> Finding | None:
-    """The finding that a trace's record speaks of; None where this version knows no such one, or cannot make it."""
-    make = makers.get(record.get("guess")) if isinstance(record.get("guess"), str) else None
-    if make is None:
+def read_record(record: dict, findings: dict[str, Finding]) -> Prediction | None:
+    """The prediction that a trace's record holds; None where this version does not know it, or cannot make it."""
+    made = findings.get(record.get("guess")) if isinstance(record.get("guess"), str) else None
+    if made is None:
         return None
-    parameters = inspect.signature(make).parameters
     positional, named = [], {}
     try:
-        for name, parameter in parameters.items():
+        for name, parameter in made.signature.parameters.items():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional += msgspec.convert(record[name], list[parameter.annotation])
             elif name in record:
@@ -69,7 +112,7 @@ def read_record(record: dict, makers: dict[str, Callable[..., Finding]]) -> Find
                     named[name] = value
                 else:
                     positional.append(value)
-        return make(*positional, **named)
+        return made(*positional, **named)
     except Exception:  # a file may hold anything, and no prediction is worth the report
         return None
 
@@ -83,9 +126,27 @@ def counted(count: int, what: str, several: str = "") -> str:
     return f"{count:,} {what if count == 1 else several or what + 's'}"
 
 
+def activities(count: int) -> str:
+    """1 GPU activity: a kernel, a copy or a memset."""
+    return counted(count, "GPU activity", "GPU activities")
+
+
 def duration(us: float) -> str:
     """With its unit: µs to one decimal below a millisecond, then ms."""
     return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+
+
+def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
+    """Times (µs) in the unit that fits the largest, with three significant digits: ("ms", ["0.747", "5.80"])."""
+    largest = max(map(abs, us), default=0.0)
+    unit, scale = ("s", 1e6) if largest >= 1e6 else ("ms", 1e3) if largest >= 1e3 else ("µs", 1.0)
+    return unit, [significant(one / scale) for one in us]
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and every digit before the point."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}" if value else "0"
 
 
 def tokens_s(a_second: float) -> str:

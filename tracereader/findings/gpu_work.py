@@ -5,7 +5,19 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import NO_GPU, Finding, Verdict, counted, listed, recordable
+from tracereader.findings.finding import (
+    COMPILE,
+    CPU,
+    GPU,
+    NO_GPU,
+    TABLE,
+    TREE,
+    Verdict,
+    activities,
+    counted,
+    finding,
+    listed,
+)
 from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import short
 
@@ -25,44 +37,39 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-def hotspot() -> Finding:
-    def judge(summary):
-        total = Counter()
-        for one in summary.gpu_work:
-            total[one.name] += one.us
-        if len(total) < 2 or not total.total():
-            return Verdict(False, "")
-        ((name, us),) = total.most_common(1)
-        share = us / total.total()
-        return Verdict(share > 0.5, f"{short(name)}: {share:.0%} of a step's GPU time")
-
-    return Finding("one row holds most of the GPU's time", judge)
+@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.")
+def hotspot(summary: Summary) -> Verdict:
+    total = Counter()
+    for one in summary.gpu_work:
+        total[one.name] += one.us
+    if len(total) < 2 or not total.total():
+        return Verdict(False, "")
+    ((name, us),) = total.most_common(1)
+    share = us / total.total()
+    return Verdict(share > 0.5, f"{short(name)}: {share:.0%} of a step's GPU time")
 
 
-@recordable
-def kernels_are(count: int, what: str = "") -> Finding:
-    def judge(summary):
-        kinds = {kind: summary.count(kind) for kind in ("kernel", "memcpy", "memset")}
-        seen = ", ".join(counted(number, kind) for kind, number in kinds.items() if number)
-        return Verdict(kinds["kernel"] == count, seen)
-
-    return Finding(f"{counted(count, 'kernel')} a step{what}", judge, needs_gpu=True)
+@finding(predicts=lambda count, what: f"{counted(count, 'kernel')} per step{what}", needs_gpu=True)
+def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
+    kinds = {kind: summary.count(kind) for kind in ("kernel", "memcpy", "memset")}
+    seen = ", ".join(counted(number, kind) for kind, number in kinds.items() if number)
+    return Verdict(kinds["kernel"] == count, seen)
 
 
-@recordable
-def occupancy_asked_once() -> Finding:
-    def judge(summary):
-        asking = [step for step in summary.steps if step.occupancy_queries]
-        if not asking:
-            return Verdict(True, f"none in {_span(summary)}: if asked at all, then before they were recorded")
-        first = asking[0]
-        seen = f"{first.occupancy_queries} in step {first.number}"
-        if len(asking) > 1:
-            return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", "asked at each launch")
-        return Verdict(True, f"{seen}, none in the others")
-
-    text = "no occupancy query but before the first GEMM of the process: cuBLAS remembers the answer"
-    return Finding(text, judge, needs_gpu=True)
+@finding(
+    predicts="no occupancy query except before the first GEMM of the process: cuBLAS remembers the answer",
+    needs_gpu=True,
+    claims="11 28",
+)
+def occupancy_asked_once(summary: Summary) -> Verdict:
+    asking = [step for step in summary.steps if step.occupancy_queries]
+    if not asking:
+        return Verdict(True, f"none in {_span(summary)}: if asked at all, then before they were recorded")
+    first = asking[0]
+    seen = f"{first.occupancy_queries} in step {first.number}"
+    if len(asking) > 1:
+        return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", "asked at each launch")
+    return Verdict(True, f"{seen}, none in the others")
 
 
 def _span(summary: Summary) -> str:
@@ -70,264 +77,268 @@ def _span(summary: Summary) -> str:
     return f"steps {first} to {last}" if first != last else first
 
 
-def occupancy_query() -> Finding:
-    def judge(summary):
-        asking = [step for step in summary.steps if step.occupancy_queries]
-        total = sum(step.occupancy_queries for step in asking)
-        where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
-        before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
-        seen = f"{total:,} in {'step' if len(asking) == 1 else 'steps'} {where}"
-        return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
+@finding(
+    CPU,
+    "an occupancy query before a launch",
+    "A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per "
+    "process, then it remembers the answer), CUB before a sort or a scan.",
+    needs_gpu=True,
+)
+def occupancy_query(summary: Summary) -> Verdict:
+    asking = [step for step in summary.steps if step.occupancy_queries]
+    total = sum(step.occupancy_queries for step in asking)
+    where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
+    before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
+    seen = f"{total:,} in {'step' if len(asking) == 1 else 'steps'} {where}"
+    return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
-    return Finding("an occupancy query before a launch", judge, needs_gpu=True)
 
-
-@recordable
-def gemm_is_heavy() -> Finding:
-    def judge(summary):
-        prints = {}
-        for one in summary.kernels_of_step:
-            kind = "GEMM" if one.family == "GEMM" else "other"
-            prints.setdefault(kind, (one.registers, one.shared_memory))
-        if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
-            return Verdict(None, "not a GEMM and another kernel with their footprints")
-        (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
-        seen = (
-            f"GEMM {registers} registers a thread and {shared:,} B shared memory a block; "
-            f"the other {light} and {light_shared:,}"
-        )
-        return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
-
-    return Finding("the GEMM's footprint is heavy, the pointwise kernel's light", judge, needs_gpu=True)
+@finding(
+    predicts="the GEMM needs many registers and shared memory, the pointwise kernel little of either",
+    needs_gpu=True,
+    claims="12",
+)
+def gemm_is_heavy(summary: Summary) -> Verdict:
+    prints = {}
+    for one in summary.kernels_of_step:
+        kind = "GEMM" if one.family == "GEMM" else "other"
+        prints.setdefault(kind, (one.registers, one.shared_memory))
+    if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
+        return Verdict(None, "not a GEMM and another kernel with their footprints")
+    (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
+    seen = (
+        f"GEMM {registers} registers a thread and {shared:,} B shared memory a block; "
+        f"the other {light} and {light_shared:,}"
+    )
+    return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
 
 
 # On the H200 most kernels stay within 3%, and the second of two equal GEMMs varies by 9.
 VARIES = 1.05
 
 
-@recordable
-def duration_varies() -> Finding:
-    def judge(summary):
-        # Each place in the step is compared with itself: one name may do different work at each.
-        widest = max(
-            # A collective's time is its peers', too; and what runs beside other work shares the chip with it.
-            (
-                one
-                for one in summary.gpu_work
-                if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication" and one.ran_alone
-            ),
-            key=lambda one: one.high_us / one.low_us,
-            default=None,
-        )
-        if widest is None:
-            return Verdict(None, "nothing of 5 µs or more that ran alone in three steps")
-        seen = (
-            f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
-            f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
-        )
-        steady = "clocks, heat and power were steady while these ran"
-        return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
-
-    return Finding("the same kernel on the same data takes a different time in each step", judge, needs_gpu=True)
-
-
-@recordable
-def bias_copy_then_gemm() -> Finding:
-    def judge(summary):
-        work = [one for one in summary.gpu_work if one.kind != "memset"]
-        kinds = ["GEMM" if one.family == "GEMM" else one.kind for one in work]
-        copy = next((one for one in work if one.kind == "memcpy"), None)
-        seen = listed(kinds)
-        if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
-            seen += f"; the copy: {copy.bytes_moved / 2e6:,.3g} MB in {copy.us:.1f} µs"
-        return Verdict(kinds == ["memcpy", "GEMM"], seen)
-
-    return Finding(
-        "still two things on the GPU: a copy of the bias, then a GEMM that adds to it", judge, needs_gpu=True
+@finding(
+    GPU,
+    "one kernel with different times in different steps",
+    "If its inputs are the same, the clock frequency, the temperature or other work on the GPU changed. Use the "
+    "median, not the mean.",
+    predicts="the same kernel on the same data takes a different time in each step",
+    needs_gpu=True,
+    claims="14",
+)
+def duration_varies(summary: Summary) -> Verdict:
+    # Each place in the step is compared with itself: one name may do different work at each.
+    widest = max(
+        # A collective's time is its peers', too; and what runs beside other work shares the chip with it.
+        (
+            one
+            for one in summary.gpu_work
+            if one.steps > 2 and one.us >= 5 and one.low_us and one.family != "communication" and one.ran_alone
+        ),
+        key=lambda one: one.high_us / one.low_us,
+        default=None,
     )
+    if widest is None:
+        return Verdict(None, "nothing of 5 µs or more that ran alone in three steps")
+    seen = (
+        f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
+        f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
+    )
+    steady = "clocks, heat and power were steady while these ran"
+    return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
 
 
-def copy_before_gemm() -> Finding:
-    def judge(summary):
-        work = [one for one in summary.gpu_work if one.kind != "memset"]
-        for copy, after in itertools.pairwise(work):
-            adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get(
-                "epilogue", ""
-            )
-            if adds and "DtoD" in copy.name and after.family == "GEMM":
-                seen = f"{copy.us:.1f} µs before {short(after.name)}"
-                return Verdict(copy.us >= 1, seen, cost_us=cost_of(summary, gpu_us=copy.us))
-        return Verdict(False, "")
-
-    return Finding("a device-to-device copy before a GEMM", judge)
+@finding(predicts="still two GPU activities: a copy of the bias, then a GEMM that adds to it", needs_gpu=True)
+def bias_copy_then_gemm(summary: Summary) -> Verdict:
+    work = [one for one in summary.gpu_work if one.kind != "memset"]
+    kinds = ["GEMM" if one.family == "GEMM" else one.kind for one in work]
+    copy = next((one for one in work if one.kind == "memcpy"), None)
+    seen = listed(kinds)
+    if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
+        seen += f"; the copy: {copy.bytes_moved / 2e6:,.3g} MB in {copy.us:.1f} µs"
+    return Verdict(kinds == ["memcpy", "GEMM"], seen)
 
 
-def epilogue() -> Finding:
-    def judge(summary):
-        launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
-        for one in summary.gpu_work:
-            alone = launched["aten::addmm"] == (summary.ops["aten::addmm"].calls if "aten::addmm" in summary.ops else 0)
-            if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.ops:
-                return Verdict(True, short(one.name, 60))
-        return Verdict(False, "")
-
-    return Finding("addmm and no add", judge)
-
-
-@recordable
-def bias_in_the_epilogue() -> Finding:
-    def judge(summary):
-        kernels = summary.kernels_of_step
-        seen = listed(short(one.name, 60) for one in kernels)
-        if len(kernels) != 1 or kernels[0].family != "GEMM":
-            return Verdict(False, seen)
-        copies = summary.count("memcpy")
-        named = "bias" in kernels[0].name_says.get("epilogue", "")
-        if named:
-            return Verdict(True, f"{seen}: its name says bias")
-        return Verdict(not copies, f"{seen}; {counted(copies, 'copy', 'copies')} of a bias beside it")
-
-    return Finding("one kernel a step: the bias is added in the GEMM's epilogue", judge, needs_gpu=True)
+@finding(
+    GPU,
+    "a device-to-device copy before a GEMM",
+    "addmm copies the bias into the output, and the GEMM adds to it (beta = 1). This saves no kernel.",
+)
+def copy_before_gemm(summary: Summary) -> Verdict:
+    work = [one for one in summary.gpu_work if one.kind != "memset"]
+    for copy, after in itertools.pairwise(work):
+        adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get("epilogue", "")
+        if adds and "DtoD" in copy.name and after.family == "GEMM":
+            seen = f"{copy.us:.1f} µs before {short(after.name)}"
+            return Verdict(copy.us >= 1, seen, cost_us=cost_of(summary, gpu_us=copy.us))
+    return Verdict(False, "")
 
 
-@recordable
-def name_says_transposed() -> Finding:
-    def judge(summary):
-        gemms = _gemms(summary)
-        layouts = {one.name_says.get("layout", "") for one in gemms}
-        if not gemms or layouts == {""}:
-            return Verdict(None, f"no GEMM whose name tells its layout: {listed({one.name for one in gemms})}")
-        return Verdict(all("t" in layout.lower() for layout in layouts), f"layout {listed(sorted(layouts))}")
-
-    return Finding("the GEMM's name says that one input is read transposed", judge, needs_gpu=True)
-
-
-@recordable
-def down_proj_has_another_tile() -> Finding:
-    def judge(summary):
-        gemms = _gemms(summary)
-        if len(gemms) != 3:
-            return Verdict(None, f"{len(gemms)} GEMMs a step, not three")
-        gate, up, down = gemms
-        tiles = [one.name_says.get("tile", "unnamed") for one in gemms]
-        seen = f"{gate.us:.1f}, {up.us:.1f}, {down.us:.1f} µs on tiles {', '.join(tiles)}"
-        return Verdict(gate.name == up.name != down.name and down.us < min(gate.us, up.us), seen)
-
-    text = "gate and up share a kernel; down, of equal arithmetic, gets a faster one"
-    return Finding(text, judge, needs_gpu=True)
+@finding(TREE, "addmm without an add", "The GEMM's epilogue adds the bias while it writes the result.")
+def addmm_without_add(summary: Summary) -> Verdict:
+    launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
+    for one in summary.gpu_work:
+        alone = launched["aten::addmm"] == (
+            summary.cpu.ops["aten::addmm"].calls if "aten::addmm" in summary.cpu.ops else 0
+        )
+        if one.asked_by == "aten::addmm" and one.family == "GEMM" and alone and "aten::add" not in summary.cpu.ops:
+            return Verdict(True, short(one.name, 60))
+    return Verdict(False, "")
 
 
-@recordable
-def product_sizes(m: int, k: int, n: int) -> Finding:
-    def judge(summary):
-        shapes = [one.product for one in _gemms(summary)]
-        if not shapes or None in shapes:
-            return Verdict(None, "no shapes in this trace: --record-shapes records them")
-        flops = {shape.flops for shape in shapes}
-        seen = ", ".join(f"{shape.m}·{shape.k}·{shape.n}" for shape in shapes)
-        return Verdict(flops == {2 * m * k * n}, f"{seen}: {max(flops) / 1e9:.1f} GFLOP each")
-
-    return Finding(f"batch and sequence flatten to {m} rows, and the GEMMs do equal arithmetic", judge, needs_gpu=True)
-
-
-@recordable
-def fused_into_one(maker: str, *words: str) -> Finding:
-    def judge(summary):
-        if not summary.has_gpu_work:  # Inductor's C++ kernels are rows of the CPU lane
-            written = {name: op for name, op in summary.ops.items() if "cpp_fused" in name}
-            seen = listed(f"{short(name, 60)} {op.self_us:,.1f} µs" for name, op in written.items())
-            merged = [name for name in written if all(word in name for word in words)]
-            return Verdict(len(merged) == 1, seen) if written else Verdict(None, NO_GPU)
-        others = [one for one in summary.kernels_of_step if one.family != "GEMM"]
-        seen = listed(f"{short(one.name, 60)} {one.us:.1f} µs" for one in others)
-        return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
-
-    merged = " and ".join(words) + (" are" if len(words) > 1 else " is")
-    return Finding(f"{merged} one kernel, written by {maker}", judge)
+@finding(predicts="one kernel per step: the GEMM's epilogue adds the bias", needs_gpu=True, claims="22")
+def bias_in_the_epilogue(summary: Summary) -> Verdict:
+    kernels = summary.kernels_of_step
+    seen = listed(short(one.name, 60) for one in kernels)
+    if len(kernels) != 1 or kernels[0].family != "GEMM":
+        return Verdict(False, seen)
+    copies = summary.count("memcpy")
+    named = "bias" in kernels[0].name_says.get("epilogue", "")
+    if named:
+        return Verdict(True, f"{seen}: its name says bias")
+    return Verdict(not copies, f"{seen}; {counted(copies, 'copy', 'copies')} of a bias beside it")
 
 
-def fused() -> Finding:
-    def judge(summary):
-        for one in summary.gpu_work:
-            if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
-                return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
-        return Verdict(False, "")
+@finding(predicts="the GEMM's name says that one input is read transposed", needs_gpu=True, claims="24")
+def name_says_transposed(summary: Summary) -> Verdict:
+    gemms = _gemms(summary)
+    layouts = {one.name_says.get("layout", "") for one in gemms}
+    if not gemms or layouts == {""}:
+        return Verdict(None, f"no GEMM whose name tells its layout: {listed({one.name for one in gemms})}")
+    return Verdict(all("t" in layout.lower() for layout in layouts), f"layout {listed(sorted(layouts))}")
 
-    return Finding("a triton_poi_fused_… kernel", judge)
+
+@finding(
+    predicts="gate and up use the same kernel; down has equal arithmetic and gets a faster one",
+    needs_gpu=True,
+    claims="30",
+)
+def down_proj_has_another_tile(summary: Summary) -> Verdict:
+    gemms = _gemms(summary)
+    if len(gemms) != 3:
+        return Verdict(None, f"{len(gemms)} GEMMs a step, not three")
+    gate, up, down = gemms
+    tiles = [one.name_says.get("tile", "unnamed") for one in gemms]
+    seen = f"{gate.us:.1f}, {up.us:.1f}, {down.us:.1f} µs on tiles {', '.join(tiles)}"
+    return Verdict(gate.name == up.name != down.name and down.us < min(gate.us, up.us), seen)
 
 
-@recordable
-def pointwise_round_trip(rows: int, columns: int, itemsize: int) -> Finding:
+@finding(
+    predicts=lambda m, k, n: f"batch and sequence flatten to {m} rows, and the GEMMs do equal arithmetic",
+    needs_gpu=True,
+    claims="30",
+)
+def product_sizes(summary: Summary, m: int, k: int, n: int) -> Verdict:
+    shapes = [one.product for one in _gemms(summary)]
+    if not shapes or None in shapes:
+        return Verdict(None, "no shapes in this trace: --record-shapes records them")
+    flops = {shape.flops for shape in shapes}
+    seen = ", ".join(f"{shape.m}·{shape.k}·{shape.n}" for shape in shapes)
+    return Verdict(flops == {2 * m * k * n}, f"{seen}: {max(flops) / 1e9:.1f} GFLOP each")
+
+
+@finding(
+    predicts=lambda maker, *words: (
+        f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'} one kernel, written by {maker}"
+    )
+)
+def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
+    if not summary.has_gpu_work:  # Inductor's C++ kernels are rows of the CPU lane
+        written = {name: op for name, op in summary.cpu.ops.items() if "cpp_fused" in name}
+        seen = listed(f"{short(name, 60)} {op.self_us:,.1f} µs" for name, op in written.items())
+        merged = [name for name in written if all(word in name for word in words)]
+        return Verdict(len(merged) == 1, seen) if written else Verdict(None, NO_GPU)
+    others = [one for one in summary.kernels_of_step if one.family != "GEMM"]
+    seen = listed(f"{short(one.name, 60)} {one.us:.1f} µs" for one in others)
+    return Verdict(len(others) == 1 and all(word in others[0].name for word in words), seen)
+
+
+@finding(
+    COMPILE,
+    "a triton_poi_fused_… kernel",
+    "Several pointwise ops run in one kernel. Their intermediate results never go through memory.",
+)
+def pointwise_ops_fused(summary: Summary) -> Verdict:
+    for one in summary.gpu_work:
+        if "triton_poi_" in one.name and one.name_says.get("fuses", "").count(","):
+            return Verdict(True, f"{short(one.name, 60)}, {one.us:.1f} µs")
+    return Verdict(False, "")
+
+
+@finding(
+    predicts=lambda rows, columns, itemsize: (
+        f"gelu writes {rows * columns * itemsize / 1e6:.1f} MB and mul reads them back: two pointwise kernels"
+    ),
+    needs_gpu=True,
+    claims="33",
+)
+def pointwise_round_trip(summary: Summary, rows: int, columns: int, itemsize: int) -> Verdict:
     written = rows * columns * itemsize
-
-    def judge(summary):
-        pointwise = [one for one in summary.gpu_work if one.family == "pointwise"]
-        seen = listed(f"{one.name_says.get('does', one.name)} {one.us:.1f} µs" for one in pointwise)
-        if len(pointwise) != 2:
-            return Verdict(False, seen)
-        gelu, mul = pointwise
-        if gelu.bytes_moved is None or mul.bytes_moved is None:
-            return Verdict(None, f"{seen}; their bytes are known with --record-shapes")
-        seen += f"; they move {gelu.bytes_moved / 1e6:,.1f} and {mul.bytes_moved / 1e6:,.1f} MB"
-        # gelu reads one such tensor and writes one; mul reads two and writes one.
-        return Verdict((gelu.bytes_moved, mul.bytes_moved) == (2 * written, 3 * written), seen)
-
-    return Finding(
-        f"gelu writes {written / 1e6:.1f} MB and mul reads them back: two pointwise kernels", judge, needs_gpu=True
-    )
+    pointwise = [one for one in summary.gpu_work if one.family == "pointwise"]
+    seen = listed(f"{one.name_says.get('does', one.name)} {one.us:.1f} µs" for one in pointwise)
+    if len(pointwise) != 2:
+        return Verdict(False, seen)
+    gelu, mul = pointwise
+    if gelu.bytes_moved is None or mul.bytes_moved is None:
+        return Verdict(None, f"{seen}; their bytes are known with --record-shapes")
+    seen += f"; they move {gelu.bytes_moved / 1e6:,.1f} and {mul.bytes_moved / 1e6:,.1f} MB"
+    # gelu reads one such tensor and writes one; mul reads two and writes one.
+    return Verdict((gelu.bytes_moved, mul.bytes_moved) == (2 * written, 3 * written), seen)
 
 
-@recordable
-def launch_settings(threads: int, rows: int) -> Finding:
-    def judge(summary):
-        mine = next((one for one in summary.gpu_work if "geglu" in one.name), None)
-        if mine is None:
-            return Verdict(None, "Liger's kernel is not in this trace")
-        return Verdict(
-            mine.block == [threads, 1, 1] and mine.grid == [rows, 1, 1], f"grid {mine.grid}, block {mine.block}"
-        )
+@finding(
+    predicts=lambda threads, rows: f"Liger launches one block per row, with {threads} threads",
+    needs_gpu=True,
+    claims="37",
+)
+def launch_settings(summary: Summary, threads: int, rows: int) -> Verdict:
+    mine = next((one for one in summary.gpu_work if "geglu" in one.name), None)
+    if mine is None:
+        return Verdict(None, "Liger's kernel is not in this trace")
+    return Verdict(mine.block == [threads, 1, 1] and mine.grid == [rows, 1, 1], f"grid {mine.grid}, block {mine.block}")
 
-    return Finding(f"Liger launches one block a row, of {threads} threads", judge, needs_gpu=True)
 
-
-@recordable
-def graph_replay_without_copies() -> Finding:
-    def judge(summary):
-        replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
-        others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
-        launches = counted(_graph_launches(summary), "graph launch", "graph launches")
-        seen = f"{counted(len(replayed), 'piece')} of work from {launches}"
-        if not others:
-            return Verdict(bool(replayed), seen)
-        because = "a graph replays fixed addresses, so inputs that may change are copied in first"
-        return Verdict(False, f"{seen}, {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
-
-    return Finding("a CUDA graph replays the whole step with one launch", judge, needs_gpu=True)
+@finding(predicts="a CUDA graph replays the whole step with one launch", needs_gpu=True, claims="19")
+def graph_replay_without_copies(summary: Summary) -> Verdict:
+    replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
+    others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
+    launches = counted(_graph_launches(summary), "graph launch", "graph launches")
+    seen = f"{activities(len(replayed))} from {launches}"
+    if not others:
+        return Verdict(bool(replayed), seen)
+    because = "a graph replays fixed addresses, so inputs that may change are copied in first"
+    return Verdict(False, f"{seen}, {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
 
 
 def _graph_launches(summary: Summary) -> int:
-    return sum("GraphLaunch" in call.name for call in summary.chain)
+    return sum("GraphLaunch" in call.name for call in summary.cpu.chain)
 
 
-def graph_replay() -> Finding:
-    def judge(summary):
-        replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
-        launches = _graph_launches(summary)
-        return Verdict(
-            bool(replayed),
-            f"{len(replayed)} pieces of GPU work from {'one launch' if launches == 1 else f'{launches} launches'}",
-        )
+@finding(
+    CPU,
+    "cudaGraphLaunch",
+    "A CUDA graph: one launch replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
+    "max-autotune).",
+)
+def graph_replay(summary: Summary) -> Verdict:
+    replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
+    launches = _graph_launches(summary)
+    return Verdict(
+        bool(replayed),
+        f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}",
+    )
 
-    return Finding("cudaGraphLaunch", judge)
 
-
-def graph_copies() -> Finding:
-    def judge(summary):
-        copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
-        if not copies or not graph_replay().ask(summary).holds:
-            return Verdict(False, "")
-        us = sum(one.us for one in copies)
-        total = summary.summed_us
-        return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=cost_of(summary, gpu_us=us))
-
-    return Finding("copies before a cudaGraphLaunch", judge)
+@finding(
+    COMPILE,
+    "copies before a cudaGraphLaunch",
+    "A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the "
+    "launches that the graph saves.",
+)
+def copies_into_graph(summary: Summary) -> Verdict:
+    copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
+    if not copies or not graph_replay.ask(summary).holds:
+        return Verdict(False, "")
+    us = sum(one.us for one in copies)
+    total = summary.summed_us
+    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=cost_of(summary, gpu_us=us))

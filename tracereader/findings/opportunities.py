@@ -1,13 +1,16 @@
 """What to try first, and what it would save: every change that a trace gives reason to, the largest saving first."""
 
+import msgspec
+
 from tracereader.figures import Summary
+from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
-from tracereader.findings.opportunity import WORTH_SHOWING, Case, Opportunity
+from tracereader.findings.opportunity import Case, Opportunity, priced, worth_showing
 from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
-CHANGES = CPU_CHANGES + GPU_CHANGES
+CHANGES = CPU_CHANGES + GPU_CHANGES + AVOIDABLE_CHANGES
 
 
 def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | Refused:
@@ -19,33 +22,16 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
     found = []
     for change in CHANGES:
         proposal = change.propose(case)
-        if proposal is None:
-            continue
-        after = proposal.graph.step_us() / proposal.shared
-        saves = graph.recorded_us - after
-        if saves > WORTH_SHOWING * graph.recorded_us:
-            found.append(
-                Opportunity(
-                    change=change.name,
-                    title=proposal.title or change.title,
-                    step_us=graph.recorded_us,
-                    step_us_after=after,
-                    saves_us=saves,
-                    basis="bound" if proposal.assumed else "replay",
-                    evidence=proposal.evidence,
-                    how=proposal.how,
-                    kernels=_changed(case, proposal.graph),
-                )
-            )
-    return tuple(sorted(found, key=lambda one: -one.saves_us))
+        one = priced(change.name, change.title, proposal)
+        found.append(one and msgspec.structs.replace(one, kernels=_changed(case, proposal.graph)))
+    return worth_showing(found)
 
 
 def _changed(case: Case, after: Graph) -> tuple[str, ...]:
     """The names of the typical step's GPU activities that take less time after a change."""
     before = case.graph
+    nodes = ((one, before.activity.get(id(one)), after.activity.get(id(one))) for one in case.step.work)
     shorter = (
-        one.name
-        for one in case.step.work
-        if (node := before.activity.get(id(one))) is not None and after.dur[node] < before.dur[node]
+        one.name for one, was, now in nodes if was is not None and (now is None or after.dur[now] < before.dur[was])
     )
     return tuple(dict.fromkeys(shorter))

@@ -5,6 +5,7 @@ The function names the change and never computes what it saves: it returns an ed
 graph gives the step's time.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,12 @@ from tracereader.trace.labels import AUTOGRAD
 
 # What is saved of a step has to be more than this share of it to be shown.
 WORTH_SHOWING = 0.02
+
+
+# A GPU activity: its slice, what was measured of it, and the op that launched it.
+Entry = tuple[Work, GpuWork, Op | None]
+
+Widen = Callable[[Step, tuple, int, int], tuple[int, int]]
 
 
 class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
@@ -67,6 +74,29 @@ class Change:
     propose: Callable[["Case"], Proposal | None]
 
 
+def priced(name: str, title: str, proposal: Proposal | None) -> Opportunity | None:
+    """What a proposal saves; None of none. name, title: the change's."""
+    if proposal is None:
+        return None
+    before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared
+    return Opportunity(
+        change=name,
+        title=proposal.title or title,
+        step_us=before,
+        step_us_after=after,
+        saves_us=before - after,
+        basis="bound" if proposal.assumed else "replay",
+        evidence=proposal.evidence,
+        how=proposal.how,
+    )
+
+
+def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
+    """Those that save enough of a step, the largest saving first."""
+    worth = [one for one in found if one is not None and one.saves_us > WORTH_SHOWING * one.step_us]
+    return tuple(sorted(worth, key=lambda one: -one.saves_us))
+
+
 @dataclass(frozen=True)
 class Case:
     """What a proposal is made from: the trace, what was measured of it, and its graph."""
@@ -85,8 +115,8 @@ class Case:
         return self.trace.steps[self.summary.typical_index]
 
     @cached_property
-    def activities(self) -> list[tuple[Work, GpuWork, Op | None]]:
-        """The GPU activities of the typical step: the slice, what was measured of it, and the op that launched it."""
+    def activities(self) -> list[Entry]:
+        """The GPU activities of the typical step."""
         work = self.step.work
         return list(zip(work, self.summary.gpu_work, asking_ops(work), strict=True))
 
@@ -124,19 +154,22 @@ class Case:
             found += [([here[key] for key in keys], us) for keys, us in wanted if all(key in here for key in keys)]
         return found
 
-    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float) -> Graph:
+    def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None) -> Graph:
         """Each group of activities as one, which takes so long (µs), and one call that takes `cpu_us`.
 
         The call takes the place of all that a thread does from the first to the last op that launches only these.
+        widen: gives a wider stretch of the thread for these ops of a step.
         """
+        of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)
         spans, added = [], []
         for work, _ in groups:
-            by_track: dict[tuple, tuple[int, int]] = {}
+            by_track = defaultdict(list)
             for op in launching_only(work):
-                start, end = by_track.get(op.track, (op.start, op.end))
-                by_track[op.track] = min(start, op.start), max(end, op.end)
-            spans += [(track, *span) for track, span in by_track.items()]
+                by_track[op.track].append(op)
+            for track, ops in by_track.items():
+                start, end = min(op.start for op in ops), max(op.end for op in ops)
+                spans.append((track, *(widen(of_step[id(work[0])], track, start, end) if widen else (start, end))))
             first = min(
                 (one.launch for one in work if one.launch is not None), key=lambda call: call.start, default=None
             )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
-from tracereader.findings.finding import Finding, Verdict, counted, duration, listed, recordable
+from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
 from tracereader.findings.steps import compiled, cost_of
 from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
@@ -21,191 +21,181 @@ COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)
 
 
 def _calls(summary: Summary, name: str) -> int:
-    return summary.ops[name].calls if name in summary.ops else 0
+    return summary.cpu.ops[name].calls if name in summary.cpu.ops else 0
 
 
-@recordable
-def self_time_excludes_children() -> Finding:
-    def judge(summary):
-        label = summary.label
-        if label is None or not label.calls_inside:
-            return Verdict(None, "the step has no label with ops in it")
-        seen = (
-            f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} its own, "
-            f"{label.us - label.self_us:,.1f} in ops below"
-        )
-        return Verdict(label.self_us < label.us - label.self_us, seen)
-
-    return Finding("most of the label's total time is not its own (self) but that of the ops below it", judge)
+@finding(predicts="most of the annotation's total time is spent in the ops below it, not in its self time", claims="04")
+def self_time_excludes_children(summary: Summary) -> Verdict:
+    label = summary.cpu.label
+    if label is None or not label.calls_inside:
+        return Verdict(None, "the step has no annotation with ops in it")
+    seen = (
+        f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, "
+        f"{label.us - label.self_us:,.1f} in ops below"
+    )
+    return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
-def cost_in_children() -> Finding:
-    def judge(summary):
-        label = summary.label
-        if label is None or label.us - label.self_us <= label.us / 2:
-            return Verdict(False, "")
-        return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} of its own, in one call")
-
-    return Finding("a row's total far above its self time", judge)
+@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
+def many_calls(summary: Summary) -> Verdict:
+    # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
+    name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
+    return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
 
-def many_calls() -> Finding:
-    def judge(summary):
-        # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
-        name, op = max(summary.ops.items(), key=lambda item: item[1].calls, default=("", None))
-        return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
-
-    return Finding("a row with very many calls", judge)
-
-
-def double_label() -> Finding:
-    def judge(summary):
-        label, step = summary.label, summary.chosen
-        # Of several labels in a step, none has the step's span.
-        if label is None or summary.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
-            return Verdict(False, "")
-        return Verdict(
-            True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work"
-        )
-
-    return Finding("the label twice, with a percentage over 100", judge)
-
-
-@recordable
-def dispatches(parent: str, child: str) -> Finding:
-    def judge(summary):
-        inside, depth = [], None
-        for call in summary.chain:
-            if depth is not None and call.depth > depth:
-                inside.append(call.name)
-            else:
-                depth = call.depth if call.name == parent else None
-        has = _calls(summary, parent)
-        return Verdict(child in inside, f"{parent} holds {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
-
-    return Finding(f"{parent} resolves to {child}", judge)
-
-
-def resolution() -> Finding:
-    def judge(summary):
-        above = None
-        for call in summary.chain:
-            if above is not None and call.depth <= above.depth:
-                above = None
-            if above is not None and call.name in MATMULS:
-                return Verdict(True, f"{above.name} ends in {call.name}")
-            if above is None and call.name in ("aten::matmul", "aten::linear"):
-                above = call
+@finding(TABLE, "a row's total far above its self time", "The time is spent in the calls below it. Look at those rows.")
+def cost_in_children(summary: Summary) -> Verdict:
+    label = summary.cpu.label
+    if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
+    return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, in one call")
 
-    return Finding("matmul or linear ending in mm, addmm or bmm", judge)
+
+@finding(
+    TABLE,
+    "the annotation twice, with a percentage over 100",
+    "The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead.",
+)
+def annotation_twice(summary: Summary) -> Verdict:
+    label, step = summary.cpu.label, summary.chosen
+    # Of several labels in a step, none has the step's span.
+    if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
+        return Verdict(False, "")
+    return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work")
 
 
-@recordable
-def ops_are(count: int, name: str, gone: Sequence[str] = ()) -> Finding:
+@finding(predicts=lambda parent, child: f"{parent} resolves to {child}")
+def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
+    inside, depth = [], None
+    for call in summary.cpu.chain:
+        if depth is not None and call.depth > depth:
+            inside.append(call.name)
+        else:
+            depth = call.depth if call.name == parent else None
+    has = _calls(summary, parent)
+    return Verdict(child in inside, f"{parent} holds {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
+
+
+@finding(
+    TREE,
+    "matmul or linear that ends in mm, addmm or bmm",
+    "The dispatcher chooses by the inputs' shapes. The last op is the one that launches.",
+)
+def resolves_to_a_product(summary: Summary) -> Verdict:
+    above = None
+    for call in summary.cpu.chain:
+        if above is not None and call.depth <= above.depth:
+            above = None
+        if above is not None and call.name in MATMULS:
+            return Verdict(True, f"{above.name} ends in {call.name}")
+        if above is None and call.name in ("aten::matmul", "aten::linear"):
+            above = call
+    return Verdict(False, "")
+
+
+@finding(
+    predicts=lambda count, name, gone: f"{count} {name} per step" + (f", and no {' or '.join(gone)}" if gone else "")
+)
+def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -> Verdict:
     """`count` calls of an op a step, and none of the ops in `gone`."""
-
-    def judge(summary):
-        left = [op for op in gone if _calls(summary, op)]
-        calls = _calls(summary, name)
-        seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
-        return Verdict(calls == count and not left, seen)
-
-    return Finding(f"{count} {name} a step" + (f", and no {' or '.join(gone)}" if gone else ""), judge)
+    left = [op for op in gone if _calls(summary, op)]
+    calls = _calls(summary, name)
+    seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
+    return Verdict(calls == count and not left, seen)
 
 
-@recordable
-def launch_nothing(*ops: str) -> Finding:
-    def judge(summary):
-        found = [call for call in summary.chain if call.name in ops]
-        if not found:
-            return Verdict(None, "none of them in this trace")
-        launching = sorted({call.name for call in found if call.reaches_gpu})
-        return Verdict(not launching, f"{counted(len(found), 'call')}, {listed(launching)} with GPU work")
-
-    return Finding(f"{', '.join(ops)}: no GPU work, a view moves no data", judge, needs_gpu=True)
-
-
-def views() -> Finding:
-    def judge(summary):
-        counts = Counter(call.name for call in summary.chain if call.name in VIEWS and not call.reaches_gpu)
-        return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
-
-    return Finding("t, view, reshape, … with no GPU work", judge, needs_gpu=True)
+@finding(
+    predicts=lambda *ops: f"{', '.join(ops)}: no GPU work, because a view moves no data", needs_gpu=True, claims="25 29"
+)
+def launch_nothing(summary: Summary, *ops: str) -> Verdict:
+    found = [call for call in summary.cpu.chain if call.name in ops]
+    if not found:
+        return Verdict(None, "none of them in this trace")
+    launching = sorted({call.name for call in found if call.reaches_gpu})
+    return Verdict(not launching, f"{counted(len(found), 'call')}, {listed(launching)} with GPU work")
 
 
-@recordable
-def compiled_rows() -> Finding:
-    def judge(summary):
-        names = [call.name for call in summary.chain]
-        missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
-        graphs, same = len(summary.compiled_graphs), _same_graphs(summary)
-        seen = (
-            f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
-            + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
-            + (f"; missing: {listed(missing)}" if missing else "")
-            + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
-        )
-        return Verdict(not missing and graphs == 1 and same, seen)
+@finding(
+    TREE,
+    "t, view, reshape, … without GPU work",
+    "These ops change shape and strides on the CPU. No data moves.",
+    needs_gpu=True,
+)
+def views_launch_nothing(summary: Summary) -> Verdict:
+    counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
+    return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
 
-    return Finding("Dynamo looks up its cache in every call, and every step calls the same graph", judge)
+
+@finding(predicts="Dynamo looks up its cache in every call, and every step calls the same graph", claims="15")
+def compiled_rows(summary: Summary) -> Verdict:
+    names = [call.name for call in summary.cpu.chain]
+    missing = [row for row in COMPILED_ROWS if not any(name.startswith(row) for name in names)]
+    graphs, same = len(summary.compiled.graphs), _same_graphs(summary)
+    seen = (
+        f"{graphs} graph hash{'es' * (graphs != 1)} in {counted(len(summary.steps), 'step')}"
+        + (f", {'' if same else 'not '}the same in each" if graphs and not (same and graphs == 1) else "")
+        + (f"; missing: {listed(missing)}" if missing else "")
+        + (f"; besides: {PREGRAPH}" if PREGRAPH in names else "")
+    )
+    return Verdict(not missing and graphs == 1 and same, seen)
 
 
 def _same_graphs(summary: Summary) -> bool:
     """Whether every step calls the same compiled graphs, by their hashes."""
-    return bool(summary.compiled_graphs) and all(one == summary.compiled_graphs for one in summary.graphs_of_steps)
+    return bool(summary.compiled.graphs) and all(
+        one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps
+    )
 
 
-@recordable
-def no_compile_rows() -> Finding:
-    def judge(summary):
-        rows = [call.name for call in summary.chain if "Dynamo" in call.name or "Compiled" in call.name]
-        return Verdict(not rows, f"{len(rows)} such rows")
-
-    return Finding("none of torch.compile's rows on the CPU", judge)
+@finding(predicts="no rows of torch.compile on the CPU", claims="34")
+def no_compile_rows(summary: Summary) -> Verdict:
+    rows = [call.name for call in summary.cpu.chain if "Dynamo" in call.name or "Compiled" in call.name]
+    return Verdict(not rows, f"{len(rows)} such rows")
 
 
-@recordable
-def dynamo_costs_more_than_the_op(op: str) -> Finding:
-    def judge(summary):
-        us, step = summary.ops[op].total_us if op in summary.ops else 0.0, summary.chosen.cpu_us
-        return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
-
-    return Finding(f"compiled: more CPU time goes to getting to {op} than to {op}", judge)
+@finding(predicts=lambda op: f"compiled: getting to {op} takes more CPU time than {op} itself", claims="18")
+def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
+    us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
+    return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
 
 
-def dynamo() -> Finding:
-    def judge(summary):
-        lookup = sum(call.us for call in summary.chain if call.name.startswith(LOOKUP))
-        # Own times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
-        own = sum(call.self_us for call in summary.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
-        seen = (
-            f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
-            f"regions' own time {own:,.1f} µs"
-        )
-        in_all = bool(summary.cache_lookups) and all(summary.cache_lookups)
-        return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
-
-    return Finding(f"{LOOKUP} in every step", judge)
-
-
-def compiled_graphs() -> Finding:
-    def judge(summary):
-        again = len(summary.steps) > 1 and _same_graphs(summary)
-        seen = f"{len(summary.compiled_graphs)} in {counted(len(summary.steps), 'step')}"
-        return Verdict(again and not summary.recompiled, seen)
-
-    return Finding("the same graph hash in all steps", judge)
+@finding(
+    COMPILE,
+    "TorchDynamo Cache Lookup in every step",
+    "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
+)
+def cache_lookup_in_every_step(summary: Summary) -> Verdict:
+    lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
+    # Self times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
+    own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
+    seen = (
+        f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
+        f"regions' self time {own:,.1f} µs"
+    )
+    in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
+    return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
 
 
-def recompiled() -> Finding:
-    def judge(summary):
-        steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
-        seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
-        spoken_of = [one for one in steps if one.name not in summary.left_out]
-        us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
-        # While the CPU compiles for so long, either lane waits.
-        cost = cost_of(summary, us, us) if us else None
-        return Verdict(bool(summary.recompiled or steps), seen or ", ".join(summary.recompiled[:5]), cost_us=cost)
+@finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused, and nothing is recompiled.")
+def same_graph_in_all_steps(summary: Summary) -> Verdict:
+    again = len(summary.steps) > 1 and _same_graphs(summary)
+    seen = f"{len(summary.compiled.graphs)} in {counted(len(summary.steps), 'step')}"
+    return Verdict(again and not summary.compiled.recompiled, seen)
 
-    return Finding("Torch-Compiled Region n/1 or higher", judge)
+
+@finding(
+    COMPILE,
+    "Torch-Compiled Region n/1 or higher",
+    "A recompilation: a guard failed, for example because shapes, dtypes or strides changed. Look at the time of the "
+    "first call, too.",
+)
+def recompiled(summary: Summary) -> Verdict:
+    steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
+    seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
+    spoken_of = [one for one in steps if one.name not in summary.left_out]
+    us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
+    # While the CPU compiles for so long, either lane waits.
+    cost = cost_of(summary, us, us) if us else None
+    return Verdict(
+        bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]), cost_us=cost
+    )

@@ -1,5 +1,6 @@
 """Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -8,33 +9,25 @@ from tracereader.figures import Summary
 from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
 from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.findings.finding import Finding, Verdict, counted, duration, family_in_words, listed, recordable
+from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, family_in_words, finding, listed
 from tracereader.trace import STEP
+from tracereader.trace.labels import COLLECTIVE, LOADER
 
-# Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
-# decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
-MUCH_IDLE = 0.35
 # Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
 SOME_IDLE = 0.1
-# Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
-# rank, 34% in FSDP of a model too small for it.
-MUCH_EXPOSED = 0.3
-# Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
-# kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
-NEAR_THE_ROOF = 0.5
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
 FAR_FROM_A_ROOF = 0.05
-# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
-MUCH_KNOWN = 0.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
-    None: "idle, for a reason that the trace does not hold",
+    "capture": "CUDA graph capture", None: "idle, for a reason that the trace does not hold",
 }  # fmt: skip
 BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
-    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", None: "unknown",
+    "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
+    None: "unknown",
 }  # fmt: skip
 # Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
 # on the H200 in the first recorded step, 0.8 to 1.3 between the others.
@@ -43,22 +36,6 @@ ALIKE_SLOWER = 1.25
 MUCH_SLOWER = 5
 # The largest of these factors over the smallest: up to 2.7 in the reference traces; 9.7 where one op was held up.
 ALIKE_SPREAD = 3
-
-
-def waits_for(summary: Summary) -> str | None:
-    """What the steps wait for, a key of WORDS; None where the GPU is idle and no launch tells why.
-
-    Judged from step to step, and after a first step that stands out: it would hide what the others are like.
-    """
-    gpu, window = summary.steady, summary.steady_us
-    if gpu is None:
-        return "cpu-only"
-    if gpu.idle_us > MUCH_IDLE * window:
-        causes = _idle_by_cause(gpu)
-        return max(causes, key=causes.get)
-    if gpu.exposed_communication_us > MUCH_EXPOSED * gpu.busy_us:
-        return "communication"
-    return _roof_met(summary)
 
 
 def cost_of(
@@ -72,65 +49,72 @@ def cost_of(
     """
     if idle_us is not None:
         return idle_us
-    return {"overhead": cpu_us, "cpu-only": cpu_us, None: None}.get(waits_for(summary), gpu_us)
-
-
-def _idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
-    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
-
-
-def _roof_met(summary: Summary) -> str:
-    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
-    near = Counter()
-    for one in summary.gpu_work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
-    total = summary.summed_us
-    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
-    return roof if us > MUCH_KNOWN * total else "gpu"
+    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(summary.waits_for, gpu_us)
 
 
 def regime(summary: Summary) -> str:
     """What the steps wait for, in a word of WORDS."""
-    return WORDS[waits_for(summary)]
+    return WORDS[summary.waits_for]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:
     """What the steps wait for, in a word, and the figures that decide it."""
-    gpu, found, word = summary.steady, waits_for(summary), regime(summary)
+    gpu, found, word = summary.steady, summary.waits_for, regime(summary)
+    if found == "capture":
+        recorded, ran = summary.captures, summary.chosen.launches
+        seen = f"{counted(recorded.launches, 'launch call')} of the step"
+        into = f"into {counted(recorded.graphs, 'graph')} and ran nothing"
+        others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
+        return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
-        if summary.devices:
+        if summary.source.devices:
             return word, "the trace holds GPU work, and none of it in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
     after = "after the wide first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
-        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
+        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
-        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it collectives with nothing beside them"
+        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it in exposed communication"
     elif found in ("compute", "memory"):
         roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         total = summary.summed_us
         weight = sum(one.us for one in near)
-        seen = f"{busy}, {weight / total:.0%} of that in work at {reached(near):.0%} of {roof} by the data sheet"
+        seen = f"{busy}, {weight / total:.0%} of that in kernels at {reached(near):.0%} of {roof} by the data sheet"
     else:
-        seen = f"{busy}, {_largest_family(summary)}"
+        seen = f"{busy}, and {_largest_family(summary)}"
     if idle > SOME_IDLE:
-        causes = _idle_by_cause(gpu)
-        seen += f"; idle {idle:.0%}, {_why_idle(gpu, max(causes, key=causes.get))}"
-    return word, seen
+        causes = idle_by_cause(gpu)
+        seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
+    return word, seen + _untraced(summary)
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
-    why = {
-        "overhead": "the next piece of work was not launched yet",
-        "gpu-side": "the next piece of work was launched, and waited",
-        None: "the next piece of work has no launch in the trace",
-    }
-    return f"in {_idle_by_cause(gpu)[cause] / gpu.idle_us:.0%} of that {why[cause]}"
+    share = f"{idle_by_cause(gpu)[cause] / gpu.idle_us:.0%}"
+    part = f"{'all' if share == '100%' else share} of the idle time"
+    return {
+        "overhead": f"{part} is the GPU waiting for CPU launches",
+        "gpu-side": f"for {part} the next activity had been launched, and had not started",
+        None: f"for {part} the trace does not hold the launch of the next activity",
+    }[cause]
+
+
+# Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
+LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
+
+
+def _untraced(summary: Summary) -> str:
+    """Says so where the first launched activity waits long while nothing recorded runs."""
+    waits = summary.first_wait_us
+    if waits is None or waits < max(LEAST_FIRST_WAIT_US, LONG_FIRST_WAIT * summary.window_us):
+        return ""
+    return (
+        f"; the first launched activity waited {duration(waits)} while nothing recorded ran: the GPU was probably busy "
+        "with work that is not in this trace"
+    )
 
 
 def reached(work: Sequence[GpuWork | CpuWork]) -> float:
@@ -144,7 +128,7 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     compute or memory, outside where that much of it lies in no op, else cpu-only; and the figures.
     """
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
-    for one in summary.cpu_work:
+    for one in summary.cpu.work:
         if one.of_roof is not None:
             groups[one.of_roof >= NEAR_THE_ROOF, one.roof].append(one)
     for (near, roof), ops in groups.items():
@@ -155,19 +139,76 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
             took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the best rate of {best}"
             small = ": small ops, or cores that others use, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
-    if summary.outside_ops is not None and summary.outside_ops > MUCH_IDLE:
+    if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
-        return "outside", f"{summary.outside_ops:.0%} of the step is in no recorded op: {where}"
-    could = summary.lesson and not summary.shapes_recorded
-    asked = "; add --record-shapes to see rates, and what limits the step" if could else ""
-    return "cpu-only", f"no GPU work to set against the CPU's time{asked}"
+        return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
+    could = summary.source.facts.script and not summary.source.shapes_recorded
+    asked = "; --record-shapes adds the rates that tell what limits the step" if could else ""
+    return "cpu-only", f"the trace has no GPU activity{asked}"
+
+
+# In these the CPU waits for something that is no other program: the GPU, other ranks, the loader's workers, memory.
+WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
+# Of what a step took more, what explains it.
+EXPLAINS = 1 / 3
+# A product on the CPU that takes this many times what it takes at the best rate that the run measured, and so much
+# besides: on two idle cores 64 x 64 takes 28 µs, beside a busy program 19.6 ms.
+FAR_SLOWER, BESIDES_US = 20, 1000
+LEAST_SIDE = 32  # of a product: of many smaller ones at once the best rate is out of reach
+BUSY = "something else was probably using the CPU's cores"
+WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
+
+
+def busy_machine(summary: Summary) -> str | None:
+    """What shows that other programs probably used the cores, and what to do; None where nothing does."""
+    if summary.waits_for not in ("cpu-only", "overhead"):
+        return None
+    return _uneven_steps(summary) or _slow_products(summary)
+
+
+def _uneven_steps(summary: Summary) -> str | None:
+    found = summary.uneven
+    if found is None:
+        return None
+    short, long = summary.steps[found.short], summary.steps[found.long]
+    more = long.cpu_us - short.cpu_us
+    waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
+    # Another program's Python may do other things from step to step; a numbered script's does not.
+    explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.facts.script)
+    if explained or long.compile_us or long.gpu_busy_us > STANDS_OUT * short.gpu_busy_us:
+        return None
+    same = summary.source.facts.script or summary.source.shapes_recorded or short.gpu_busy_us
+    supposed = BUSY if same else f"if their inputs have the same sizes, {BUSY}"
+    return (
+        f"step {long.number} took {long.cpu_us / short.cpu_us:,.0f} times as long as step {short.number}, which makes "
+        f"the same calls: {supposed}. {WHAT_TO_DO}"
+    )
+
+
+def _slow_products(summary: Summary) -> str | None:
+    if not summary.typical_index:  # the first step, which may be slow because it is the first
+        return None
+    slow = [
+        one
+        for one in summary.cpu.work
+        if one.best_us is not None
+        and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
+        and one.us > FAR_SLOWER * one.best_us + BESIDES_US
+    ]
+    if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
+        return None
+    times = sum(one.us for one in slow) / sum(one.best_us for one in slow)
+    return (
+        f"matrix products take {times:,.0f} times as long as at the best rates that this run measured: {BUSY}. "
+        f"{WHAT_TO_DO}"
+    )
 
 
 def bound_by(summary: Summary) -> str:
     """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
-    found = waits_for(summary)
+    found = summary.waits_for
     if found == "cpu-only":
-        found = None if summary.devices else _on_cpu(summary)[0]
+        found = None if summary.source.devices else _on_cpu(summary)[0]
     return BOUND_BY[found]
 
 
@@ -175,22 +216,18 @@ def _largest_family(summary: Summary) -> str:
     # Of the typical step, where it has work: the first one may have done other things.
     times = summary.by_family or Counter({one.family: one.us for one in summary.families})
     family, us = times.most_common(1)[0]
-    return f"{us / times.total():.0%} of its work is {family_in_words(family)}"
+    return f"{us / times.total():.0%} of its time is {family_in_words(family)}"
 
 
-@recordable
-def regime_is(name: str) -> Finding:
+@finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)
+def regime_is(summary: Summary, name: str) -> Verdict:
     """name: as in WORDS; GPU-bound holds for compute-bound and memory-bound, too."""
-
-    def judge(summary):
-        found, figures = waiting(summary)
-        holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
-        sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
-        if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.shapes_recorded:
-            return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
-        return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
-
-    return Finding(f"at this size the step is {name}", judge, needs_gpu=True)
+    found, figures = waiting(summary)
+    holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
+    sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
+    if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
+        return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
+    return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
 
 # Times the GPU's self total: on the H200 22 to 180 where the GPU waits at 64 x 64, 1.2 and less where it is busy.
@@ -202,31 +239,36 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
-def cpu_total_far_above() -> Finding:
-    def judge(summary):
-        cpu, gpu = _self_totals(summary)
-        return Verdict(waits_for(summary) == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
-
-    return Finding("the CPU's self total far above the GPU's, which waits", judge, needs_gpu=True)
-
-
-def gpu_total_near_or_above() -> Finding:
-    def judge(summary):
-        cpu, gpu = _self_totals(summary)
-        busy = waits_for(summary) in ("compute", "memory", "gpu")
-        return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
-
-    return Finding("the GPU's self total near the CPU's, or above it, and the GPU busy", judge, needs_gpu=True)
+@finding(
+    TABLE,
+    "a CPU self total far above the GPU's",
+    "The step is overhead-bound: the GPU waits for the CPU to launch kernels. Give each launch more work (larger or "
+    "batched inputs), or fuse kernels so that there are fewer launches.",
+    needs_gpu=True,
+    change="larger_batch",
+)
+def overhead_bound(summary: Summary) -> Verdict:
+    cpu, gpu = _self_totals(summary)
+    return Verdict(summary.waits_for == "overhead" and cpu > FAR_ABOVE * gpu, waiting(summary)[1])
 
 
-@recordable
-def records_steps(first: int, count: int) -> Finding:
-    def judge(summary):
-        names = [step.name for step in summary.steps] if summary.has_steps else []
-        right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
-        return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
+@finding(
+    TABLE,
+    "a GPU self total near the CPU's, or above it",
+    "The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster.",
+    needs_gpu=True,
+)
+def gpu_bound(summary: Summary) -> Verdict:
+    cpu, gpu = _self_totals(summary)
+    busy = summary.waits_for in ("compute", "memory", "gpu")
+    return Verdict(busy and cpu <= FAR_ABOVE * gpu, waiting(summary)[1])
 
-    return Finding(f"the trace holds steps #{first} to #{first + count - 1}", judge)
+
+@finding(predicts=lambda first, count: f"the trace holds steps #{first} to #{first + count - 1}", claims="05")
+def records_steps(summary: Summary, first: int, count: int) -> Verdict:
+    names = [step.name for step in summary.steps] if summary.source.has_steps else []
+    right = len(names) == count and all(name == f"{STEP}{first + i}" for i, name in enumerate(names))
+    return Verdict(right, f"{names[0]} to {names[-1]}" if names else "no step")
 
 
 def cause(summary: Summary, step: StepFacts) -> str | None:
@@ -236,7 +278,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         return None
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
     beside = f" (in the same step: {told})" if told else ""
-    first = summary.has_steps and step is summary.steps[0]
+    first = summary.source.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
         return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
@@ -246,9 +288,9 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
         return f"it makes {_more_calls(more)}{beside}"
     if _slower_alike(more):
-        slower = f"most of what it calls is slower, {more.times_low:.1f} to {more.times_high:.1f} times"
-        pause = ": as after a pause" if first and more.times_high < MUCH_SLOWER else ""
-        return slower + pause + "; the profiler had just begun to record" * first + beside
+        slower = f"most calls are {more.times_low:.1f} to {more.times_high:.1f} times slower"
+        started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
+        return slower + started + beside
     slowest, us = [], 0.0
     for name in list(more.slower)[:3]:
         slowest.append(name)
@@ -299,14 +341,14 @@ def _more_calls(more: Excess) -> str:
 
 
 def _called(more: Excess, name: str) -> str:
-    return "the driver's " + name if name in more.runtime else name
+    return "the runtime call " + name if name in more.runtime else name
 
 
 def _took(more: Excess, names: list[str]) -> str:
     """What the slowest names took more; their shares of what the step took more, where they are shares."""
     if sum(more.slower[name] for name in names) < more.us:
         whose = [
-            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"{name}'s own")
+            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"self time of {name}")
             for name in names
         ]
         return f"of its {more.us:,.0f} µs more, {', '.join(whose)}"
@@ -321,171 +363,180 @@ def _took(more: Excess, names: list[str]) -> str:
     return ", ".join(whose) + ", other calls less" * less
 
 
-def wide_first_step() -> Finding:
-    def judge(summary):
-        first = summary.steps[0]
-        if first.times_the_typical is None or not summary.has_steps:
-            return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
-        return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
+@finding(
+    CPU,
+    "a first step much slower than the others",
+    "In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all "
+    "calls are slower by similar factors, the profiler has probably just started: read the other steps.",
+)
+def slow_first_step(summary: Summary) -> Verdict:
+    first = summary.steps[0]
+    if first.times_the_typical is None or not summary.source.has_steps:
+        return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
+    return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
 
-    return Finding("the first step is much wider than the others", judge)
 
-
-@recordable
-def first_step_is_wider() -> Finding:
-    def judge(summary):
-        first, gaps = summary.steps[0], _gaps(summary)
-        if len(summary.steps) < 3 or first.label_to_first_op_us is None:
-            return Verdict(None, "fewer than three steps with an op")
-        usual = summary.cpu_us
-        more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
-        if not wide_first_step().ask(summary).holds:
-            wider = "not much" if more > 0 else "it is not"
-            return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
-        seen = (
-            f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
-            f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
-        )
-        return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
-
-    return Finding("cold: the first step is wider, through the gap from the label to its first op", judge)
+@finding(
+    predicts="cold: the first step is slower, because of the gap between its annotation and its first op", claims="06"
+)
+def first_step_is_wider(summary: Summary) -> Verdict:
+    first, gaps = summary.steps[0], _gaps(summary)
+    if len(summary.steps) < 3 or first.label_to_first_op_us is None:
+        return Verdict(None, "fewer than three steps with an op")
+    usual = summary.cpu_us
+    more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
+    if not slow_first_step.ask(summary).holds:
+        wider = "not much" if more > 0 else "it is not"
+        return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
+    seen = (
+        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
+        f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
+    )
+    return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
 
 def _gaps(summary: Summary) -> list[float]:
     return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
 
 
-def label_gap() -> Finding:
-    def judge(summary):
-        # 3 to 6 µs are the record_function itself on the H200's machine.
-        gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
-        if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
-            return Verdict(False, "")
-        whose = "" if summary.label else "; no label here, so from the step's start"
-        return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
-
-    return Finding("a gap between the label's start and the first op in it", judge)
+@finding(CPU, "a gap between the annotation's start and its first op", "Also cold-start cost, before the first op.")
+def late_first_op(summary: Summary) -> Verdict:
+    # 3 to 6 µs are the record_function itself on the H200's machine.
+    gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
+    if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < STANDS_OUT * median(gaps[1:]):
+        return Verdict(False, "")
+    whose = "" if summary.cpu.label else "; without an annotation, from the step's start"
+    return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
 
-@recordable
-def steps_are_alike() -> Finding:
-    def judge(summary):
-        times = [one.cpu_us for one in summary.steps]
-        shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
-        if min(times) <= 0:
-            return Verdict(None, shown)
-        alike = max(times) < STANDS_OUT * min(times)
-        wide = [one for one in summary.steps if one.times_the_typical is not None]
-        why = cause(summary, wide[0]) if wide else None
-        seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
-        return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
-
-    return Finding("warm: the steps take alike", judge)
+@finding(predicts="warm: all steps take about the same time", claims="07")
+def steps_are_alike(summary: Summary) -> Verdict:
+    times = [one.cpu_us for one in summary.steps]
+    shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
+    if min(times) <= 0:
+        return Verdict(None, shown)
+    alike = max(times) < STANDS_OUT * min(times)
+    wide = [one for one in summary.steps if one.times_the_typical is not None]
+    why = cause(summary, wide[0]) if wide else None
+    seen = shown + ("" if alike else f": the longest is {max(times) / min(times):.1f} times the shortest")
+    return Verdict(alike, seen, f"step {wide[0].number}: {why}" if why else "")
 
 
-@recordable
-def one_buffer_request() -> Finding:
-    def judge(summary):
-        requests = summary.buffer_requests
-        before = [one for one in requests if one.before_first_work]
-        seen = counted(len(requests), "request") + (
-            f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
-        )
-        return Verdict(len(requests) == 1 and len(before) == 1, seen)
-
-    return Finding("the profiler asks for its buffer once, before the first kernel", judge, needs_gpu=True)
+@finding(predicts="the profiler requests its buffer once, before the first kernel", needs_gpu=True, claims="08")
+def one_buffer_request(summary: Summary) -> Verdict:
+    requests = summary.profiler.buffer_requests
+    before = [one for one in requests if one.before_first_work]
+    seen = counted(len(requests), "request") + (
+        f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
+    )
+    return Verdict(len(requests) == 1 and len(before) == 1, seen)
 
 
-def buffer_request() -> Finding:
-    def judge(summary):
-        requests = summary.buffer_requests
-        return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
-
-    return Finding("an Activity Buffer Request", judge)
-
-
-def module_loading() -> Finding:
-    def judge(summary):
-        loads = [one for name, one in summary.overheads.items() if "Loading" in name]
-        return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
-
-    return Finding("module or function loading", judge)
+@finding(
+    GPU,
+    "an Activity Buffer Request",
+    "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
+)
+def buffer_request(summary: Summary) -> Verdict:
+    requests = summary.profiler.buffer_requests
+    return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
 
 
-@recordable
-def long_final_sync() -> Finding:
-    def judge(summary):
-        if summary.final_sync_us is None:
-            return Verdict(None, "no synchronization after the last step")
-        busy = summary.gpu.busy_us if summary.gpu else 0.0
-        seen = f"{summary.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
-        short = "here it only waits for the last kernel: it measures no idleness"
-        return Verdict(summary.final_sync_us > 10 * busy, seen, short)
-
-    return Finding("the closing cudaDeviceSynchronize dwarfs the GPU's work", judge, needs_gpu=True)
+@finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
+def module_loading(summary: Summary) -> Verdict:
+    loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
+    return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
 
 
-def final_sync() -> Finding:
-    def judge(summary):
-        # The shortest one seen on the H200 took 8.5 µs: the call itself.
-        us, busy = summary.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
-        long = us is not None and us > max(20, 0.05 * summary.window_us)
-        return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
-
-    return Finding("a long cudaDeviceSynchronize after the last step", judge)
-
-
-def synchronization() -> Finding:
-    def judge(summary):
-        syncs = [one for one in summary.training.syncs if one.idle_us]
-        us = sum(one.idle_us for one in syncs)
-        calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
-        # A launch alone takes 5 µs.
-        return Verdict(
-            us > 5,
-            f"idle {us:,.1f} µs of a step, from there to its next work: {calls}",
-            cost_us=cost_of(summary, idle_us=us),
-        )
-
-    return Finding("a synchronization inside a step, with the GPU idle", judge, needs_gpu=True)
+@finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
+def long_final_sync(summary: Summary) -> Verdict:
+    if summary.profiler.final_sync_us is None:
+        return Verdict(None, "no synchronization after the last step")
+    busy = summary.gpu.busy_us if summary.gpu else 0.0
+    seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
+    short = "here it only waits for the last kernel: it measures no idleness"
+    return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 
-def queued() -> Finding:
-    def judge(summary):
-        # A launch reaches an idle GPU in 5 to 15 µs on the H200.
-        waits = [
-            one.launch_to_start_us
-            for one in summary.gpu_work
-            if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
-        ]
-        if not waits:
-            return Verdict(None, "no launch in the trace")
-        ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-        seen = f"{median(waits):,.0f} µs from launch to start, the median of a step"
-        return Verdict(median(waits) > 30 and ahead, seen)
-
-    return Finding("kernels start long after their launch", judge, needs_gpu=True)
+@finding(
+    CPU,
+    "a long cudaDeviceSynchronize after the last step",
+    "The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued "
+    "kernels. After little GPU work, the GPU is idle for most of the wait.",
+)
+def final_synchronization(summary: Summary) -> Verdict:
+    # The shortest one seen on the H200 took 8.5 µs: the call itself.
+    us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
+    long = us is not None and us > max(20, 0.05 * summary.window_us)
+    return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
 
 
-def gaps_between_kernels() -> Finding:
-    def judge(summary):
-        span, found = summary.chosen.gpu_span_us, summary.step_gpu
-        gaps = found.idle_not_launched_us if found else 0.0
-        seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
-        # Back-to-back kernels of one stream stand 1 to 2 µs apart.
-        return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
+@finding(
+    CPU,
+    "a synchronization inside a step that leaves the GPU idle",
+    "The CPU waits for a result (.item(), nonzero, a blocking copy) and launches nothing meanwhile. Remove the "
+    "synchronization, or ask for the result later.",
+    needs_gpu=True,
+    change="remove_sync",
+)
+def sync_idles_the_gpu(summary: Summary) -> Verdict:
+    syncs = [one for one in summary.training.syncs if one.idle_us]
+    us = sum(one.idle_us for one in syncs)
+    calls = listed(f"{one.asked_by} ({one.call})" for one in syncs[:3])
+    # A launch alone takes 5 µs.
+    return Verdict(
+        us > 5,
+        f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
+        cost_us=cost_of(summary, idle_us=us),
+    )
 
-    return Finding("gaps between the kernels of one step", judge, needs_gpu=True)
+
+@finding(
+    GPU,
+    "kernels that start long after their launch",
+    "The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches.",
+    needs_gpu=True,
+)
+def kernels_queue(summary: Summary) -> Verdict:
+    # A launch reaches an idle GPU in 5 to 15 µs on the H200.
+    waits = [
+        one.launch_to_start_us
+        for one in summary.gpu_work
+        if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
+    ]
+    if not waits:
+        return Verdict(None, "no launch in the trace")
+    ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
+    seen = f"{median(waits):,.0f} µs of launch latency, the median of a step"
+    return Verdict(median(waits) > 30 and ahead, seen)
 
 
-def gaps_in_a_graph() -> Finding:
-    def judge(summary):
-        span, found = summary.chosen.gpu_span_us, summary.step_gpu
-        pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
-        if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
-            return Verdict(False, "no CUDA graph in the step")
-        gaps = found.idle_launched_us
-        seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
-        return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))
+@finding(
+    GPU,
+    "gaps between the kernels of one step",
+    "The GPU is idle because the CPU has not launched the next kernel.",
+    needs_gpu=True,
+)
+def gaps_between_kernels(summary: Summary) -> Verdict:
+    span, found = summary.chosen.gpu_span_us, summary.step_gpu
+    gaps = found.idle_not_launched_us if found else 0.0
+    seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
+    # Back-to-back kernels of one stream stand 1 to 2 µs apart.
+    return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
-    return Finding("gaps between the kernels of a CUDA graph", judge, needs_gpu=True)
+
+@finding(
+    GPU,
+    "gaps between the kernels of a CUDA graph",
+    "A graph removes the launches, but each kernel still ends before the next one begins. Fewer and larger kernels "
+    "have fewer gaps.",
+    needs_gpu=True,
+)
+def gaps_in_a_graph(summary: Summary) -> Verdict:
+    span, found = summary.chosen.gpu_span_us, summary.step_gpu
+    pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
+        return Verdict(False, "no CUDA graph in the step")
+    gaps = found.idle_launched_us
+    seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
+    return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))

@@ -40,12 +40,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, pairwise
-from operator import add
-from statistics import median_high, median_low
+from itertools import chain
+from statistics import median_low
 
+from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
 from tracereader.figures.steps import typical
-from tracereader.figures.summary import window
 from tracereader.trace import Op, Step, Trace, Work, outermost
 
 # The replay of an unchanged trace lies within this share of the recorded step, or it prices no change.
@@ -74,6 +73,7 @@ class Reason(Enum):
 
     NO_GPU_WORK = "the trace has no GPU work"
     NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
+    NO_CPU_SLICES = "a step with GPU work has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
     NOT_REPRODUCED = "the replay of the unchanged trace does not give back the recorded step"
 
@@ -158,13 +158,9 @@ class Graph:
 def _pace_us(
     steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
 ) -> float:
-    on_cpu = _pace([starts[step.start] for step in steps], ends[steps[-1].end])
+    on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
     firsts = [min(starts[node] for node in set(step.work) - aside or step.work) for step in steps]
-    return max(on_cpu, _pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
-
-
-def _pace(starts: Sequence[int], end: int) -> int:
-    return median_high([*(after - before for before, after in pairwise(starts)), end - starts[-1]])
+    return max(on_cpu, pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
 
 
 def graph_of(trace: Trace) -> Graph | Refused:
@@ -174,6 +170,8 @@ def graph_of(trace: Trace) -> Graph | Refused:
         return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
     if 2 * launched < len(trace.work):
         return Refused(Reason.NO_LAUNCHES)
+    if any(step.work and not step.roots for step in trace.steps):
+        return Refused(Reason.NO_CPU_SLICES)
     graph = _Builder(trace).built()
     if graph.recorded_us <= 0:
         return Refused(Reason.NO_TIME)
@@ -213,7 +211,7 @@ class _Builder:
         self.latency_ns, self.gap_ns = _typical(trace.work)
 
     def built(self) -> Graph:
-        steps = _working(self.trace)
+        steps = working_steps(self.trace, typical(self.trace))
         marks = self._add_threads(steps)
         self._add_activities()
         for call, node in self.calls.values():
@@ -242,7 +240,7 @@ class _Builder:
         for times in self.between_streams.values():
             times.sort()
         for number, step in enumerate(steps):
-            track, start, end = _on_its_thread(step)
+            track, start, end = on_its_thread(step)
             points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
         handoffs = list(_handoffs(_boundaries(roots)))
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
@@ -387,9 +385,8 @@ class _Builder:
 
         step_nodes = [
             StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in work))
-            for work, (start, end) in zip(_on_busiest_stream(steps), marks, strict=True)
+            for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True)
         ]
-        ends = array("q", map(add, columns["at"], columns["dur"]))
         return Graph(
             **columns,
             steps=tuple(step_nodes),
@@ -399,7 +396,7 @@ class _Builder:
             returns={key: number[node] for key, (_, node) in self.calls.items()},
             latency_ns=self.latency_ns,
             gap_ns=self.gap_ns,
-            recorded_us=_pace_us(step_nodes, columns["at"], ends),
+            recorded_us=recorded_step_us(self.trace, typical(self.trace)),
             trace=self.trace,
         )
 
@@ -429,36 +426,6 @@ def _launched_before(one: Work, call: Op | None) -> bool:
 def _any_between(times: Sequence[int], after: int, until: int) -> bool:
     index = bisect.bisect_right(times, after)
     return index < len(times) and times[index] < until
-
-
-def _working(trace: Trace) -> list[Step]:
-    """The steps that count: not a first one that is far wider, nor stubs behind the loop's last call."""
-    spoken_of, _, _ = window(trace, typical(trace))
-    working = [step for step in spoken_of if step.work] or [step for step in trace.steps if step.work]
-    most = max(len(step.work) for step in working)
-    return [step for step in working if 2 * len(step.work) >= most]
-
-
-def _on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
-    """By step, its work on the stream that is the busiest over all steps; all of its work, if a step has none there."""
-    busy: dict[tuple, int] = defaultdict(int)
-    for step in steps:
-        for one in step.work:
-            busy[one.track] += one.dur
-    busiest = max(busy, key=busy.__getitem__)
-    found = [[one for one in step.work if one.track == busiest] for step in steps]
-    return found if all(found) else [step.work for step in steps]
-
-
-def _on_its_thread(step: Step) -> tuple[tuple, int, int]:
-    """The thread that a step runs on, its start and its end there."""
-    mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
-    if mark is not None:
-        return mark.track, step.start, step.end
-    # A trace without steps: the profiler's last synchronization is none of it.
-    launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
-    own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
-    return max(own, key=lambda op: op.end).track, min(op.start for op in own), max(op.end for op in own)
 
 
 def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:

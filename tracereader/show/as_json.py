@@ -9,18 +9,23 @@ from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import Finding
+from tracereader.findings.finding import Prediction
+from tracereader.findings.opportunities import opportunities
+from tracereader.replay import Refused
 from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
+from tracereader.trace.facts import as_stored
 
 # What of the summary each section of the report is made of.
 SECTION_KEYS = {
-    "short": ("waits_for", "waits_because", "gpu", "families", "decoding"),
+    "try": ("opportunities", "opportunities_refused"),
+    "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
     "table": ("table",),
     "guesses": ("guesses",),
     "steps": ("steps", "left_out", "cpu_us"),
-    "gpu": ("gpu", "families", "step_gpu", "idle_in", "by_label", "by_phase", "by_module", "by_module_class"),
+    "gpu": ("gpu", "families", "step_gpu", "idle_in", "idle_python", "by_label", "by_phase", "by_module",
+            "by_module_class"),
     "repeats": ("repeats",),
     "training": ("training", "by_label", "by_phase", "by_module", "by_module_class"),
     "kernels": ("kernels",),
@@ -34,25 +39,43 @@ SECTION_KEYS = {
                  "graphs_of_steps", "cache_lookups", "recompiled", "unfused", "hidden_copies", "mask_made",
                  "cast_products"),
 }  # fmt: skip
-ALWAYS = ("trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
-          "typical_step", "typical_index", "window_us")  # fmt: skip
+ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
+          "busy_machine", "typical_step", "typical_index", "window_us", "recorded_step_us",
+          "unprofiled_step_us")  # fmt: skip
+# Raised when a name that a program may count on goes or changes what it means.
+VERSION = 2
+# The summary's parts, whose fields stand at the document's top.
+FLAT = ("source", "cpu", "places", "attention", "llm", "compiled", "profiler")
 
 
-def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: View) -> str:
+def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View) -> str:
     """One JSON document: times in µs, shares from 0 to 1."""
-    document = msgspec.to_builtins(summary)
-    for step, measured in zip(summary.steps, document["steps"], strict=True):
-        measured["cause"] = steps.cause(summary, step)
-    document["waits_for"] = steps.waits_for(summary)
+    measured = msgspec.to_builtins(summary)
+    del measured["source"]["facts"]  # shown as they stand in the trace
+    stored = as_stored(summary.source.facts)
+    known = {name: stored[name] for name in ("script", "flags", "facts")} if stored["script"] else None
+    document = {"version": VERSION, "lesson": known}
+    for name, value in measured.items():
+        document |= value if name in FLAT else {name: value}
+    for step, row in zip(summary.steps, document["steps"], strict=True):
+        row["cause"] = steps.cause(summary, step)
+    document["busy_machine"] = steps.busy_machine(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [
-        {"where": one.where, "see": one.see, "means": one.means, "figure": verdict.evidence}
+        {
+            "name": one.name,
+            "where": one.where,
+            "see": one.see,
+            "means": one.means,
+            "figure": verdict.evidence,
+            "change": one.change or None,
+        }
         for one, verdict in cheatsheet.found(summary)
     ]
     document["guesses"] = [
-        {"guess": guess.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
-        for guess in guesses
-        for verdict in (guess.ask(summary),)
+        {"guess": one.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
+        for one in predictions
+        for verdict in (one.ask(summary),)
     ]
     step = trace.steps[summary.typical_index]
     measured_here = {
@@ -63,6 +86,11 @@ def as_json(trace: Trace, summary: Summary, guesses: Sequence[Finding], view: Vi
     for section, measure in measured_here.items():
         if view.shows(section):
             document[section] = msgspec.to_builtins(measure())
+    if view.shows("try"):
+        changes = opportunities(trace, summary)
+        refused = isinstance(changes, Refused)
+        document["opportunities"] = [] if refused else msgspec.to_builtins(changes)
+        document["opportunities_refused"] = str(changes) if refused else None
     if view.only:
         wanted = {*ALWAYS, *(key for section in view.only for key in SECTION_KEYS.get(section, ()))}
         document = {key: value for key, value in document.items() if key in wanted}

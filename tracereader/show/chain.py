@@ -1,29 +1,30 @@
-"""Who called whom: the dispatch chain of a step, folded where it is long."""
+"""The call tree of a step: whole where it is small, else along the slowest path."""
 
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import Call
 from tracereader.figures.repeats import repeated_names
-from tracereader.figures.summary import Call
 from tracereader.show.text import head, paragraph, plain, us
 from tracereader.show.view import View
 from tracereader.trace.kernel_names import short
 
 LINES_SHOWN = 24
-CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 12, 4
+CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 10, 4
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """Who called whom: every call of a small step; of a large one the calls by name, and into the costliest."""
-    folded = not view.all and len(summary.chain) > LINES_SHOWN
-    step = f"{'step ' * summary.has_steps}{plain(summary.chosen.number)}"
-    out.print(head(f"dispatch chain of {step}{', shortest first, into what takes longest' * folded}", "chain"))
+    """Every call of a small step; of a large one the costliest names at each level, and what the slowest call calls."""
+    folded = not view.all and len(summary.cpu.chain) > LINES_SHOWN
+    step = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
+    path = f"call tree along the slowest path, {step}: the {CALLS_SHOWN} costliest names a level"
+    out.print(head(path if folded else f"call tree of {step}", "chain"))
     if folded:
-        _folded_chain(out, summary.chain, 0, len(summary.chain))
+        _folded_chain(out, summary.cpu.chain, 0, len(summary.cpu.chain))
         return
-    for call in summary.chain:
+    for call in summary.cpu.chain:
         indent = "  " * (call.depth + 1)
         line = f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
         if call.layer:
@@ -54,11 +55,12 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         costliest = sorted(by_name.items(), key=lambda item: -sum(chain[index].us for index in item[1]))
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
-            times = f"{len(same):,} x " if len(same) > 1 else ""
+            times = f"{len(same):,} calls of " if len(same) > 1 else ""
+            summed = " in all" * bool(times)
             layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
             named = f"  {plain(', '.join(layers))}" if layers else ""
             indent = "  " * (depth + deeper + 1)
-            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs[/dim]{named}"
+            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs{summed}[/dim]{named}"
             paragraph(out, line, indent, indent + "    ")
         longest = max(costliest[0][1], key=lambda index: chain[index].us)
         start, end = longest + 1, next((i for i in calls if i > longest), end)
@@ -77,6 +79,6 @@ def _median_stretch(
     middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
     kept = stretches[middle]
     indent = "  " * (chain[calls[0]].depth + deeper + 1)
-    line = f"{times} x the same {length:,} calls, [dim]{us(sum(each))} µs[/dim] in all; one of them:"
+    line = f"{times} times the same {length:,} calls, [dim]{us(sum(each))} µs in all[/dim]; one of the {times}:"
     paragraph(out, line, indent, indent + "    ")
     return kept, next((index for index in calls if index > kept[-1]), end)

@@ -1,4 +1,4 @@
-"""Several runs side by side: their figures, where the difference lies, what changed and what stayed the same."""
+"""Several runs side by side: the pace and its reason, the figures, what was predicted, what changed."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,138 +8,217 @@ from rich.table import Table
 
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
-from tracereader.findings import cheatsheet, gpu_work, steps
-from tracereader.findings.finding import family_in_words, size, tokens_s
-from tracereader.show.text import LEAST_NAME, Name, console, plain, print_columns, printable, ratio, us
+from tracereader.findings import faster, gpu_work, made, steps
+from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
+from tracereader.findings.opportunity import Opportunity
+from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
 from tracereader.show.view import View
 
-SECTIONS = ("steps", "short", "gpu", "cpu", "work", "chain")
+SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
-FEW = 4  # runs up to which there is room for all that changed
 ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
+LIMITS = {"communication": "collectives"}  # in a word of few letters
 
 
-def side_by_side(summaries: Sequence[Summary], view: View, before: bool = False) -> None:
+def side_by_side(
+    summaries: Sequence[Summary],
+    view: View,
+    previous: bool = False,
+    proposed: Sequence[Sequence[Opportunity]] = (),
+) -> None:
     """Several runs, each set against the first, or against the one before it.
 
-    Of a report's sections, steps has the figures, short what changed and what each shows most, gpu the time
-    by family, cpu the ops' own time, work what changed in the GPU work and chain in the ops. Raises BadInput.
+    Of a report's sections, short has the pace and the reason, steps the figures, gpu the time by family, cpu the ops'
+    self time, work what changed in the GPU work and chain in the ops. proposed: what each run's report proposes, where
+    that is known; the others follow it or not. Raises BadInput.
     """
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
         raise BadInput(f"--only {','.join(view.only)}: of several traces there are {', '.join(SECTIONS)}")
-    if not any(one.has_gpu_work for one in summaries):
+    on_gpu = any(one.has_gpu_work for one in summaries)
+    if not view.only and not view.all:
+        wanted = ["short", "steps", "gpu" if on_gpu else "cpu"]
+    if not on_gpu:
         wanted = [name for name in wanted if name != "gpu"]
-    elif not view.only and not view.all:
-        wanted = [name for name in wanted if name != "cpu"]
-    many = len(summaries) > FEW and not (view.only or view.all)
-    if many:
-        wanted = [name for name in wanted if name not in ("work", "chain")]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.told_apart(sides)
-    devices = [", ".join(dict.fromkeys(one.devices)) or "CPU only" for one in summaries]
-    if len(set(devices)) > 1:
-        told = ", ".join(f"{number + 1}: {plain(device)}" for number, device in enumerate(devices))
-        out.print(f"[yellow]the devices differ[/yellow]   {told}")
-        out.print()
-    else:
-        out.print(f"[bold]{plain(devices[0])}[/bold]")
-    summed = "summed by family (kernels overlap)" if any(map(gpu_work.overlap, summaries)) else "by family"
+    bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]
+    _runs(out, sides, names)
     sections = {
-        "steps": lambda: _figures(out, sides, names, "typical step" if view.step is None else f"step #{view.step}"),
-        "short": lambda: _in_short(out, names, _told(sides)),
-        "gpu": lambda: _times(out, sides, f"GPU µs of a step, {summed}", [_by_family(one) for one in summaries], view),
-        "cpu": lambda: _times(out, sides, "CPU µs of a step, ops' own", [_by_op(one) for one in summaries], view),
+        "short": lambda: _in_short(out, sides, bases, view, proposed),
+        "steps": lambda: _figures(out, sides, "per step" if view.step is None else f"step #{view.step}"),
+        "gpu": lambda: _by_families(out, summaries, view),
+        "cpu": lambda: _times(out, "CPU self time of a step", [_by_op(one) for one in summaries], view),
+        "work": lambda: _differences(out, sides, names, bases, "work" in wanted, "chain" in wanted),
+        "chain": lambda: _differences(out, sides, names, bases, "work" in wanted, "chain" in wanted),
     }
-    for number, name in enumerate(name for name in wanted if name in sections):
-        if number:
-            out.print()
-        sections[name]()
-    if view.only and "gpu" in view.only and "gpu" not in wanted:
-        out.print("gpu: nothing of it in these traces (no GPU work)")
-    if {"work", "chain"} & set(wanted):
-        if set(wanted) & set(sections):
-            out.print()
-        _differences(out, sides, names, before, "work" in wanted, "chain" in wanted)
-    if many:
+    for name in [name for name in wanted if name != "chain" or "work" not in wanted]:
         out.print()
-        out.print("more: --only work,chain (all that changed, and what stayed the same)")
+        sections[name]()
+    if view.only and "gpu" in view.only and not on_gpu:
+        out.print()
+        out.print("gpu: nothing of it in these traces (no GPU work)")
+    if not view.only and not view.all:
+        out.print()
+        out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")
 
 
-def _figures(out: Console, sides: Sequence[compare.Side], names: Sequence[str], title: str) -> None:
-    """Times, counts and memory, each time also as a multiple of the first run's and of the one before's."""
-    gpu = any(side.summary.has_gpu_work for side in sides)
-    decoding = [side.summary.decoding for side in sides]
-    memory = any(side.peak_bytes for side in sides)
-    multiples = ["of run 1", "of prev."] if len(sides) > 2 else ["of run 1"]
-    heads = [title, "CPU µs", *multiples, "1st step"]
-    heads += ["GPU busy", *multiples, "launches", "kernels", "copies", "memsets"] if gpu else []
-    heads += ["tokens/s"] if all(decoding) else []
-    rows = []
-    for number, side in enumerate(sides):
-        one = side.summary
-        others = [sides[0].summary, sides[max(0, number - 1)].summary][: len(multiples)]
-        row = [Name(f"{number + 1} {names[number]}"), us(one.chosen.cpu_us)]
-        row += [ratio(one.chosen.cpu_us, base.chosen.cpu_us) for base in others]
-        row.append(us(one.steps[0].cpu_us))
-        if gpu:
-            cells = [us(one.gpu_us), *(ratio(one.gpu_us, base.gpu_us) for base in others), str(one.chosen.launches)]
-            cells += [str(one.count(kind)) for kind in ("kernel", "memcpy", "memset")]
-            row += cells if one.has_gpu_work else ["–"] * len(cells)
-        row += [tokens_s(one.decoding.tokens_s)] if all(decoding) else []
-        rows.append(row + [size(side.peak_bytes) if side.peak_bytes else "–"] * memory)
-    print_columns(out, heads + ["memory"] * memory, rows)
+def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> None:
+    """The runs by number, with their devices where those differ."""
+    devices = [compare.devices_of(side) for side in sides]
+    differ = len(set(devices)) > 1
+    out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
+    for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
+        told = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
+        paragraph(out, plain(told), f"{number}  ", "   ")
 
 
-def _told(sides: Sequence[compare.Side]) -> list[list[str]]:
-    """Of each run what it does that the one before did not, and what costs it most."""
+def _in_short(
+    out: Console,
+    sides: Sequence[compare.Side],
+    bases: Sequence[compare.Side],
+    view: View,
+    proposed: Sequence[Sequence[Opportunity]],
+) -> None:
+    """How much faster each run is than its base, why, and what the base's report had predicted of it."""
+    two = len(sides) == 2
+    for number, (side, base) in enumerate(zip(sides[1:], bases[1:], strict=True), 2):
+        against = sides.index(base)
+        who, whose = ("the second", "the first's") if two else (f"run {number}", f"run {against + 1}'s")
+        of_one_step = view.step is not None
+        us = [faster.step_us(one, of_one_step) for one in (base, side)]
+        told = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
+        paragraph(out, plain("; ".join(told + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
+        known = proposed[against] if against < len(proposed) and not of_one_step else ()
+        beside = _beside(base, side, known, whose)
+        in_full = view.all or view.only
+        beside.append(f"what changed: {compare.change(base, side)}" if in_full else compare.flags(base, side))
+        for text in filter(None, beside):
+            paragraph(out, plain(text), "  · ", "    ")
+
+
+def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportunity], whose: str) -> list[str]:
+    """The pace without the profiler, and what was predicted of this run."""
     found = []
-    for number, side in enumerate(sides):
-        on_gpu = side.summary.has_gpu_work
-        told = [compare.change(sides[number - 1], side)] if number else [compare.setup(side)] if on_gpu else []
-        told += [": ".join(steps.waiting(side.summary))] if on_gpu else []
-        found.append(told + cheatsheet.reveals(side.summary))
-    return found
+    unprofiled = [one.summary.unprofiled_step_us for one in (base, side)]
+    if None not in unprofiled:
+        found.append(f"without the profiler it {faster.pace(*unprofiled)}")
+    checked = made.checked(base, proposed, side) if proposed else None
+    if checked is None:
+        return found
+    unit, (_, measured, *after) = in_one_unit(
+        [base.summary.recorded_step_us, checked.measured_us, *(one.step_us_after for one in checked.proposals)]
+    )
+    rates = [" (with assumed rates)" * (one.basis == "bound") for one in checked.proposals]
+    predicted = [f"{us} {unit}{assumed}" for us, assumed in zip(after, rates, strict=True)]
+    if len(predicted) > 1:
+        each = "; ".join(f"{one.title}: {us}" for one, us in zip(checked.proposals, predicted, strict=True))
+        return [
+            *found,
+            f"{whose} report proposed several of its changes. Predicted for each by itself: {each}. "
+            f"Measured together: {measured} {unit}",
+        ]
+    told = f"predicted {predicted[0]}, measured {measured}"
+    return [*found, f"{whose} report proposed it ({checked.proposals[0].title}): {told}"]
 
 
-def _in_short(out: Console, names: Sequence[str], told: Sequence[Sequence[str]]) -> None:
-    out.print("[bold]against the run before, and what each shows most[/bold]")
-    for number, (name, texts) in enumerate(zip(names, told, strict=True)):
-        if texts:
-            out.print(f"{number + 1} {plain(name)}")
-        for text in texts:
-            _wrapped(out, text, "    ")
+def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
+    """Times, counts and memory: a measure is a row, a run a column."""
+    some = [side.summary for side in sides]
+    on_gpu = [one.has_gpu_work for one in some]
+    rows = []
+
+    def times(name: str, values: Sequence[float | None]) -> None:
+        if any(values):
+            unit, cells = _in_columns(values)
+            rows.append((f"{name}, {unit}", *cells))
+
+    def counts(name: str, values: Sequence[int | None]) -> None:
+        if any(values):
+            rows.append((name, *("–" if one is None else f"{one:,}" for one in values)))
+
+    if title == "per step":
+        times("step", [one.recorded_step_us for one in some])
+        times("without profiler", [one.unprofiled_step_us for one in some])
+    times("CPU time", [one.chosen.cpu_us for one in some])
+    times("CPU, first step", [one.steps[0].cpu_us for one in some])
+    if any(on_gpu):
+        busy = [one.gpu_us if there else None for one, there in zip(some, on_gpu, strict=True)]
+        times("GPU busy", busy)
+        if title == "per step":
+            idle = [max(0.0, one.recorded_step_us - us) if us is not None else None
+                    for one, us in zip(some, busy, strict=True)]  # fmt: skip
+            times("GPU idle", idle)
+        rows.append(("limited by", *(LIMITS.get(found := steps.bound_by(one), found) for one in some)))
+        counts("launches", [one.chosen.launches if there else None for one, there in zip(some, on_gpu, strict=True)])
+        for name, kind in (("kernels", "kernel"), ("copies", "memcpy"), ("memsets", "memset")):
+            counts(name, [one.count(kind) if there else None for one, there in zip(some, on_gpu, strict=True)])
+        counts("synchronizations", [faster.synchronizations(side) if there else None
+                                    for side, there in zip(sides, on_gpu, strict=True)])  # fmt: skip
+    decoding = [one.llm.decoding for one in some]
+    if any(decoding):
+        rows.append(("tokens/s", *(tokens_s(one.tokens_s) if one else "–" for one in decoding)))
+    if any(side.peak_bytes for side in sides):
+        rows.append(("memory, peak", *(size(side.peak_bytes) if side.peak_bytes else "–" for side in sides)))
+    print_columns(out, (title, *_heads(sides)), rows)
 
 
-def _by_family(summary: Summary) -> dict[str, float]:
-    return {family_in_words(family): us for family, us in summary.by_family.items()}
+def _heads(sides: Sequence[compare.Side]) -> list[str]:
+    return [f"run {number}" for number in range(1, len(sides) + 1)]
+
+
+def _in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:
+    """Times (µs) in the unit that fits the largest, with as many decimals each; a dash where there is none."""
+    unit, _ = in_one_unit([one for one in values if one is not None])
+    scale = {"s": 1e6, "ms": 1e3, "µs": 1.0}[unit]
+    largest = max((one for one in values if one is not None), default=0.0) / scale
+    digits = 1 if largest >= 100 else 2 if largest >= 10 else 3
+    return unit, ["–" if one is None else f"{one / scale:,.{digits}f}" for one in values]
 
 
 def _by_op(summary: Summary) -> dict[str, float]:
-    return {name: one.self_us for name, one in summary.ops.items()}
+    return {name: one.self_us for name, one in summary.cpu.ops.items()}
 
 
-def _times(
-    out: Console, sides: Sequence[compare.Side], title: str, times: Sequence[dict[str, float]], view: View
-) -> None:
-    """One row a name, one column a run (by its number); where they differ most comes first."""
+def _by_families(out: Console, summaries: Sequence[Summary], view: View) -> None:
+    times = [{family_in_words(family): us for family, us in one.by_family.items()} for one in summaries]
+    _times(out, "GPU time of a step", times, view)
+    if any(map(gpu_work.overlap, summaries)):
+        out.print("summed by family (kernels overlap)")
+
+
+def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: View) -> None:
+    """One row a name, one column a run (by its number); where they differ most comes first, the rest is one row."""
     names = {name for one in times for name in one}
 
     def spread(name: str) -> float:
         values = [one.get(name, 0.0) for one in times]
         return max(values) - min(values)
 
+    ordered = sorted(names, key=lambda name: (-spread(name), name))
+    most = view.most(ROWS_SHOWN)
+    shown = ordered if most is None or len(ordered) <= most + 1 else ordered[:most]
+    values = [[one.get(name) for one in times] for name in shown]
+    if rest := ordered[len(shown) :]:
+        values.append([sum(one.get(name, 0.0) for name in rest) or None for one in times])
+    unit, cells = _in_columns([us for row in values for us in row])
+    columns = len(times)
     rows = [
-        (Name(name), *(us(one[name]) if name in one else "–" for one in times))
-        for name in sorted(names, key=lambda name: (-spread(name), name))[: view.most(ROWS_SHOWN)]
+        (Name(name), *cells[columns * row : columns * (row + 1)])
+        for row, name in enumerate([*shown, *([f"{len(rest):,} others"] if rest else [])])
     ]
-    heads = (title, *(f"run {number}" for number in range(1, len(sides) + 1)))
-    print_columns(out, heads, rows or [(Name("none"), *("–" for _ in sides))])
+    heads = (f"{title}, {unit}", *(f"run {number}" for number in range(1, columns + 1)))
+    print_columns(out, heads, rows or [(Name("none"), *("–" for _ in times))])
 
 
 def _differences(
-    out: Console, sides: Sequence[compare.Side], names: Sequence[str], before: bool, work: bool, ops: bool
+    out: Console,
+    sides: Sequence[compare.Side],
+    names: Sequence[str],
+    bases: Sequence[compare.Side],
+    work: bool,
+    ops: bool,
 ) -> None:
     """What changed and what stayed the same: a table, or below each other where there is no room for its columns."""
     first = sides[0]
@@ -147,14 +226,11 @@ def _differences(
         setup = compare.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
     else:
         setup = ", ".join(sorted(first.ops))
-    against = (
-        "(the first: each is set against the one before it)"
-        if before
-        else "(the first: what the others are set against)"
-    )
+    previous = any(base is not first for base in bases)
+    against = f"(the others are compared with {'the run before each' if previous else 'this run'})"
     rows = []
-    for number, side in enumerate(sides[1:]):
-        found = compare.difference(sides[number] if before else first, side)
+    for side, base in zip(sides[1:], bases[1:], strict=True):
+        found = compare.difference(base, side)
         changed = found.flags_changed + found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
         rows.append((changed or ("nothing",), same))

@@ -50,7 +50,7 @@ def measures(summary: Summary) -> dict[str, float | None]:
     """What a limit can be set on, of the step spoken of: times in µs, a share, counts and bytes; None: not told."""
     gpu = summary.has_gpu_work
     return {
-        "step": max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us),
+        "step": summary.recorded_step_us,
         "cpu": summary.chosen.cpu_us,
         "gpu": summary.chosen.gpu_busy_us if gpu else None,
         "gpu busy": summary.busy_share,

@@ -4,38 +4,51 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tracereader.findings.opportunity import Opportunity
+from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
 from tracereader.replay import Refused
-from tracereader.show.text import head, paragraph, percent, plain, print_columns
+from tracereader.show.text import Name, head, paragraph, percent, plain, print_columns, unit_of
 
-SHOWN = 5
+# Changes beside the first one whose times stand in the answer itself: all of it fits into the first 25 lines.
+SHOWN = 2
 
 
-def show(out: Console, found: Sequence[Opportunity] | Refused, all_of_them: bool) -> None:
-    """Each change with the step's time before and after it, the reason, and how to try it.
+def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool) -> None:
+    """The changes with the step's time before and after each; of the first one the reason and how to try it, too.
 
-    A saving that assumes a hardware limit or a typical rate is shown as "at most".
+    A saving that assumes a hardware limit or a typical rate is shown as "at most". everything: as many rows as there
+    are, each with its reason.
     """
     if isinstance(found, Refused):
-        paragraph(out, f"{head('try first', 'try')}: no change can be priced, because {found}")
+        paragraph(out, f"{head('try first', 'try')}: no change can be priced, because {plain(str(found))}", rest="  ")
         return
     if not found:
-        out.print(f"{head('try first', 'try')}: nothing that read-trace knows saves more than 2% of this step")
+        nothing = f"no change that read-trace knows saves more than {WORTH_SHOWING:.0%} of the recorded step"
+        paragraph(out, f"{head('try first', 'try')}: {nothing}", rest="  ")
         return
-    shown = found if all_of_them else found[:SHOWN]
-    unit, scale = ("ms", 1e3) if found[0].step_us >= 1e3 else ("µs", 1.0)
-    digits = 1 if found[0].step_us / scale >= 10 else 2
+    shown = found if everything else found[:SHOWN]
+    unit = unit_of([found[0].step_us], ms_from=1e3)
     rows = []
     for number, one in enumerate(shown, 1):
-        before, after = (f"{us / scale:,.{digits}f}" for us in (one.step_us, one.step_us_after))
         most = "at most " if one.basis == "bound" else ""
-        rows.append((f"{number} {one.title}", f"{before} -> {after}", most + percent(one.saves_us / one.step_us)))
-    with out.capture() as table:
-        print_columns(out, ("try first", f"step, {unit}", "saves"), rows, section="try")
-    lines = table.get().splitlines()
-    out.file.write(lines[0] + "\n")
-    for line, one in zip(lines[1:], shown, strict=True):
-        out.file.write(line + "\n")
-        paragraph(out, plain(f"{one.evidence}. Try: {one.how}"), "    ", "    ")
-    if len(found) > len(shown):
-        out.print(f"… and {len(found) - len(shown)} more (--only try)")
+        change = f"{unit(one.step_us)} -> {unit(one.step_us_after)}"
+        rows.append((Name(f"{number} {one.title}"), change, most + percent(one.saves_us / one.step_us)))
+    reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
+    print_columns(out, ("try first", f"recorded step, {unit.name}", "saves"), rows, section="try", below=reasons)
+
+
+def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
+    """What `show` left out: the reasons of the other changes, and how to try them."""
+    if isinstance(found, Refused) or len(found) < 2:
+        return
+    unit = unit_of([found[0].step_us], ms_from=1e3)
+    out.print("[bold]other changes, each by itself[/bold]")
+    for number, one in enumerate(found[1:], 2):
+        most = "at most " if one.basis == "bound" else ""
+        saved = f"; the step takes {unit(one.step_us_after)} {unit.name} after it, which saves {most}"
+        told = f"{one.title}{saved}{percent(one.saves_us / one.step_us)}" if number > SHOWN else one.title
+        paragraph(out, plain(told), f"  {number} ", "    ")
+        paragraph(out, plain(_reason(one)), "    ", "    ")
+
+
+def _reason(one: Opportunity) -> str:
+    return f"{one.evidence}. Try: {one.how}"

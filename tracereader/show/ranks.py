@@ -11,16 +11,20 @@ from tracereader.command import BadInput
 from tracereader.figures import reading
 from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
+from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
-from tracereader.show import lanes
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
+from tracereader.show import lanes, opportunities
+from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
 from tracereader.show.view import View
-from tracereader.trace import STEP
+from tracereader.trace import STEP, TraceError
 from tracereader.trace.document import DEFAULT_LIMIT
 
-SECTIONS = ("short", "gpu", "steps", "work", "lanes")
+SECTIONS = ("short", "try", "gpu", "steps", "work", "lanes")
 RANKS_SHOWN = 8
 STEPS_SHOWN = 3
 WAITS = lanes.WAITS
@@ -49,8 +53,8 @@ def opened(
 
 # What of the summary each section is made of; the rest is always there.
 SECTION_KEYS = {
-    "short": ("in_short", "straggler", "loss", "slow_link"), "gpu": ("ranks",), "steps": ("ranks",),
-    "work": ("matched", "kinds"),
+    "short": ("in_short", "straggler", "loss", "slow_link"), "try": ("opportunities",), "gpu": ("ranks",),
+    "steps": ("ranks",), "work": ("matched", "kinds"),
 }  # fmt: skip
 
 
@@ -65,19 +69,30 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
     return wanted
 
 
-def as_json(summary: RanksSummary, view: View) -> str:
+def _opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
+    """Raises BadInput where a trace that was read cannot be read again."""
+    try:
+        return rank_changes.opportunities(summary, limit)
+    except TraceError as problem:
+        raise BadInput(problem) from None
+
+
+def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> str:
     """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
-    Raises BadInput.
+    limit: of a trace that is read again, in bytes. Raises BadInput.
     """
     wanted = _wanted(summary, view)
-    document = msgspec.to_builtins(summary)
+    document = {"version": VERSION} | msgspec.to_builtins(summary)
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
     document["loss"] = msgspec.to_builtins(findings.loss(summary))
     document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
     document["in_short"] = findings.sentences(summary)
+    if "try" in wanted:
+        found = _opportunities(summary, limit)
+        document["opportunities"] = [] if isinstance(found, Refused) else msgspec.to_builtins(found)
     if view.only:
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
         left_out = {key for keys in SECTION_KEYS.values() for key in keys} - kept
@@ -85,13 +100,19 @@ def as_json(summary: RanksSummary, view: View) -> str:
     return strict_json(document)
 
 
-def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
-    """All that several ranks show: the answer first, the evidence below it. Raises BadInput."""
+def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
+    """All that several ranks show: the answer first, the evidence below it. Raises BadInput.
+
+    limit: of a trace that is read again, in bytes.
+    """
     wanted = _wanted(summary, view)
+    if not summary.on_gpu or not summary.matched:  # no change can be proposed
+        wanted = [name for name in wanted if name != "try"]
     if not lanes_wanted(view):
         wanted.remove("lanes")
     sections = {
         "short": lambda out: _in_short(out, summary),
+        "try": lambda out: opportunities.show(out, _opportunities(summary, limit), view.all),
         "gpu": lambda out: _ranks(out, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "work": lambda out: _collectives(out, summary, view),

@@ -1,4 +1,4 @@
-"""What repeats in a step, in one row; and a long step's pieces in order, with what repeats shown once."""
+"""What repeats in a step, in one row; and a long step's activities in order, with what repeats shown once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted, duration, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.show.lanes import Mark
-from tracereader.show.text import paragraph, percent, plain, print_columns, us
+from tracereader.show.text import Name, Unit, paragraph, percent, plain, print_columns, unit_of
 from tracereader.trace import Step
 
 # What repeats and takes less of a step's GPU time is not told.
 WORTH_A_ROW = 0.05
-ROWS_SHOWN = 4
-LONG = 40  # pieces
-BETWEEN = 3  # pieces shown of those before, between and after
+ROWS_SHOWN = 8
+LONG = 40  # activities
+BETWEEN = 3  # activities shown of those before, between and after
 # A stretch that takes this many times the median one is pointed at: of the H200's traces equal layers
 # differ by up to 1.11.
 STANDS_OUT = 1.2
 
 
 def told(summary: Summary) -> list[Repeat]:
-    """The repeats that are worth a row, in order; none of a step that is short enough to be read piece by piece."""
+    """The repeats that are worth a row, in order; none of a step that is short enough to be read as a whole."""
     if len(summary.gpu_work) <= LONG:
         return []
     total = summary.summed_us
@@ -39,23 +39,33 @@ def table(out: Console, summary: Summary) -> None:
     """Each run of equal stretches as a row, with the rest of the step; then what one stretch consists of."""
     total, shown = summary.summed_us, told(summary)
     largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
+    each_us = unit_of([one.high_us for one in largest])
+    in_all = unit_of([total])
     rows = []
-    facts = summary.decoding.facts if summary.decoding else None
+    facts = summary.llm.decoding.facts if summary.llm.decoding else None
     for one in sorted(largest, key=lambda one: one.start):
-        each = facts.layers / one.times if facts and facts.layers else 1
+        each = facts.layers / one.times if facts and facts.layers and not one.replays else 1
         layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
-        rows.append(_row(f"{one.times} x {one.pieces:,} pieces, from piece {one.start + 1:,}{layers}", one, total))
+        where = "replays of a CUDA graph" if one.replays else f"from {one.start + 1:,}{layers}"
+        name = Name(f"{one.times} x {one.pieces:,} activities, {where}")
+        rows.append(_row(name, one, each_us, in_all, total))
         if one.inside:
-            rows.append(_row(f"  each: {one.inside.times} x {one.inside.pieces:,} pieces", one.inside, None))
+            name = f"  each: {one.inside.times} x {one.inside.pieces:,} activities"
+            rows.append(_row(name, one.inside, each_us, in_all, None))
     outside = total - sum(one.total_us for one in largest)
     pieces = len(summary.gpu_work) - sum(one.pieces * one.times for one in largest)
     if pieces:
-        rows.append((f"outside them: {counted(pieces, 'piece')}", "", "", "", us(outside), percent(outside / total)))
-    step = f" of {'step ' * summary.has_steps}{summary.chosen.number}"
-    print_columns(out, (f"GPU work{step} that repeats", "µs each", "range", "CPU µs each", "µs in all", "share"), rows)
+        name = f"outside: {counted(pieces, 'activity', 'activities')}"
+        rows.append((name, "", "", "", in_all(outside), percent(outside / total)))
+    step = f"{'step ' * summary.source.has_steps}{summary.chosen.number}"
+    heads = (
+        f"what repeats in {step}", f"GPU {each_us.name}", "range", f"CPU {each_us.name}",
+        f"in all, {in_all.name}", "of GPU work",
+    )  # fmt: skip
+    print_columns(out, heads, rows)
     if overlap(summary):
-        together = duration(summary.chosen.gpu_busy_us)
-        paragraph(out, f"sums, since kernels overlap: the step's GPU work takes {together} together", "  ", "    ")
+        busy = duration(summary.chosen.gpu_busy_us)
+        paragraph(out, f"these are sums, and kernels overlap: the GPU is busy {busy} of the step", "  ", "    ")
     for one in largest:
         if one.us and one.high_us > STANDS_OUT * one.us:
             longest = f"the longest of the {one.times}, number {one.longest}"
@@ -66,68 +76,82 @@ def table(out: Console, summary: Summary) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A piece of GPU work, or the piece at one place in each of `times` stretches; a gap of `left_out` pieces."""
+    """A GPU activity, or that at one place in each of `times` stretches; a gap of `left_out` activities."""
 
     work: GpuWork | None
     times: int = 1
     left_out: int = 0
+    left_out_us: float = 0.0
 
 
 def in_order(summary: Summary) -> list[Row]:
-    """A step's GPU work in order: one stretch stands for all of its kind, and of what lies between a few pieces."""
+    """A step's GPU activities in order: one stretch stands for all of its kind, a few for what lies between."""
+    starting = {repeat.start: repeat for repeat in told(summary)}
+    inside = {place for repeat in starting.values() for places in repeat.places for place in places}
     rows: list[Row] = []
-    reached = 0
-    for repeat in told(summary):
-        rows += _between(summary.gpu_work[reached : repeat.start])
-        for place in range(repeat.start, repeat.start + repeat.pieces):
-            same = summary.gpu_work[place : repeat.end : repeat.pieces]
-            asked = Counter()
-            for one in same:
-                asked[one.asked_by] += one.us
-            folded = msgspec.structs.replace(
-                same[0],
-                asked_by=mostly(asked),
-                us=median(one.us for one in same),
-                low_us=min(one.low_us for one in same),
-                high_us=max(one.high_us for one in same),
-                grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
-            )
-            rows.append(Row(folded, repeat.times))
-        reached = repeat.end
-    return rows + _between(summary.gpu_work[reached:])
+    between: list[GpuWork] = []
+    for place, work in enumerate(summary.gpu_work):
+        if repeat := starting.get(place):
+            rows += _between(between)
+            rows += [_folded(summary, places) for places in zip(*repeat.places, strict=True)]
+            between = []
+        elif place not in inside:
+            between.append(work)
+    return rows + _between(between)
+
+
+def _folded(summary: Summary, places: Sequence[int]) -> Row:
+    """The activities at one place of each stretch, as one."""
+    same = [summary.gpu_work[place] for place in places]
+    asked = Counter()
+    for one in same:
+        asked[one.asked_by] += one.us
+    folded = msgspec.structs.replace(
+        same[0],
+        asked_by=mostly(asked),
+        us=median(one.us for one in same),
+        low_us=min(one.low_us for one in same),
+        high_us=max(one.high_us for one in same),
+        grid=same[0].grid if all(one.grid == same[0].grid for one in same) else None,
+    )
+    return Row(folded, len(same))
 
 
 def _between(work: Sequence[GpuWork]) -> list[Row]:
     if len(work) <= BETWEEN + 1:
         return [Row(one) for one in work]
-    return [*(Row(one) for one in work[:BETWEEN]), Row(None, left_out=len(work) - BETWEEN)]
+    rest = work[BETWEEN:]
+    return [
+        *(Row(one) for one in work[:BETWEEN]),
+        Row(None, left_out=len(rest), left_out_us=sum(one.us for one in rest)),
+    ]
 
 
 def marks(step: Step, summary: Summary) -> list[Mark]:
-    """Each stretch as a slice of the GPU's lane, from its first piece's start to its last one's end."""
+    """Each stretch as a slice of the GPU's lane, from its first activity's start to its last one's end."""
     found = []
     for repeat in told(summary):
-        for number in range(repeat.times):
-            work = step.work[repeat.start + number * repeat.pieces :][: repeat.pieces]
-            found.append(Mark(str(number + 1), work[0].start, max(one.end for one in work)))
+        for number, places in enumerate(repeat.places, 1):
+            work = [step.work[place] for place in places]
+            found.append(Mark(str(number), min(one.start for one in work), max(one.end for one in work)))
     return found
 
 
-def _row(name: str, one: Repeat, total: float | None) -> tuple[str, ...]:
+def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) -> tuple[str, ...]:
     return (
         name,
-        us(one.us),
-        f"{us(one.low_us)}–{us(one.high_us)}",
-        us(one.cpu_us),
-        us(one.total_us),
+        each(one.us),
+        each.range(one.low_us, one.high_us),
+        each(one.cpu_us),
+        in_all(one.total_us),
         percent(one.total_us / total) if total else "",
     )
 
 
 def _families(summary: Summary, one: Repeat) -> str:
-    """The GPU time of the stretches by family of kernel, as shares, with pieces of one."""
+    """The GPU time of the stretches by family of kernel, as shares, with activities of one."""
     time, pieces = Counter(), Counter()
-    for work in summary.gpu_work[one.start : one.end]:
+    for work in (summary.gpu_work[place] for places in one.places for place in places):
         time[work.family] += work.us
         pieces[work.family] += 1
     return ", ".join(

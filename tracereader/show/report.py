@@ -2,24 +2,30 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from rich.console import Console
 
 from tracereader import expect
 from tracereader.command import SECTIONS, BadInput
 from tracereader.figures import Summary, summarize
+from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
+from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.layers import layer_names
+from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
-from tracereader.findings import cheatsheet, decoding, steps
+from tracereader.findings import cheatsheet, decoding, recording, steps
 from tracereader.findings.finding import counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
-from tracereader.show import chain, guesses, lanes, repeats, training, work
+from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
+from tracereader.show import chain, lanes, predictions, repeats, training, work
+from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
@@ -28,35 +34,26 @@ from tracereader.show.text import (
     ascii_only,
     console,
     head,
-    lines_of,
     paragraph,
     percent,
     plain,
     print_columns,
     print_whole,
-    seconds,
     shown_path,
-    us,
+    unit_of,
 )
-from tracereader.show.view import View, and_more
+from tracereader.show.view import View, others
 from tracereader.trace import STEP, Step, Trace, TraceError, read
 from tracereader.trace.document import DEFAULT_LIMIT
-from tracereader.trace.kernel_names import labels, short
+from tracereader.trace.kernel_names import cut, labels
 from tracereader.trace.labels import INDUCTORS_CALL
 
-STEPS_SHOWN = 8
-# A step with more pieces of GPU work is folded: by name, the costliest first.
-SMALL = 40
-ROWS_SHOWN = 5
-LABELS_NAMED, OPS_NAMED, WORTH_NAMING = 4, 3, 0.01
-# Lines of a report that nobody asked all of; and how much of every table it shows: the first that fits.
-LINES = 80
-SHARES = (1.0, 0.6, 0.4, 0.2)
-UNSHARED = ("lanes", "chain", "repeats")  # what looks alike whatever the share
-# Left out, the first one first, where even the least of every table is too long.
-LEFT_OUT_FIRST = ("series", "names", "cpu", "chain", "patterns", "repeats", "training", "work", "kernels")
-OF_THE_GPU = ("gpu", "kernels", "work", "names", "starts", "repeats")
-PATTERNS_SHOWN = 12
+# A step with at most so many GPU activities is shown activity by activity; a larger one by kernel and family.
+SMALL = 12
+STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
+WIDE = 100  # columns: in fewer, a table of kernels has no room for the ops that launch them
+ALWAYS = "always"  # in place of a section's name
+OF_THE_GPU = ("gpu", "try", "kernels", "work", "names", "starts", "repeats")
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 
 
@@ -89,140 +86,150 @@ def explain_file(path: Path, view: View) -> Summary:
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
     """All that one trace shows: the answer first, the evidence below it."""
-    guessed = guesses.guesses_of(trace)
-    wanted = _wanted(summary, bool(guessed), view)
+    predicted = predictions.predictions_of(trace)
+    wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
-    found = cheatsheet.found(summary)
+    changes = opportunities(trace, summary) if {"try", "patterns"} & wanted else ()
+    found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    sections: dict[str, Callable[[View], None]] = {
-        "short": lambda view: _in_short(out, summary, found, view),
-        "table": lambda view: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view.brief, view.all),
-        "guesses": lambda view: guesses.show(out, guessed, summary, view),
-        "steps": lambda view: _steps(out, summary, view),
-        "lanes": lambda view: _lanes(out, trace, step, summary),
-        "gpu": lambda view: _gpu_time(out, summary, view),
-        "training": lambda view: training.show(out, summary, view.most(ROWS_SHOWN), ascii_only(out)),
-        "repeats": lambda view: repeats.table(out, summary),
-        "kernels": lambda view: _kernels(out, summary, view),
-        "cpu": lambda view: _cpu(out, summary, view),
-        "work": lambda view: work.show(out, summary, view),
-        "names": lambda view: work.names(out, summary, view),
-        "starts": lambda view: starts_of.show(out, starts(trace, step), summary.chosen.number, view.all),
-        "series": lambda view: series_of.show(
-            out, over_steps, bool(view.only or view.all), view.all, ascii_only(out), summary.lesson is not None
-        ),
-        "chain": lambda view: chain.show(out, summary, view),
-        "patterns": lambda view: _patterns(out, summary, found, view),
-    }
-
-    same: dict[str, str] = {}
-
-    def written(view: View) -> dict[str, str]:
-        found = {}
-        with out.capture() as top:
-            _header(out, summary, view)
-        for name in SECTIONS:
-            if name in wanted and name not in same:
-                with out.capture() as section:
-                    if name != "short" or not view.brief:
-                        out.print()
-                    sections[name](view)
-                found[name] = section.get()
-                if name in UNSHARED:
-                    same[name] = found[name]
-            elif name in wanted:
-                found[name] = same[name]
-        return {"head": top.get(), **found}
-
-    fitted = view.brief or view.all or view.only
-    parts, left_out = (written(view), []) if fitted else _fitting(written, view, out.width)
-    out.file.write("".join(parts.values()))
-    if left_out:
-        said = f"left out, to fit {LINES} lines: {', '.join(left_out)} (--only {','.join(left_out)}, or --all)"
-        paragraph(out, said, rest="  ")
-    absent = [name for name in view.only or () if not parts.get(name, "").strip()]
+    # In this order. What stands twice has its answer above and its evidence below.
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("short", lambda: _regime(out, summary, view)),
+        ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual)),
+        ("gpu", lambda: _where_the_step_goes(out, summary, view)),
+        ("cpu", lambda: _ops_of_the_step(out, summary, view)),
+        ("short", lambda: _tokens(out, summary)),
+        (ALWAYS, lambda: _notes(out, summary)),
+        ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
+        ("guesses", lambda: predictions.show(out, predicted, summary, view)),
+        ("steps", lambda: _steps(out, summary, view)),
+        ("lanes", lambda: _lanes(out, trace, step, summary)),
+        ("gpu", lambda: _gpu_time(out, summary, view)),
+        ("training", lambda: training.show(out, summary, view, ascii_only(out))),
+        ("table", lambda: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view)),
+        ("repeats", lambda: repeats.table(out, summary)),
+        ("kernels", lambda: _kernels(out, summary, view)),
+        ("cpu", lambda: _cpu(out, summary, view)),
+        ("work", lambda: work.show(out, summary, view)),
+        ("names", lambda: work.names(out, summary, view)),
+        ("starts", lambda: starts_of.show(out, starts(trace, step), summary.chosen.number, view)),
+        ("series", lambda: series_of.show(out, over_steps, view, ascii_only(out), bool(summary.source.facts.script))),
+        ("chain", lambda: chain.show(out, summary, view)),
+        ("patterns", lambda: _patterns(out, summary, found, view)),
+    ]
+    told = set()
+    _header(out, summary)
+    for name, part in parts:
+        if name in wanted or name == ALWAYS:
+            with out.capture() as section:
+                part()
+            if text := section.get():
+                out.file.write(f"\n{text}")
+                told.add(name)
+    absent = [name for name in view.only or () if name not in told]
     if absent:
         out.print()
     for name in absent:
-        why = " (no GPU work)" if name in OF_THE_GPU and not summary.has_gpu_work else ""
+        why = " (no GPU activity)" if name in OF_THE_GPU and not summary.has_gpu_work else ""
         out.print(f"{name}: nothing of it in this trace{why}")
-    if view.brief and not (view.only or view.all):
+    if view.brief and view.usual:
         out.print()
         print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
 
 
-def _wanted(summary: Summary, guessed: bool, view: View) -> set[str]:
+def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     """The sections that this view shows of this trace."""
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"kernels", "work", "names", "starts"}
-    if not (view.only or view.all):
+        wanted -= {"try", "kernels", "work", "names", "starts"}
+    if view.usual:
         wanted.discard("starts")
         if not view.brief:
             wanted.discard("table")  # what it sums up stands below, step by step
         if len(summary.steps) < series_of.ENOUGH:
             wanted.discard("series")
-        # A small step is shown piece by piece, a large one by name and family.
-        small = summary.has_gpu_work and len(summary.gpu_work) <= SMALL
-        wanted -= {"kernels", "cpu"} if small else {"work", "names"}
+        wanted -= _says_nothing(summary)
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
     if not repeats.told(summary):
         wanted.discard("repeats")
     if not training.tells(summary):
         wanted.discard("training")
-    if not guessed:
+    if not predicted:
         wanted.discard("guesses")
     if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
-        wanted.discard("steps")  # drawn; and a guess speaks of the first one
+        wanted.discard("steps")  # drawn; and a prediction speaks of the first one
     return wanted
 
 
-def _fitting(written: Callable[[View], dict[str, str]], view: View, width: int) -> tuple[dict[str, str], list[str]]:
-    """The report with as much of every table as fits into LINES, and the sections that had to be left out."""
-    for share in SHARES:
-        parts = written(replace(view, share=share))
-        if sum(lines_of(part, width) for part in parts.values()) <= LINES:
-            return parts, []
-    left_out = []
-    for name in LEFT_OUT_FIRST:
-        if sum(lines_of(part, width) for part in parts.values()) <= LINES - 2:  # what is left out is said, too
-            break
-        if parts.pop(name, None):
-            left_out.append(name)
-    return parts, left_out
+def _says_nothing(summary: Summary) -> set[str]:
+    """The sections that an unasked report leaves out, because others say it or because it does not matter here."""
+    if not summary.has_gpu_work:
+        return set()
+    small = len(summary.gpu_work) <= SMALL
+    gone = {"kernels"} if small else {"work"}
+    if not (small or summary.source.facts.script):
+        gone.add("names")
+    if summary.waits_for not in ("overhead", None) and not (small or summary.source.facts.script):
+        gone.add("chain")  # the CPU runs ahead of the GPU
+    return gone | {"cpu"}  # where the GPU waits for the CPU, the table of those waits has the ops
 
 
-def _header(out: Console, summary: Summary, view: View) -> None:
-    """What was recorded: device, rank, steps, and how much work a step is."""
-    nothing = "no GPU work recorded" if any("Launch" in name for name in summary.runtime) else "CPU only"
-    words = [", ".join(dict.fromkeys(summary.devices)) or nothing]
-    if len(summary.devices) > 1:
-        words[0] += f" ({len(summary.devices)} GPUs)"
-    if summary.rank is not None:
-        words.append(f"rank {summary.rank} of {summary.world_size}")
-    if summary.has_steps:
-        count, first, last = len(summary.steps), summary.steps[0].number, summary.steps[-1].number
-        words.append(
-            f"{count} steps, median {_step_time(summary)}, {first} to {last}"
-            if count > 1
-            else f"one step of {_step_time(summary)}, {first}"
-        )
+def _header(out: Console, summary: Summary) -> None:
+    """What was recorded: the device, the rank, the steps, and how many kernels a step has."""
+    nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
+    if summary.waits_for == "capture":
+        nothing = "no GPU activity"  # a capture runs nothing
+    words = [", ".join(dict.fromkeys(summary.source.devices)) or nothing]
+    if len(summary.source.devices) > 1:
+        words[0] += f" ({len(summary.source.devices)} GPUs)"
+    if summary.source.rank is not None:
+        words.append(f"rank {summary.source.rank} of {summary.source.world_size}")
+    step_us = duration(summary.recorded_step_us)
+    if summary.source.has_steps:
+        count = len(summary.steps)
+        words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
     else:
-        words.append(f"no profiler steps: {duration(summary.cpu_us)}, read as one")
+        words.append(f"no profiler steps: {step_us}, read as one")
+    if (known := summary.unprofiled_step_us) is not None:
+        words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:
-        words.append(f"{counted(len(summary.gpu_work), 'piece')} of GPU work a step")
-    took = (summary.lesson or {}).get("facts", {}).get("first_call_s")
-    if isinstance(took, float) and took > 0 and not view.brief:  # a script has said it already
-        words.append(f"first call {seconds(took)}")
+        words.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
     paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
+
+
+def _regime(out: Console, summary: Summary, view: View) -> None:
+    """What limits the step, with the figures that decide it, and what the step is without the profiler."""
+    word, figures = steps.waiting(summary)
+    recorded = " while it is recorded" * recording.changes_the_regime(summary)
+    sentences = [f"{head(_begun(word), 'short')}{recorded}.", f"{plain(_begun(figures))}."]
+    sentences.append(plain(recording.unprofiled(summary)))
+    if view.brief and (means := cheatsheet.what_to_do(summary)):
+        sentences.append(plain(means.partition(": ")[2] or means))
+    paragraph(out, " ".join(filter(None, sentences)))
+
+
+def _begun(sentence: str) -> str:
+    """With a capital at its beginning."""
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _tokens(out: Console, summary: Summary) -> None:
+    """How many tokens a second a language model's step gives, and what would allow more."""
+    for line in decoding.in_words(summary):
+        paragraph(out, plain(_begun(line)), rest="  ")
+
+
+def _notes(out: Console, summary: Summary) -> None:
+    """What has to be known of the trace itself."""
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
-    for text in summary.warnings:
+    busy = steps.busy_machine(summary)
+    for text in [*summary.source.warnings, *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 
@@ -233,165 +240,189 @@ def _left_out_for(summary: Summary) -> str:
     return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
 
 
-def _step_time(summary: Summary) -> str:
-    """The typical step's: where the CPU runs ahead, a step lasts as long as its GPU work."""
-    on_gpu, on_cpu = summary.gpu_us, duration(summary.cpu_us)
-    return f"{duration(on_gpu)} on the GPU, {on_cpu} on the CPU" if on_gpu > summary.cpu_us else on_cpu
+def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
+    """The GPU's time per step, as recorded, in rows that add up to it."""
+    gpu, count = summary.steady, _steady_steps(summary)
+    names = {"copy": "copy kernels"}
+    rows = [
+        (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
+    ]
+    rows += [
+        ("exposed communication", gpu.exposed_communication_us),
+        ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
+        ("idle, waiting for CPU launches", gpu.idle_not_launched_us),
+        ("idle, next activity launched, not started", gpu.idle_launched_us),
+        ("idle, next activity's launch not in the trace", gpu.idle_unknown_us),
+    ]
+    rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
+    whole = sum(us for _, us in rows)
+    shown, rest = view.parted(rows)
+    unit = unit_of([whole], ms_from=1e3)
+    told = [*shown, *[(others(rest), sum(us for _, us in rest))] * bool(rest)]
+    cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in told]
+    whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
+    mean = f", mean of {count:,}" * (count > 1)
+    title = f"where the step goes{whose}: {unit(whole)} {unit.name} as recorded{mean}"
+    print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
 
 
-def _in_short(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
-    word, figures = steps.waiting(summary)
-    lines = [f"[bold]{word}[/bold]: {figures}"]
+def _steady_steps(summary: Summary) -> int:
+    """How many steps the steady window holds: from one step's first GPU activity to the last step's."""
+    working = [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us]
+    return max(1, len(working) - 1)
+
+
+def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
+    """Of a step without GPU activity: its time by op, which adds up where one thread runs the ops."""
     if summary.has_gpu_work:
-        step = summary.chosen
-        waits = sum(one.self_us for name, one in summary.runtime.items() if "Synchronize" in name or "Memcpy" in name)
-        loading = summary.training.loading.us if summary.training.loading else 0.0
-        each = f", one for every {duration(step.cpu_us / step.launches)} of CPU time" if step.launches else ""
-        if step.launches == 1:
-            each = f", {duration(step.cpu_us)} of CPU time"
-        if max(waits, loading) > 0.1 * step.cpu_us:  # the CPU's time is not what launching takes
-            what = "waiting for the DataLoader" if loading > waits else "in synchronizations and copies"
-            each = f"; {duration(max(waits, loading))} of its CPU time {what}"
-        busiest = f" on the busiest of {len(summary.devices)} GPUs" if len(summary.devices) > 1 else ""
-        lines.append(
-            f"{counted(step.launches, 'launch', 'launches')} a step{each}; "
-            f"the work itself takes {duration(summary.gpu_us)} a step{busiest}"
-        )
-        shares = [
-            f"{one.share:.0%} {family_in_words(one.family)}" for one in summary.families[:4] if one.share >= 0.005
-        ]
-        if not view.brief:
-            summed = "the kernels' time, summed since they overlap" if overlap(summary) else "the GPU's time"
-            lines.append(f"of {summed}: {', '.join(shares)}")
-    else:
-        lines += _cpu_in_short(summary)
-    lines += [plain(line) for line in decoding.in_words(summary)]
-    lines += [f"{plain(one.see)}: {plain(said.evidence)}" for one, said in cheatsheet.costliest(summary, found)]
-    if view.brief and (means := cheatsheet.what_to_do(summary)):
-        lines.append(plain(means.partition(": ")[2] or means))
-    for number, line in enumerate(lines):
-        paragraph(out, line, f"{' ' * 8 if number else head('in short', 'short')}   ", " " * 11)
-
-
-def _cpu_in_short(summary: Summary) -> list[str]:
-    """Where a step's time is on the CPU: in which labels and ops, and how much of it in none."""
-    step_us = summary.chosen.cpu_us
-    own: dict[str, float] = {}
-    for call in summary.chain:
-        if is_op(call):
-            name = _by_its_kind(call.name)
-            own[name] = own.get(name, 0.0) + call.self_us
-    if not own or not step_us:
-        return []
-    lines = []
-    places = summary.by_phase or summary.by_label
-    phases = {_by_its_kind(one.name): one.cpu_us / step_us for one in places if one.cpu_us}
-    if told := _shares(phases, sorted(phases, key=phases.get)[-LABELS_NAMED:]):
-        lines.append(f"by {'phase' if summary.by_phase else 'label'}, of a step: {told}")
-    largest = sorted(own, key=own.get, reverse=True)[:OPS_NAMED]
-    if told := _shares({name: own[name] / step_us for name in largest}, largest):
-        summed = f", summed over {summary.op_threads} threads" if summary.op_threads > 1 else ""
-        lines.append(f"ops by their own time{summed}, of a step: {told}")
-    outside = summary.outside_ops
-    if outside is not None and 0.05 < outside <= steps.MUCH_IDLE:  # more of it stands in the first line
-        lines.append(f"{outside:.0%} of the step is in no recorded op")
-    return lines
-
-
-def _by_its_kind(name: str) -> str:
-    return "Inductor's graph" if name.startswith(INDUCTORS_CALL) else short(name, 40)
-
-
-def _shares(shares: dict[str, float], chosen: Sequence[str]) -> str:
-    """The chosen ones in their order, of 1% and more."""
-    told = [name for name, share in shares.items() if name in chosen and share >= WORTH_NAMING]
-    return ", ".join(f"{plain(name)} {shares[name]:.0%}" for name in told)
+        return
+    step_us, one_thread = summary.chosen.cpu_us, summary.cpu.op_threads <= 1
+    ops: dict[str, list[Call]] = {}
+    for call in filter(is_op, summary.cpu.chain):
+        name = "Inductor's graph" if call.name.startswith(INDUCTORS_CALL) else call.name
+        ops.setdefault(name, []).append(call)
+    times = [
+        (name, sum(one.self_us for one in same), sum(one.us for one in same), len(same)) for name, same in ops.items()
+    ]
+    shown, rest = view.parted(sorted(times, key=lambda row: -row[1]))
+    named = labels([name for name, *_ in shown], 50)
+    rows = [(Name(named[name]), *figures) for name, *figures in shown]
+    if rest:
+        rows.append((others(rest), sum(own for _, own, _, _ in rest), None, sum(calls for *_, calls in rest)))
+    if summary.cpu.outside_ops and step_us:
+        rows.append(("in no recorded op", summary.cpu.outside_ops * step_us, None, None))
+    unit = unit_of([step_us], ms_from=1e3)
+    cells = [
+        (name, unit(own), f"{own / step_us:.1%}" if step_us else "", unit(total) if total is not None else "",
+         f"{calls:,}" if calls is not None else "")
+        for name, own, total, calls in rows
+    ]  # fmt: skip
+    if not cells:
+        return
+    title = "where the step goes" if one_thread else f"where the step goes, over {summary.cpu.op_threads} threads"
+    print_columns(out, (title, f"self {unit.name}", "share", f"total {unit.name}", "calls"), cells, section="cpu")
 
 
 def _gpu_time(out: Console, summary: Summary, view: View) -> None:
-    """The window's time, adding up; then the same by family of kernel."""
-    gpu, window = summary.gpu, summary.window_us
-    rows = [
-        ("compute", gpu.compute_us), ("communication, nothing beside it", gpu.exposed_communication_us),
-        ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
-        ("idle: next piece not launched yet", gpu.idle_not_launched_us),
-        ("idle: next piece launched, and waiting", gpu.idle_launched_us),
-        ("idle: its launch is not in the trace", gpu.idle_unknown_us),
-    ]  # fmt: skip
-    shown = [(name, us(value), f"{value / window:.1%}") for name, value in rows if value]
-    reaches = "the wide first step included" if summary.after_first else "from the first step's start on"
-    shown.append((f"the whole window, {reaches}", us(window), "100%"))
-    title = "time of the busiest GPU" if len(summary.devices) > 1 else "time of the GPU"
-    print_columns(out, (title, "µs", "share"), shown, section="gpu")
-    for name, value in list(summary.idle_in.items())[:3]:
-        if value > 0.1 * sum(summary.idle_in.values()):
-            waits = f"a step's GPU waits while the launching thread is in {plain(short(name, 50))}: {us(value)} µs"
-            paragraph(out, waits, "  ", "    ")
+    """Where the GPU's time comes from: what the CPU was in while the GPU waited, phases, modules, families."""
+    tables = []
+    waits = {name: us for name, us in summary.idle_in.items() if us}
+    idle = sum(waits.values())
+    if idle > steps.SOME_IDLE * summary.recorded_step_us or (waits and not view.usual):
+        shown, rest = view.parted(list(waits.items()))
+        unit = unit_of([*(us for _, us in shown), sum(us for _, us in rest)])
+        named = labels([name for name, _ in shown], 50)
+        rows = [(Name(named[name]), unit(us), percent(us / idle)) for name, us in shown]
+        if rest:
+            us = sum(us for _, us in rest)
+            rows.append((others(rest), unit(us), percent(us / idle)))
+        functions = {
+            place: f"of that {_functions(summary.idle_python)}"
+            for place, (name, _) in enumerate(shown)
+            if name == BETWEEN_OPS and summary.idle_python
+        }
+        heads = ("the GPU waits while the launching thread is in", unit.name, "of the wait")
+        tables.append((heads, rows, functions))
     for title, places in (
-        ("GPU work of a step, by phase (from autograd)", summary.by_phase),
-        ("GPU work of a step, summed by label", () if summary.by_phase else summary.by_label),
-        ("by module", summary.by_module_class),
+        ("GPU time of a step, by phase (from autograd)", summary.places.by_phase),
+        ("GPU time of a step, summed by annotation", () if summary.places.by_phase else summary.places.by_label),
+        ("GPU time of a step, by module", summary.places.by_module_class),
     ):
-        shown = places[: view.most(ROWS_SHOWN)]
-        if shown:
-            named = labels([one.name for one in shown], 50)
-            rows = [(Name(named[one.name]), us(one.gpu_us), f"{one.pieces:,}", us(one.cpu_us)) for one in shown]
-            print_columns(out, (title, "GPU µs", "pieces", "CPU µs"), rows)
-            and_more(out, len(places), len(rows))
-    if len(summary.gpu_work) <= SMALL and not (view.only or view.all):
-        return  # the answer has the families already
-    out.print()
-    families = [
-        (family_in_words(one.family), us(one.us), f"{one.share:.1%}", f"{one.pieces:,}")
-        for one in summary.families[: view.most(ROWS_SHOWN)]
-    ]
-    title = "summed by family (kernels overlap)" if overlap(summary) else "by family"
-    print_columns(out, (title, "µs", "share", "pieces"), families)
-    and_more(out, len(summary.families), len(families))
+        if places:
+            tables.append((*_places(title, places, view), {}))
+    if overlap(summary) or not view.usual:
+        families = summary.families
+        shown, rest = view.parted(families)
+        unit = unit_of([one.us for one in families])
+        rows = [(family_in_words(one.family), unit(one.us), f"{one.share:.1%}", f"{one.pieces:,}") for one in shown]
+        if rest:
+            summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
+            rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
+        title = "all steps, summed by family (kernels overlap)" if overlap(summary) else "all steps, by family"
+        tables.append(((title, unit.name, "of GPU work", "activities"), rows, {}))
+    for number, (heads, rows, below) in enumerate(tables):
+        if number:
+            out.print()
+        print_columns(out, heads, rows, below=below)
+
+
+def _functions(times: dict[str, float]) -> str:
+    """The Python functions in which most of some time went."""
+    largest = list(times.items())[:FUNCTIONS_NAMED]
+    return ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
+
+
+def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[str], list[tuple]]:
+    """The heads and the rows of a table of places in the program."""
+    shown, rest = view.parted(places)
+    gpu = unit_of([one.gpu_us for one in places] + [sum(one.gpu_us for one in rest)])
+    cpu = unit_of([one.cpu_us for one in places])
+    on_cpu = any(one.cpu_us is not None for one in places)
+    named = labels([one.name for one in shown], 50)
+    rows = [(Name(named[one.name]), gpu(one.gpu_us), f"{one.pieces:,}", *[cpu(one.cpu_us)] * on_cpu) for one in shown]
+    if rest:
+        count = sum(one.pieces for one in rest)
+        rows.append((others(rest), gpu(sum(one.gpu_us for one in rest)), f"{count:,}", *[""] * on_cpu))
+    return (title, f"GPU {gpu.name}", "activities", *[f"CPU {cpu.name}"] * on_cpu), rows
 
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
-    shown = summary.kernels[: view.most(ROWS_SHOWN)]
+    shown, rest = view.parted(summary.kernels)
+    room = out.width >= WIDE or not view.usual  # else the names give way to the ops that launch them
     named = labels([one.name for one in shown], 60)
     asking = labels([one.asked_by for one in shown], 28)
+    total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
+    each = unit_of([one.mean_us for one in shown])
     rows = [
         (
             Name(named[one.name]),
-            Name(asking[one.asked_by]),
+            *[Name(asking[one.asked_by])] * room,
             f"{one.count:,}",
-            us(one.total_us),
-            us(one.median_us),
-            us(one.mean_us),
+            total(one.total_us),
+            each(one.median_us),
+            each(one.mean_us),
             f"{one.share:.1%}",
         )
         for one in shown
     ]
-    heads = ("GPU work by name, all steps", "from", "times", "total µs", "median", "mean", "share")
-    print_columns(out, heads, rows, left=(0, 1), section="kernels")
-    and_more(out, len(summary.kernels), len(rows))
+    if rest:
+        count, us, share = (sum(getattr(one, key) for one in rest) for key in ("count", "total_us", "share"))
+        rows.append((others(rest), *[""] * room, f"{count:,}", total(us), "", "", f"{share:.1%}"))
+    heads = (
+        "all steps, by name", *["from"] * room, "times", f"total {total.name}", f"median {each.name}",
+        f"mean {each.name}", "of GPU work",
+    )  # fmt: skip
+    print_columns(out, heads, rows, left=(0, 1) if room else (0,), section="kernels")
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
-    """The ops' own time; calls of the driver apart, since many of them wait."""
-    for title, table in (("CPU ops by self time, one step", summary.ops), ("calls of the driver", summary.runtime)):
-        ordered = sorted(table.items(), key=lambda item: -item[1].self_us)
-        shown = ordered[: view.most(ROWS_SHOWN)]
+    """The ops and the CUDA runtime API calls by self time; the latter apart, since many of them wait."""
+    tables = [("CUDA runtime API calls, one step", summary.cpu.runtime)]
+    if summary.has_gpu_work:  # else the ops stand above
+        tables.insert(0, ("CPU ops by self time, one step", summary.cpu.ops))
+    for title, table in tables:
+        shown, rest = view.parted(sorted(table.items(), key=lambda item: -item[1].self_us))
         named = labels([name for name, _ in shown], 60)
-        rows = [(Name(named[name]), us(one.self_us), us(one.total_us), f"{one.calls:,}") for name, one in shown]
+        unit = unit_of([*(one.total_us for _, one in shown), sum(one.self_us for _, one in rest)])
+        rows = [(Name(named[name]), unit(one.self_us), unit(one.total_us), f"{one.calls:,}") for name, one in shown]
+        if rest:
+            own, calls = sum(one.self_us for _, one in rest), sum(one.calls for _, one in rest)
+            rows.append((others(rest), unit(own), "", f"{calls:,}"))
         if rows:
-            print_columns(out, (title, "self µs", "total µs", "calls"), rows, section="cpu")
-            and_more(out, len(ordered), len(rows))
+            if title is not tables[0][0]:
+                out.print()
+            print_columns(out, (title, f"self {unit.name}", f"total {unit.name}", "calls"), rows, section="cpu")
     same: dict[tuple, list[CpuWork]] = {}
-    for one in summary.cpu_work:
+    for one in summary.cpu.work:
         if one.flops or one.bytes_moved:
             key = (one.layer, one.name, one.type, one.product, one.attention, one.bytes_moved)
             same.setdefault(key, []).append(one)
-    costliest = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))
-    shown = costliest[: view.most(ROWS_SHOWN)]
-    types = len({one.type for one in summary.cpu_work if one.type}) > 1
+    shown = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))[: view.most(RATES_SHOWN)]
+    if shown:
+        out.print("[bold]what the costliest ops compute, and how fast[/bold]")
+    types = len({one.type for one in summary.cpu.work if one.type}) > 1
     for calls in shown:
-        paragraph(out, plain(_rates(calls, types)), rest="  ")
-    and_more(out, len(costliest), len(shown))
+        paragraph(out, plain(_rates(calls, types)), "  ", "    ")
 
 
 def _rates(calls: Sequence[CpuWork], types: bool) -> str:
@@ -412,37 +443,49 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 
 def _of_best(calls: Sequence[CpuWork]) -> str:
     """As a share of what the run measured at best, which stands for a data sheet's peak."""
-    roof, *others = {one.roof for one in calls}
-    if roof is None or others:
+    roof, *other_roofs = {one.roof for one in calls}
+    if roof is None or other_roofs:
         return ""
     rates = {"compute": "this machine's best arithmetic rate", "memory": "this machine's best memory rate"}
     return f", {steps.reached(calls):.0%} of {rates[roof]}"
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:
-    gpu = summary.has_gpu_work
-    heads = ["step, in µs", "CPU", "to first op"]  # from its label
-    if gpu:
-        heads += ["launches", "GPU busy", "span", "idle", "to start"]  # from the first launch
+    """Each recorded step on both lanes; what lies past the first ones shares a row of medians."""
     found = summary.steps
-    most = view.most(STEPS_SHOWN)
-    shown = found if most is None or len(found) <= max(3, most) else found[: max(3, most - 3)]
-    rows = []
-    for one in shown:
-        row = [
-            one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None),
-            us(one.cpu_us),
-            us(one.label_to_first_op_us),
-        ]
+    shown, rest = view.parted(found, STEPS_SHOWN)
+    gpu = summary.has_gpu_work
+    keys = ["cpu_us", "label_to_first_op_us"] + ["gpu_busy_us", "gpu_span_us", "launch_to_start_us"] * gpu
+    unit = {key: unit_of([getattr(one, key) for one in found]) for key in keys}
+
+    def row(name: str, of: Callable[[str], float | None]) -> list[str]:
+        cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
         if gpu:
-            row += [str(one.launches), us(one.gpu_busy_us), us(one.gpu_span_us), percent(one.gpu_idle_share)]
-            row += [us(one.launch_to_start_us)]
-        rows.append(row)
+            launches = of("launches")
+            cells += ["–" if launches is None else f"{launches:,.0f}"]
+            cells += [unit["gpu_busy_us"](of("gpu_busy_us")), unit["gpu_span_us"](of("gpu_span_us"))]
+            cells += [percent(of("gpu_idle_share")), unit["launch_to_start_us"](of("launch_to_start_us"))]
+        return cells
+
+    def median_of(key: str) -> float | None:
+        return median([value for one in rest if (value := getattr(one, key)) is not None] or [None])
+
+    def marked(one) -> str:
+        return one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None)
+
+    units = {one.name for one in unit.values()}
+    named = {key: f" {one.name}" * (len(units) > 1) for key, one in unit.items()}
+    heads = [f"step, in {units.pop()}" if len(units) == 1 else "step"]
+    heads += [f"CPU{named['cpu_us']}", f"to first op{named['label_to_first_op_us']}"]
+    if gpu:
+        heads += ["launches", f"GPU busy{named['gpu_busy_us']}", f"span{named['gpu_span_us']}", "idle"]
+        heads += [f"latency{named['launch_to_start_us']}"]
+    rows = [row(marked(one), lambda key, one=one: getattr(one, key)) for one in shown]
+    if rest:
+        rows.append(row(f"{others(rest)}, median", median_of))
     print_columns(out, heads, rows, section="steps")
-    if len(shown) < len(found):
-        out.print(f"… and {len(found) - len(shown)} more; the typical step took {us(summary.cpu_us)} µs")
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
-        out.print(f"* {plain(one.number)}'s GPU work took {one.gpu_times_the_median:,.1f} times the median step's")
+        out.print(f"* {plain(one.number)}'s GPU busy time is {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_typical is not None][:3]:
         why = steps.cause(summary, one)
         paragraph(
@@ -472,30 +515,54 @@ def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
             out.print(plain(line), style="green" if line.startswith("GPU") else None)
 
 
+def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, view: View) -> list[cheatsheet.Shown]:
+    """The patterns to show: all where they were asked for, else those that the answer does not say already.
+
+    Patterns that only teach are left out of the report of a trace that no numbered script made.
+    """
+    found = cheatsheet.found(summary)
+    if not view.usual:
+        return found
+    proposed = set() if isinstance(changes, Refused) else {one.change for one in changes}
+    told = SAID_ABOVE if summary.source.facts.script else SAID_ABOVE | TEACH
+    return [one for one in found if one[0].name not in told and one[0].change not in proposed]
+
+
+# Findings that teach to read a trace and cost nothing.
+TEACH = {
+    "many_calls", "cost_in_children", "annotation_twice", "hotspot", "late_first_op", "final_synchronization",
+    "occupancy_query", "graph_replay", "buffer_request", "kernels_queue", "gaps_between_kernels", "duration_varies",
+    "low_occupancy", "resolves_to_a_product", "views_launch_nothing", "addmm_without_add", "sdpa_backend",
+    "same_graph_in_all_steps", "pointwise_ops_fused",
+}  # fmt: skip
+# What the regime and the table of the steps say already.
+SAID_ABOVE = {"overhead_bound", "gpu_bound", "slow_first_step"}
+
+
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
     """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
-    roomy = len(summary.chain) <= EXPLAINED and not summary.lesson and view.share == 1
+    if not found and view.usual:
+        return
+    roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script
     explained = view.all or view.only or roomy
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
-    shown = found[: view.most(PATTERNS_SHOWN)]
-    for pattern, verdict in shown:
+    for pattern, verdict in found:
         seen = f" [dim]({plain(verdict.evidence)})[/dim]" if verdict.evidence else ""
         paragraph(out, f"{pattern.where}: {plain(pattern.see)}{seen}", "  ", " " * 4)
         if explained:
             paragraph(out, plain(pattern.means), " " * 6, " " * 6)
-    and_more(out, len(found), len(shown))
 
 
 def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
-    """The reader's own guesses: the record of each, and whether they said yes."""
+    """The reader's own predictions: the record of each, and whether they said yes."""
     out = console()
     out.print()
     out.print("[bold]your guesses[/bold]")
     words = {True: "yes", False: "no", None: "cannot tell"}
     for record, said in given:
-        guess = expect.from_record(record)
-        verdict = guess.ask(summary)
+        prediction = expect.from_record(record)
+        verdict = prediction.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
         seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
-        paragraph(out, plain(guess.text), f"  {guesses.READERS_MARKS[right]}  ", " " * 9)
+        paragraph(out, plain(prediction.text), f"  {predictions.READERS_MARKS[right]}  ", " " * 9)
         paragraph(out, f"you: {words[said]}; the trace: {seen}", " " * 9, " " * 9)

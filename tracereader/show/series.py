@@ -1,4 +1,4 @@
-"""The same piece of work over the steps, as a line of characters, with its median, mean and ramp."""
+"""The same GPU activity over the steps, as a line of characters, with its median, mean and ramp."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -9,26 +9,26 @@ from tracereader.figures.series import Series
 from tracereader.findings.finding import counted
 from tracereader.findings.gpu_work import VARIES
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.view import ROWS, View
 from tracereader.trace import STEP
 from tracereader.trace.kernel_names import labels, short
 
 ENOUGH = 8  # steps: below, one odd step is more than a tenth of them
-ROWS_SHOWN, ROWS_BESIDE_OTHERS, COLUMNS = 4, 1, 20
+COLUMNS = 20
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 # A mean this far above the median is what one or two slow steps make of it.
 MEAN_MISLEADS = 1.02
 
 
-def show(
-    out: Console, found: Sequence[Series], asked: bool, every: bool, ascii_only: bool, numbered_script: bool
-) -> None:
-    """A line for each, and where it was asked for what the costliest one says.
+def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, numbered_script: bool) -> None:
+    """A line for each of the costliest, and where it was asked for what the costliest one says.
 
     numbered_script: made the trace, so that its flags are known.
     """
-    shown = found[: None if every else ROWS_SHOWN if asked else ROWS_BESIDE_OTHERS]
+    asked = not view.usual
+    shown = found[: view.most(ROWS)]
     if not shown:
-        out.print("[bold]the same work over the steps[/bold]: none in every step")
+        out.print("[bold]the same activities over the steps[/bold]: none in every step")
         return
     named = labels([one.name for one in shown], 60)
     steps = max(len(one.us) for one in shown)
@@ -39,8 +39,10 @@ def show(
         ]
         for one in shown
     ]  # fmt: skip
-    kind = "" if shown[0].on_gpu else "ops' own, "
-    heads = (f"{kind}{counted(steps, 'step')}, µs", "", "median", "mean", "range", "ramp")
+    kind = "GPU activities" if shown[0].on_gpu else "ops by self time"
+    if len(shown) < len(found):
+        kind = f"the {len(shown)} costliest {kind}"
+    heads = (f"{kind} over {counted(steps, 'step')}, µs", "", "median", "mean", "range", "ramp")
     print_columns(out, heads, rows, left=(0, 1), section="series")
     uneven = [one for one in shown if one.other_calls]
     if uneven:

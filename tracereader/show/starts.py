@@ -1,4 +1,4 @@
-"""What lies before each piece of GPU work: the gap, and the way from its launch."""
+"""What lies before each GPU activity: the gap, and the way from its launch."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,20 @@ from rich.console import Console
 
 from tracereader.figures.starts import Start
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels, short
 
 # A gap is explained from here on: kernels of one stream that were launched in time stand 1 to 2 µs apart on the H200.
 TELLING_US = 5.0
-ROWS_SHOWN, CAUSES_SHOWN, NAMED = 8, 3, 3
+CAUSES_SHOWN, NAMED = 3, 3
 
 
-def show(out: Console, found: Sequence[Start], number: str, every: bool) -> None:
-    """A line for each piece of a step, and what the launching thread was in during its gaps."""
-    shown = found[: None if every else ROWS_SHOWN]
+def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
+    """A line for each GPU activity of a step, and what the launching thread was in during its gaps."""
+    shown, rest = view.parted(found)
     named = labels([one.name for one in shown], 60)
     own = any(one.own_us for one in shown)
-    heads = [f"before the GPU work of {number}, µs", "gap", "wait", "call", "queue", *["own"] * own, "way"]
+    heads = [f"before the GPU activities of {number}, µs", "gap", "wait", "call", "queue", *["own"] * own, "way"]
     rows = [
         [
             Name(named[one.name]), us(one.gap_us), us(one.wait_us), us(one.call_us), us(one.queue_us),
@@ -26,9 +27,10 @@ def show(out: Console, found: Sequence[Start], number: str, every: bool) -> None
         ]
         for one in shown
     ]  # fmt: skip
+    if rest:
+        gaps = sum(one.gap_us or 0.0 for one in rest)
+        rows.append([f"{others(rest)}, in all", us(gaps), *[""] * (len(heads) - 2)])
     print_columns(out, heads, rows, section="starts")
-    if len(shown) < len(found):
-        out.print(f"… and {len(found) - len(shown):,} more")
     paragraph(
         out,
         "gap: the GPU did nothing before it. wait: from the start of its launch call to its own start, of that: in "

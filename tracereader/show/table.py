@@ -6,18 +6,18 @@ from rich.console import Console
 
 from tracereader.figures.table import Row, Table
 from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.view import ROWS, View, others
 from tracereader.trace.kernel_names import labels, short
 
-ROWS_SHOWN, ROWS_IN_BRIEF = 40, 7  # the .txt has 15
+ROWS_SHOWN = 40  # the .txt has 15
 CALLS_NAMED = 3
 LABEL_SPAN_MISLEADS = 1.2  # times the GPU's time from which a label's second row says something else
 
 
-def show(out: Console, table: Table, steps: int, brief: bool, every: bool) -> None:
+def show(out: Console, table: Table, steps: int, view: View) -> None:
     """Its rows, torch's two last lines, and what self, total and the label's second row are."""
     gpu = any(row.on_gpu for row in table.rows)
-    most = None if every else ROWS_IN_BRIEF if brief else ROWS_SHOWN
-    shown = table.rows[:most]
+    shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
     recorded = f"{steps} steps, µs" if steps > 1 else "µs"
     heads = [f"profiler table, {recorded}", "self CPU", "total CPU", *(["self GPU", "total GPU"] * gpu), "calls"]
     totals = [
@@ -27,8 +27,13 @@ def show(out: Console, table: Table, steps: int, brief: bool, every: bool) -> No
         *([us(table.self_gpu_us), ""] * gpu),
         "",
     ]
-    print_columns(out, heads, [*_rows(shown, gpu), totals], section="table")
-    for line in _how_to_read(table)[: 1 if brief else None]:
+    rows = _rows(shown, gpu)
+    if rest:
+        on_gpu = [us(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
+        calls = f"{sum(row.calls for row in rest):,}"
+        rows.append([others(rest), us(sum(row.self_cpu_us for row in rest)), "", *on_gpu, calls])
+    print_columns(out, heads, [*rows, totals], section="table")
+    for line in _how_to_read(table)[: 1 if view.brief else None]:
         paragraph(out, line)
 
 
@@ -50,8 +55,8 @@ def _how_to_read(table: Table) -> list[str]:
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
         lines.append(
-            f"self: without what a row calls; total: with it. {plain(label.name)}'s {us(label.total_cpu_us)} are "
-            f"{us(label.self_cpu_us)} of its own + {' + '.join(calls)}"
+            f"self: without what a row calls; total: with it. {plain(label.name)}'s total of {us(label.total_cpu_us)} "
+            f"is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:
         if label and span.name == label.name and span.us > LABEL_SPAN_MISLEADS * table.self_gpu_us > 0:

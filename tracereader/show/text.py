@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -130,10 +132,11 @@ def print_columns(
     rows: Sequence[Sequence[str]],
     left: Sequence[int] = (0,),
     section: str = "",
+    below: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first.
 
-    section: of a report, to whose words its first line leads.
+    section: of a report, to whose words its first line leads. below: a plain sentence below a row, by its number.
     """
     rows = [[Name(printable(cell)) if isinstance(cell, Name) else printable(cell) for cell in row] for row in rows]
     heads = [printable(head) for head in heads]
@@ -142,7 +145,7 @@ def print_columns(
     while sum(widths) + 2 * (len(widths) - 1) > out.width:
         widest = max(shrinkable, key=lambda i: widths[i], default=None)
         if widest is None or widths[widest] <= max(LEAST_NAME, cell_len(heads[widest])):
-            _print_stacked(out, heads, rows)
+            _print_stacked(out, heads, rows, below)
             return
         widths[widest] -= 1
     columns = [_cut_apart(column, widths[i]) for i, column in enumerate(zip(*rows, strict=True))]
@@ -150,13 +153,14 @@ def print_columns(
     widths = _widths(heads, cells)
     line = _line(heads, widths, left)
     out.print((head(line, section) if section else bold(line)) if heads[0] else line)
-    for row in cells:
+    for number, row in enumerate(cells):
         out.print(_line(row, widths, left))
+        _print_below(out, below, number)
 
 
-def lines_of(text: str, width: int) -> int:
-    """How many lines of a terminal what was written takes: a long line goes on in the next one."""
-    return sum(max(1, -(-Text.from_ansi(line).cell_len // width)) for line in text.splitlines())
+def _print_below(out: Console, below: Mapping[int, str], number: int) -> None:
+    if number in below:
+        paragraph(out, plain(below[number]), " " * 4, " " * 4)
 
 
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
@@ -189,10 +193,10 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> s
     return escape("  ".join(padded).rstrip())
 
 
-def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], below: Mapping[int, str]) -> None:
     """Each row on lines of its own: its name, then every figure behind its head."""
     out.print(f"[bold]{escape(heads[0])}[/bold]")
-    for row in rows:
+    for number, row in enumerate(rows):
         out.print(escape(cut(row[0], out.width) if isinstance(row[0], Name) else row[0]))
         line = "   "
         for head, cell in zip(heads[1:], row[1:], strict=True):
@@ -205,6 +209,7 @@ def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[s
             line += part + " ·"
         if line.strip():
             out.print(escape(line.rstrip(" ·")))
+        _print_below(out, below, number)
 
 
 def shown_path(path: Path) -> str:
@@ -218,6 +223,36 @@ def shown_path(path: Path) -> str:
 
 def us(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a column of times: its name, how many µs it is, and the digits that are shown."""
+
+    name: str
+    us: float
+    digits: int
+
+    def __call__(self, value: float | None) -> str:
+        """A time in µs, written in this unit without its name; a time that rounds to nothing is "<0.01"."""
+        if value is None:
+            return "–"
+        told = f"{value / self.us:,.{self.digits}f}"
+        least = 10**-self.digits
+        return f"<{least:.{self.digits}f}" if 0 < value / self.us < least / 2 else told
+
+    def range(self, low: float | None, high: float | None) -> str:
+        return f"{self(low)}–{self(high)}"
+
+
+def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
+    """The one unit in which a column of times (µs) is shown, by the longest of them. ms_from: µs told as ms."""
+    most = max((abs(value) for value in values if value is not None), default=0.0)
+    if most >= 1e7:
+        return Unit("s", 1e6, 2)
+    if most >= ms_from:
+        return Unit("ms", 1e3, 1 if most >= 1e5 else 2)
+    return Unit("µs", 1.0, 1)
 
 
 def percent(share: float | None) -> str:

@@ -1,12 +1,12 @@
-"""Inside a step: the optimizer, what is computed again, synchronizations, the loader, memory."""
+"""Inside a step: the optimizer, recomputation, synchronizations, the DataLoader, memory."""
 
 from rich.console import Console
 
 from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted, duration, size
-from tracereader.show.text import Name, paragraph, plain, print_columns, us
-from tracereader.show.view import and_more
+from tracereader.show.text import Name, paragraph, plain, print_columns, unit_of
+from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -14,7 +14,7 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 def tells(summary: Summary) -> bool:
     """Whether there is anything to show."""
-    one, places = summary.training, (summary.by_phase, summary.by_label, summary.by_module)
+    one, places = summary.training, (summary.places.by_phase, summary.places.by_label, summary.places.by_module)
     return any(
         (
             not summary.has_gpu_work and any(places),
@@ -28,25 +28,25 @@ def tells(summary: Summary) -> bool:
     )
 
 
-def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> None:
-    """rows: how many of each table to show; None: all."""
+def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
+    """The step's phases and modules, the optimizer, recomputation, synchronizations, the DataLoader and memory."""
     found = summary.training
     out.print(f"[bold]inside step {plain(summary.chosen.number)}[/bold]")
     if not summary.has_gpu_work:  # with a GPU lane they stand beside its time
         for title, places in (
-            ("by phase, from autograd's events", summary.by_phase),
-            ("by label", () if summary.by_phase else summary.by_label),
-            ("ops by module", summary.by_module_class[:rows]),
+            ("by phase, from autograd's events", summary.places.by_phase),
+            ("by annotation", () if summary.places.by_phase else summary.places.by_label),
+            ("ops by module", summary.places.by_module_class),
         ):
-            named = labels([one.name for one in places], 50)
-            shown = [
-                (Name(named[one.name]), us(one.cpu_us), f"{one.cpu_us / summary.chosen.cpu_us:.0%}")
-                for one in places
-                if one.cpu_us
-            ]
-            if shown:
-                print_columns(out, (title, "CPU µs", "share"), shown)
-        and_more(out, len(summary.by_module_class), len(summary.by_module_class[:rows]))
+            places = [one for one in places if one.cpu_us]
+            shown, rest = view.parted(places)
+            unit = unit_of([*(one.cpu_us for one in shown), sum(one.cpu_us for one in rest)])
+            named = labels([one.name for one in shown], 50)
+            times = [(Name(named[one.name]), one.cpu_us) for one in shown]
+            times += [(others(rest), sum(one.cpu_us for one in rest))] * bool(rest)
+            cells = [(name, unit(us), f"{us / summary.chosen.cpu_us:.0%}") for name, us in times]
+            if cells:
+                print_columns(out, (title, f"CPU {unit.name}", "of the step"), cells)
     for one in found.optimizers:
         launches = counted(one.launches, "launch", "launches")
         gpu = f"; {launches}, {duration(one.gpu_us)} of GPU time" if one.launches else ""
@@ -57,28 +57,36 @@ def show(out: Console, summary: Summary, rows: int | None, ascii_only: bool) -> 
             line += f", without the {forward}{duration(one.backward_us)} of backward that run in it"
         paragraph(out, line, "  ", "    ")
     if again := found.recomputed:
-        gpu = f", {duration(again.gpu_us)} of GPU time in {counted(again.pieces, 'piece')}" if again.pieces else ""
+        activities = counted(again.pieces, "activity", "activities")
+        gpu = f", {duration(again.gpu_us)} of GPU time in {activities}" if again.pieces else ""
         calls = counted(again.calls, "forward op")
-        line = f"computed again in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}"
+        line = f"recomputed in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}"
         paragraph(out, line, "  ", "    ")
     if waits := found.loading:
         idle = "" if waits.idle_us is None else f", the GPU idle for {duration(waits.idle_us)} of it"
         line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}"
         paragraph(out, line, "  ", "    ")
     if found.syncs:
-        named = labels([one.asked_by for one in found.syncs[:rows]], 40)
-        shown = [
-            (Name(named[one.asked_by]), Name(one.call), f"{one.calls:,}", us(one.cpu_us), us(one.idle_us))
-            for one in found.syncs[:rows]
+        shown, rest = view.parted(found.syncs)
+        named = labels([one.asked_by for one in shown], 40)
+        calls, cpu_us, idle_us = (sum(getattr(one, key) for one in rest) for key in ("calls", "cpu_us", "idle_us"))
+        cpu = unit_of([*(one.cpu_us for one in shown), cpu_us])
+        idle = unit_of([*(one.idle_us for one in shown), idle_us])
+        cells = [
+            (Name(named[one.asked_by]), Name(one.call), f"{one.calls:,}", cpu(one.cpu_us), idle(one.idle_us))
+            for one in shown
         ]
-        heads = ("the CPU waits for the GPU", "in", "calls", "CPU µs", "GPU idle µs")
-        print_columns(out, heads, shown, left=(0, 1))
+        cells += [(others(rest), "", f"{calls:,}", cpu(cpu_us), idle(idle_us))] * bool(rest)
+        heads = ("the CPU waits for the GPU", "in", "calls", f"CPU {cpu.name}", f"GPU idle {idle.name}")
+        print_columns(out, heads, cells, left=(0, 1))
     if found.backward_of:
-        named = labels([one.name for one in found.backward_of[:rows]], 50)
-        shown = [(Name(named[one.name]), us(one.gpu_us), f"{one.pieces:,}") for one in found.backward_of[:rows]]
-        print_columns(out, ("backward, by the forward op", "GPU µs", "pieces"), shown)
-        if len(found.backward_of) > len(shown):
-            out.print(f"… and {len(found.backward_of) - len(shown):,} more")
+        shown, rest = view.parted(found.backward_of)
+        named = labels([one.name for one in shown], 50)
+        gpu_us = sum(one.gpu_us for one in rest)
+        unit = unit_of([*(one.gpu_us for one in shown), gpu_us])
+        cells = [(Name(named[one.name]), unit(one.gpu_us), f"{one.pieces:,}") for one in shown]
+        cells += [(others(rest), unit(gpu_us), f"{sum(one.pieces for one in rest):,}")] * bool(rest)
+        print_columns(out, ("backward, by the forward op", f"GPU {unit.name}", "activities"), cells)
     if found.memory:
         for line in memory(found.memory, ascii_only):
             paragraph(out, plain(line), "", "  ")

@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
+from typing import TypeVar
 
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "guesses", "steps", "lanes", "training", "table")
+BRIEF = ("short", "try", "guesses", "steps", "lanes", "training", "table")
+# A longer table shows so many rows, and the others in one.
+ROWS = 8
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
-    all: every section and row. brief: what a numbered script shows of its own run. share: of the rows that a table
-    shows where there is room.
+    all: every section and row. brief: what a numbered script shows of its own run.
     """
 
     only: Sequence[str] | None = None
@@ -22,11 +24,15 @@ class View:
     lanes: bool = False  # drawn at a terminal anyway
     all: bool = False
     brief: bool = False
-    share: float = 1.0
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
         return cls(args.only, args.step, args.lanes, args.all, brief)
+
+    @property
+    def usual(self) -> bool:
+        """Whether nobody asked for certain sections, or for all of them."""
+        return not (self.only or self.all)
 
     def shows(self, section: str) -> bool:
         if self.only is not None:
@@ -35,10 +41,15 @@ class View:
 
     def most(self, rows: int) -> int | None:
         """How many rows of something to show; None: all."""
-        return None if self.all else max(1, round(rows * self.share))
+        return None if self.all else rows
+
+    def parted(self, rows: Sequence[Row], most: int = ROWS) -> tuple[Sequence[Row], Sequence[Row]]:
+        """The rows of a table that are shown, and the others, which share one row: none, or at least two."""
+        if self.all or len(rows) <= most + 1:
+            return rows, ()
+        return rows[:most], rows[most:]
 
 
-def and_more(out: Console, count: int, shown: int) -> None:
-    """How many rows a table leaves out, where it does."""
-    if count > shown:
-        out.print(f"… and {count - shown:,} more")
+def others(rows: Sequence) -> str:
+    """The name of the row that the others share."""
+    return f"{len(rows):,} others"

@@ -1,4 +1,4 @@
-"""The GPU work of one step, piece by piece, and what the kernels' names say."""
+"""The GPU activities of one step in order, and what the kernels' names say."""
 
 from collections.abc import Sequence
 
@@ -8,21 +8,22 @@ from tracereader.figures import Summary
 from tracereader.figures.attention import Attention
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
-from tracereader.findings.finding import size
+from tracereader.findings.finding import duration, size
 from tracereader.show import repeats
-from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, us
-from tracereader.show.view import View, and_more
+from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, unit_of
+from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
 LINES_SHOWN = 24
-NAMES_SHOWN = 5
+SEVERAL = 8  # names
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """Piece by piece; what repeats is shown once unless all is asked for."""
+    """One row for each; what repeats is shown once unless all is asked for."""
     folded = not view.all and bool(repeats.told(summary))
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
-    shown = listed if folded else listed[: view.most(LINES_SHOWN)]
+    shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
+    unit = unit_of([row.work.us for row in listed if row.work] + [sum(row.work.us for row in rest)])
     named = labels([one.work.name for one in shown if one.work], 60)
     asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
@@ -32,18 +33,20 @@ def show(out: Console, summary: Summary, view: View) -> None:
                 (
                     Name(f"{row.times} x " * (row.times > 1) + named[one.name]),
                     Name(f"{one.layer}, {one.asked_by}" if one.layer else asking[one.asked_by]),
-                    us(one.us),
-                    f"{us(one.low_us)}–{us(one.high_us)}",
+                    unit(one.us),
+                    unit.range(one.low_us, one.high_us),
                     one.launched_by + " after an occupancy query" * bool(one.occupancy_queries),
                     *_footprint(one),
                 )
             )
         else:
-            rows.append((f"… {row.left_out:,} more", *[""] * 7))
+            rows.append((f"{row.left_out:,} others", "", unit(row.left_out_us), *[""] * 5))
+    if rest:
+        rows.append((others(rest), "", unit(sum(row.work.us for row in rest)), *[""] * 5))
     heads = (
-        f"GPU work of one step ({summary.chosen.number})",
+        f"GPU activities of one step ({summary.chosen.number})",
         "from",
-        "median µs" if len(summary.steps) > 1 else "µs",
+        f"median {unit.name}" if len(summary.steps) > 1 else unit.name,
         "range",
         "launched by",
         "regs",
@@ -51,7 +54,6 @@ def show(out: Console, summary: Summary, view: View) -> None:
         "grid x block",
     )
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 7), section="work")
-    and_more(out, len(listed), len(rows))
 
 
 def _footprint(one: GpuWork) -> tuple[str, str, str]:
@@ -62,20 +64,29 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
+    """What the names of the costliest kernels and copies say, with sizes, rates and occupancy where they are known."""
     said: dict[tuple[str, str], list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault((one.name, one.family), []).append(one)
+    brief = view.usual and (
+        len(said) > SEVERAL or not summary.source.facts.script
+    )  # one size of each, and no occupancy
     out.print(head("what the names say", "names"))
-    shown = list(said.items())[: view.most(NAMES_SHOWN)]
+    costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
+    shown, rest = view.parted(costliest)
     named = labels([name for (name, _), _ in shown], out.width - 4)
     for (name, _), same in shown:
         layers = list(dict.fromkeys(one.layer for one in same if one.layer))
         out.print(f"  {plain(named[name])}")
-        told = "; ".join(
-            [*[" and ".join(layers)] * bool(layers), str(same[0].says), *_measured(same), *_occupancy(same)]
-        )
+        measured = _measured(same)
+        if brief:
+            measured = measured[:1]
+        occupancy = [] if brief else _occupancy(same)
+        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(same[0].says), *measured, *occupancy])
         paragraph(out, plain(told), " " * 6, " " * 6)
-    and_more(out, len(said), view.most(NAMES_SHOWN) or len(said))
+    if rest:
+        took = duration(sum(one.us for _, same in rest for one in same))
+        out.print(f"  {others(rest)} take {took} of GPU time together")
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:

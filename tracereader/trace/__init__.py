@@ -2,6 +2,8 @@
 
 from tracereader.trace.document import TraceError
 from tracereader.trace.labels import MODULE, STEP
-from tracereader.trace.tree import Lesson, Op, Rank, Step, Trace, Work, outermost, read
+from tracereader.trace.tree import Frame, Op, Rank, Step, Trace, Work, outermost, read
 
-__all__ = ["MODULE", "STEP", "Lesson", "Op", "Rank", "Step", "Trace", "TraceError", "Work", "outermost", "read"]
+__all__ = [
+    "MODULE", "STEP", "Frame", "Op", "Rank", "Step", "Trace", "TraceError", "Work", "outermost", "read",
+]  # fmt: skip

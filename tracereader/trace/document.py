@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from tracereader.machine import free_memory
+from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.types import SHAPES
 
 DEFAULT_LIMIT = 4 * 10**9  # bytes of JSON
@@ -72,6 +73,7 @@ class _File(msgspec.Struct):
     events: list[Event] = msgspec.field(name="traceEvents")
     device_properties: msgspec.Raw = msgspec.field(name="deviceProperties", default=msgspec.Raw(b"null"))
     lesson: msgspec.Raw = msgspec.Raw(b"null")
+    unprofiled: msgspec.Raw = msgspec.field(name="unprofiled_step_us", default=msgspec.Raw(b"null"))
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
     base: msgspec.Raw = msgspec.field(name="baseTimeNanoseconds", default=msgspec.Raw(b"null"))
     host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
@@ -88,7 +90,7 @@ class Document:
     events: list[Event]
     exact: bool
     device_properties: object
-    lesson: object  # what a numbered script stored
+    facts: RunFacts
     distributed: object
     base: object  # ns since 1970 that its stamps count from
     host: object
@@ -111,7 +113,7 @@ def load(path: Path, limit: int) -> Document:
         events=found.events,
         exact=exact,
         device_properties=decoded(found.device_properties),
-        lesson=decoded(found.lesson),
+        facts=run_facts(decoded(found.lesson), decoded(found.unprofiled)),
         distributed=decoded(found.distributed),
         base=decoded(found.base),
         host=decoded(found.host),
@@ -237,6 +239,7 @@ def _any_json(path: Path, data: bytes) -> _File:
         for key, name in (
             ("device_properties", "deviceProperties"),
             ("lesson", "lesson"),
+            ("unprofiled", "unprofiled_step_us"),
             ("distributed", "distributedInfo"),
             ("base", "baseTimeNanoseconds"),
             ("host", "host_name"),

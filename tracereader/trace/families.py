@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from tracereader.trace.kernel_names import EPILOGUE, JOBS, UNKNOWN, KernelName, decode
+from tracereader.trace.kernel_names import EPILOGUE, JOBS, UNKNOWN, KernelName, decode, job_of
 from tracereader.trace.tree import Work
 
 # Kernels of these makers are named for the very operation that they compute, whatever op launched them.
@@ -102,5 +102,5 @@ def of_op(op: str) -> str:
     if WHOLE_LAYERS.search(op):
         return ""
     own = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", op)
-    family = next((family for pattern, family, _ in JOBS if pattern.search(own)), "")
+    family, _ = job_of(own) or ("", "")
     return "" if family == "other" else family

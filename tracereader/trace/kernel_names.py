@@ -70,11 +70,11 @@ def decode(name: str) -> KernelName:
     """What the name of a kernel, a copy or a memset says."""
     text, own = _plain(name)
     for pattern, read in READERS:
-        if match := pattern.search(text):
+        if match := re.search(pattern, text):
             family, maker, parts = read(match, text)
             return KernelName(family, maker, {key: value for key, value in parts.items() if value})
-    maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
-    family, does = next(((family, does) for pattern, family, does in JOBS if pattern.search(own)), ("other", ""))
+    maker = next((maker for pattern, maker in MAKERS if re.search(pattern, text)), "")
+    family, does = job_of(own) or ("other", "")
     if not maker and family != "other" and (own != text or HAND_WRITTEN.search(own)):
         maker = "by hand" if own != text else "Triton, by hand"
     if not maker:
@@ -82,6 +82,11 @@ def decode(name: str) -> KernelName:
     if family == "attention" and not does:
         does = _attends(own)
     return KernelName(family, maker, {"does": does or _words(own)})
+
+
+def job_of(own: str) -> tuple[str, str] | None:
+    """The family of a function of this name, and what it does; None where no word of the name says."""
+    return next(((family, does) for pattern, family, does in JOBS if re.search(pattern, own, re.IGNORECASE)), None)
 
 
 def short(name: str, width: int = 40) -> str:
@@ -319,7 +324,7 @@ def _composable_convolution(match, text):
     backward = "bwd" in way or "backward" in way
     does = CONVOLVING["wgrad" if "weight" in way else "dgrad" if "data" in way else "fprop"]
     known = "weight" in way or "data" in way or not backward
-    maker = next((maker for pattern, maker in MAKERS if pattern.search(text)), "")
+    maker = next((maker for pattern, maker in MAKERS if re.search(pattern, text)), "")
     return "convolution", maker or "by hand", {"does": does if known else "backward"}
 
 
@@ -746,135 +751,130 @@ def _says(family: str, maker: str, does: str = ""):
     return lambda match, text: (family, maker, {"does": does})
 
 
+# Patterns are compiled when they are first needed: compiling all of them takes 12 ms, a tenth of all imports.
 # First match wins: from the most particular to the general. Anchored or plain words: none may try a long name twice.
-READERS = tuple(
-    (re.compile(pattern), reader)
-    for pattern, reader in (
-        # the driver
-        (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
-         _driver_copy),
-        (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
-        (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
-        (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
-        (r"^__amd_rocclr_fill|^FillBuffer$", _says("memset", "driver, ROCm")),
-        # NCCL
-        (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
-         lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
-        (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
-        # Inductor, before any word of the ops that it names
-        (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
-        (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
-        (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
-         _inductor_template),
-        (LIGER, _liger),
-        # AOTriton's, which PyTorch calls on AMD's GPUs, and flash-attention's own for Triton: the same names
-        (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
-         lambda m, t: ("attention", "Triton", {"does": BESIDE if "preprocess" in t else _way(t)})),
-        # attention
-        (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
-        (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
-        (r"FlashAttn(?:Fwd|Bwd)\w{0,20}|FlashAttentionForward|FlashAttentionBackward|flash_(?:fwd|bwd)_sm\d",
-         _flash_newer),
-        (r"^flashinfer::\w{0,40}(?:Prefill|Decode)\w{0,40}(?=<|$)", _flashinfer),
-        (r"^aiter::fmha_(?:fwd|bwd)_\w+", _aiter),
-        (r"(?<![A-Za-z])Fmha(?:Fwd|Bwd)\w{0,40}?Kernel", _composable),
-        (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
-        (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
-        # convolutions, before the GEMMs that they are made of
-        (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
-        (r"^(?:\w{1,40}_)?(?P<rest>(?:[sdhi]|[sh]\d{3,5}|fp16_s|bf16_s\d{0,5})cudnn_\w*)", _convolution),
-        (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|pascal|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
-         _convolution),
-        # Composable Kernel multiplies for a convolution by kernels that are named for the product that it is.
-        (r"(?<![a-z])(?P<way>(?:bwd|backward)_(?:weight|data)|conv(?:nd)?_(?:fwd|forward|bwd|backward)\w{0,12})(?![a-z])",
-         _composable_convolution),
-        (r"^xmma_cudnn::.{0,80}(?P<way>fprop|dgrad|wgrad)", _implicit_gemm),
-        (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
-        # GEMMs
-        (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
-         r"(?P<rest>\w+)", _nvjet),
-        (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
-        (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
-        (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
-        (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
-        (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
-        (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
-        (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),
-        (r"^cublasLt::epilogue::impl::globalKernelBgrad", _says("reduction", "cuBLAS", "gradient of a GEMM's bias")),
-        (r"^cublasLt::(?:epilogue::impl::)?globalKernel|^cublasLt::epilogue", _says("pointwise", "cuBLAS", EPILOGUE)),
-        (r"^(?:internal::)?gemv|^gemmSN|^gemmk1_kernel|^dot_kernel|^reduce_1Block_kernel",
-         _says("GEMM", "cuBLAS", "vector or thin matrix")),
-        # ATen: kernels made for any operation, which their template names
-        (r"(?P<name>\bmulti_tensor_apply_kernel)\b", _foreach),
-        (r"\b_scatter_gather_elementwise_kernel\b", _scatter),
-        (r"(?P<name>\bindex_elementwise_kernel)\b", _aten("copy")),
-        (r"(?P<name>\bdistribution\w*elementwise\w*)", _aten("pointwise")),
-        (r"(?P<name>\b(?:\w{1,60}_)?elementwise_kernel\w{0,30})(?:<\d+,|<|$)", _aten("pointwise")),
-        (r"(?P<name>\bkernelPointwiseApply\d)", _aten("pointwise")),
-        (r"\bat::native::(?P<name>reduce_kernel)", _aten_reduction),
-        (r"^(?:at::native::)?(?P<name>softmax_warp_(?:for|back)ward|cunn_(?:Spatial)?SoftMax\w*)", _softmax),
-        (r"^at::native::(?P<name>triu_tril_kernel)", _triangle),
-    )
+READERS = (
+    # the driver
+    (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
+     _driver_copy),
+    (r"^memcpy\d+", _says("copy", "driver, inside a CUDA graph")),
+    (r"^Memset|^\[CUDA memset\]|^memset\d+", _says("memset", "driver")),
+    (r"^__amd_rocclr_copy", _says("copy", "driver, ROCm")),
+    (r"^__amd_rocclr_fill|^FillBuffer$", _says("memset", "driver, ROCm")),
+    # NCCL
+    (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
+     lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
+    (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
+    # Inductor, before any word of the ops that it names
+    (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
+    (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
+    (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
+     _inductor_template),
+    (LIGER, _liger),
+    # AOTriton's, which PyTorch calls on AMD's GPUs, and flash-attention's own for Triton: the same names
+    (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
+     lambda m, t: ("attention", "Triton", {"does": BESIDE if "preprocess" in t else _way(t)})),
+    # attention
+    (r"^cudnn\w{0,60}sdpa", _cudnn_attention),
+    (r"^fmha_cutlass[FB]_(?P<rest>\w+)", _memory_efficient),
+    (r"FlashAttn(?:Fwd|Bwd)\w{0,20}|FlashAttentionForward|FlashAttentionBackward|flash_(?:fwd|bwd)_sm\d",
+     _flash_newer),
+    (r"^flashinfer::\w{0,40}(?:Prefill|Decode)\w{0,40}(?=<|$)", _flashinfer),
+    (r"^aiter::fmha_(?:fwd|bwd)_\w+", _aiter),
+    (r"(?<![A-Za-z])Fmha(?:Fwd|Bwd)\w{0,40}?Kernel", _composable),
+    (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
+    (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
+    # convolutions, before the GEMMs that they are made of
+    (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
+    (r"^(?:\w{1,40}_)?(?P<rest>(?:[sdhi]|[sh]\d{3,5}|fp16_s|bf16_s\d{0,5})cudnn_\w*)", _convolution),
+    (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|pascal|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
+     _convolution),
+    # Composable Kernel multiplies for a convolution by kernels that are named for the product that it is.
+    (r"(?<![a-z])(?P<way>(?:bwd|backward)_(?:weight|data)|conv(?:nd)?_(?:fwd|forward|bwd|backward)\w{0,12})(?![a-z])",
+     _composable_convolution),
+    (r"^xmma_cudnn::.{0,80}(?P<way>fprop|dgrad|wgrad)", _implicit_gemm),
+    (r"ImplicitGemmConvolution.{0,300}?Conv\dd(?P<way>Fprop|Dgrad|Wgrad)", _implicit_gemm),
+    # GEMMs
+    (r"^nvjet_(?:sm(?P<sm>\d+)_)?(?P<types>[a-z]+)_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)_(?P<cluster>\d+x\d+)_"
+     r"(?P<rest>\w+)", _nvjet),
+    (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
+    (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
+    (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
+    (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
+    (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
+    (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
+    (r"splitK(?:reduce)?_?[Kk]ernel|splitKreduce", _says("reduction", "cuBLAS", SPLIT_K)),
+    (r"^cublasLt::epilogue::impl::globalKernelBgrad", _says("reduction", "cuBLAS", "gradient of a GEMM's bias")),
+    (r"^cublasLt::(?:epilogue::impl::)?globalKernel|^cublasLt::epilogue", _says("pointwise", "cuBLAS", EPILOGUE)),
+    (r"^(?:internal::)?gemv|^gemmSN|^gemmk1_kernel|^dot_kernel|^reduce_1Block_kernel",
+     _says("GEMM", "cuBLAS", "vector or thin matrix")),
+    # ATen: kernels made for any operation, which their template names
+    (r"(?P<name>\bmulti_tensor_apply_kernel)\b", _foreach),
+    (r"\b_scatter_gather_elementwise_kernel\b", _scatter),
+    (r"(?P<name>\bindex_elementwise_kernel)\b", _aten("copy")),
+    (r"(?P<name>\bdistribution\w*elementwise\w*)", _aten("pointwise")),
+    (r"(?P<name>\b(?:\w{1,60}_)?elementwise_kernel\w{0,30})(?:<\d+,|<|$)", _aten("pointwise")),
+    (r"(?P<name>\bkernelPointwiseApply\d)", _aten("pointwise")),
+    (r"\bat::native::(?P<name>reduce_kernel)", _aten_reduction),
+    (r"^(?:at::native::)?(?P<name>softmax_warp_(?:for|back)ward|cunn_(?:Spatial)?SoftMax\w*)", _softmax),
+    (r"^at::native::(?P<name>triu_tril_kernel)", _triangle),
 )  # fmt: skip
 
 # Whose kernel it is, first match wins.
-MAKERS = tuple(
-    (re.compile(pattern), maker)
-    for pattern, maker in (
-        (r"^c10d::|^(?:one|two)_shot_all_reduce|^multimem_", "PyTorch, symmetric memory"),
-        (r"^at_cuda_detail::cub|^cub::|^at::cuda::cub|^DeviceRadixSort", "CUB"),
-        (r"^thrust::", "Thrust"),
-        (r"^at::|^cunn_|^c10::|^indexing_backward_kernel|^elementwise_kernel_with_index|^compute_cuda_kernel"
-         r"|^randperm_handle", "ATen"),
-        (r"^rocprim|^hipcub", "rocPRIM"),
-        (r"^(?:primus_turbo::)?deep_ep::", "DeepEP"),
-        (r"^nvshmem", "NVSHMEM"),
-        (r"^gloo", "Gloo"),
-        (r"^deep_gemm::", "DeepGEMM"),
-        (r"^sm\d+::(?:fwd|decode|prefill|bwd)::|^flash_mla", "FlashMLA"),
-        (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
-        (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
-         r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
-        (r"^sglang::", "SGLang"),
-        (r"^vision::|^nms_kernel_impl|^(?:ps_)?roi_", "torchvision"),
-        (r"^marlin|^Marlin", "Marlin"),
-        (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
-        (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
-        (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
-         "TensorRT-LLM"),
-        (r"^transformer_engine::|^nvte_", "Transformer Engine"),
-        (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
-         r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
-        (r"^rocblas_|^hipblas", "rocBLAS"),
-        (r"^rocfft|^fft_rtc_", "rocFFT"),
-        (r"^msccl", "MSCCL"),
-        (r"^k?userbuffers_", "Transformer Engine"),
-        (r"^primus_turbo::", "Primus Turbo"),
-        (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
-        (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
-        (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
-        (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Precondition|Int8)", "bitsandbytes"),
-        (r"^(?:MIOpen|miopen|Sp3Asm|gcnAsm|igemm_(?:fwd|bwd|wrw)|naive_conv|batched_transpose_\d|Op\dd?Tensor|OpTensor|mlir_gen"
-         r"|(?:Sub|Set|Scale|Cast|Copy)Tensor|Im[23]d2Col|Col2Im[23]d|transpose_(?:NCHW|CNHW|packed_MN)|mlo[A-Z]"
-         r"|gridwise_(?:generic_reduce|convolution)|Softmax(?:Accurate)?(?:For|Back)ward)", "MIOpen"),
-        (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
-         r"|^convolve|^op_(?:generic_)?tensor|^fft\dd_|^nchw|^nhwc|^folded|^tensorTransform|^flip_filter|^im2col4d|^softmax_[fb]w"
-         r"|^(?:wgrad|dgrad)_|^RNN_|^elemWiseRNNcell|^(?:GRU|LSTM|GENERIC)_|^conv2d_|^calc_bias_diff|^genericTranspose"
-         r"|^transpose(?:Warp|Block)|^DSE::|^bn_|^(?:volta|ampere)_lstm", "cuDNN"),
-        (r"^(?:regular|vector|composite)_fft|^cufft", "cuFFT"),
-        (r"^cusolver|^(?:getrf|geqr|potrf|syevj|steqr|gesvdj)", "cuSOLVER"),
-        (r"^cusparse", "cuSPARSE"),
-        (r"^magma_", "MAGMA, in cuBLAS"),
-        (r"^cublas|^cask_?\w*cublas|^internal::|^xmma::gemm|^trsm|^trmm|^syrk|^[sdcz]gemm_largek|^geam_kernel"
-         r"|^scal_kernel|^transpose_readWrite|^nrm2_kernel|^asum_kernel|^axpy_kernel|^batch_gemm_kernel"
-         r"|^gemm_kernel\dx\d", "cuBLAS"),
-        (r"^cutlass\w*::", "CUTLASS"),
-        (r"^kernel_cutlass_", "CuTe DSL"),
-        (r"_tilelang_kernel", "TileLang"),
-        (r"^gen_conv|^gen9_conv|^gemm_kernel$|^micro_gemm|^ref_\w+_kernel|^xe_|^simple_reorder|^gen_reorder", "oneDNN"),
-        (r"^void kernel_gemm|^ggml|^mul_mat|^dequantize_block", "llama.cpp"),
-        (r"^Eigen::|^tensorflow::", "TensorFlow"),
-    )
+MAKERS = (
+    (r"^c10d::|^(?:one|two)_shot_all_reduce|^multimem_", "PyTorch, symmetric memory"),
+    (r"^at_cuda_detail::cub|^cub::|^at::cuda::cub|^DeviceRadixSort", "CUB"),
+    (r"^thrust::", "Thrust"),
+    (r"^at::|^cunn_|^c10::|^indexing_backward_kernel|^elementwise_kernel_with_index|^compute_cuda_kernel"
+     r"|^randperm_handle", "ATen"),
+    (r"^rocprim|^hipcub", "rocPRIM"),
+    (r"^(?:primus_turbo::)?deep_ep::", "DeepEP"),
+    (r"^nvshmem", "NVSHMEM"),
+    (r"^gloo", "Gloo"),
+    (r"^deep_gemm::", "DeepGEMM"),
+    (r"^sm\d+::(?:fwd|decode|prefill|bwd)::|^flash_mla", "FlashMLA"),
+    (r"^flashinfer::|^BatchDecodeWith|^BatchPrefillWith|^SinglePrefillWith|^SingleDecodeWith", "FlashInfer"),
+    (r"^vllm::|^(?:reshape_and_cache|paged_attention|wvSplitK|LLGemm|concat_and_cache|cross_device_reduce"
+     r"|topkGating|moeTopK|moe_align|moe_sum)", "vLLM"),
+    (r"^sglang::", "SGLang"),
+    (r"^vision::|^nms_kernel_impl|^(?:ps_)?roi_", "torchvision"),
+    (r"^marlin|^Marlin", "Marlin"),
+    (r"^aiter::|^mfma_moe|^hgemm_bf16_", "AITER"),
+    (r"^ck::|^ck_tile::|^kernel_gemm_xdl|^kentry", "Composable Kernel"),
+    (r"^tensorrt_llm::|^fmhaSm\d|^(?:bmm|gemm)_(?:Bfloat16|Fp16|Mx)?(?:E\dm\d)?_|^trtllm|^moe::dev::",
+     "TensorRT-LLM"),
+    (r"^transformer_engine::|^nvte_", "Transformer Engine"),
+    (r"^fbgemm_gpu::|^(?:nvshmem_)?split_embedding|^dense_embedding_codegen|^bounds_check_indices|^l[rxf]u_cache"
+     r"|^linearize_cache|^_(?:bfloat16_to_float|float_to_bfloat16)", "FBGEMM"),
+    (r"^rocblas_|^hipblas", "rocBLAS"),
+    (r"^rocfft|^fft_rtc_", "rocFFT"),
+    (r"^msccl", "MSCCL"),
+    (r"^k?userbuffers_", "Transformer Engine"),
+    (r"^primus_turbo::", "Primus Turbo"),
+    (r"^cuApplyLayerNorm|^cuCompute(?:Part)?Grad|^welford_kernel|^batchnorm_(?:for|back)ward|^apex", "Apex"),
+    (r"^scaled_(?:upper_triang_)?(?:masked_)?softmax_warp", "Megatron"),
+    (r"^selective_scan_|^_chunk_(?:scan|state|cumsum)|^_state_passing|^_bmm_chunk|^causal_conv1d", "Mamba"),
+    (r"^bnb::|^k(?:gemm_4bit|gemv_4bit|[DQ]e?[qu]\w*antize|Optimizer|Precondition|Int8)", "bitsandbytes"),
+    (r"^(?:MIOpen|miopen|Sp3Asm|gcnAsm|igemm_(?:fwd|bwd|wrw)|naive_conv|batched_transpose_\d|Op\dd?Tensor|OpTensor|mlir_gen"
+     r"|(?:Sub|Set|Scale|Cast|Copy)Tensor|Im[23]d2Col|Col2Im[23]d|transpose_(?:NCHW|CNHW|packed_MN)|mlo[A-Z]"
+     r"|gridwise_(?:generic_reduce|convolution)|Softmax(?:Accurate)?(?:For|Back)ward)", "MIOpen"),
+    (r"^cudnn|^cask_?\w*cudnn|^xmma__5x_cudnn|^xmma::ext|^implicit_convolve|^explicit_convolve|^precomputed_convolve"
+     r"|^convolve|^op_(?:generic_)?tensor|^fft\dd_|^nchw|^nhwc|^folded|^tensorTransform|^flip_filter|^im2col4d|^softmax_[fb]w"
+     r"|^(?:wgrad|dgrad)_|^RNN_|^elemWiseRNNcell|^(?:GRU|LSTM|GENERIC)_|^conv2d_|^calc_bias_diff|^genericTranspose"
+     r"|^transpose(?:Warp|Block)|^DSE::|^bn_|^(?:volta|ampere)_lstm", "cuDNN"),
+    (r"^(?:regular|vector|composite)_fft|^cufft", "cuFFT"),
+    (r"^cusolver|^(?:getrf|geqr|potrf|syevj|steqr|gesvdj)", "cuSOLVER"),
+    (r"^cusparse", "cuSPARSE"),
+    (r"^magma_", "MAGMA, in cuBLAS"),
+    (r"^cublas|^cask_?\w*cublas|^internal::|^xmma::gemm|^trsm|^trmm|^syrk|^[sdcz]gemm_largek|^geam_kernel"
+     r"|^scal_kernel|^transpose_readWrite|^nrm2_kernel|^asum_kernel|^axpy_kernel|^batch_gemm_kernel"
+     r"|^gemm_kernel\dx\d", "cuBLAS"),
+    (r"^cutlass\w*::", "CUTLASS"),
+    (r"^kernel_cutlass_", "CuTe DSL"),
+    (r"_tilelang_kernel", "TileLang"),
+    (r"^gen_conv|^gen9_conv|^gemm_kernel$|^micro_gemm|^ref_\w+_kernel|^xe_|^simple_reorder|^gen_reorder", "oneDNN"),
+    (r"^void kernel_gemm|^ggml|^mul_mat|^dequantize_block", "llama.cpp"),
+    (r"^Eigen::|^tensorflow::", "TensorFlow"),
 )  # fmt: skip
 
 # A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
@@ -883,73 +883,70 @@ HAND_WRITTEN = re.compile(
     r"|^reduce_segments$|req_to_token|blockscale_offsets|_fp8_quant"
 )
 
-# What a function's own name says that it does, first match wins. does: "" for the name's own words.
-JOBS = tuple(
-    (re.compile(pattern, re.IGNORECASE), family, does)
-    for pattern, family, does in (
-        (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
-        (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
-        (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|msccl|userbuffers|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
-         r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
-        (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
-         r"copy_page|cache_kernel|store_?kv_?cache", "copy", "into the KV cache"),
-        (r"kv_indices|to_token_pool|slot_mapping|block_tables?(?:_|$)|page_table", "copy", "indices of the KV cache"),
-        (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|kPreconditionOptimizer|(?:^|_|::)amp_|"
-         r"non_finite", "optimizer", ""),
-        (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
-         "batch norm"),
-        (r"nchw\w*nhwc|nhwc\w*nchw|folded|tensorTransform|addPadding|transposeWarp|transposeBlock|batched_transpose|"
-         r"convertTensor|reorder|transpose_(?:NCHW|CNHW|packed_MN)|BatchedTransposeKernel", "copy", "another layout"),
-        (r"selective_scan|chunk_scan|chunk_state|chunk_cumsum|state_passing|bmm_chunk|mamba|(?:^|_)ssd_|(?<![a-z])RNN|LSTM|(?<![a-z])GRU_",
-         "other", "recurrence"),
-        (r"winograd|fprop|dgrad|wgrad|depthwise|convolve|igemm_|miopenSp3|fft\dd_[rc]2[rc]|flip_filter|im2col|col2im|"
-         r"vol2col|vol2im|Im[23]d2Col|Col2Im[23]d|AsmConv|(?<![a-z])(?:Grouped)?convolution|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
-         r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
-        (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
-        (r"hadamard", "other", "Hadamard transform"),
-        # what surrounds attention and experts, before the words that name those
-        (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
-        (r"(?:expand|shuffle)InputRows|moe_(?:un)?permute", "copy", "rows to their experts"),
-        (r"chunk_(?:fwd|bwd)_kernel|chunk_scaled_dot_kkt|recompute_w_u|solve_tril|merge_\d+x\d+_to_\d+x\d+|fused_recurrent",
-         "attention", "linear attention"),
-        (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
-         r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
-         r"rms_(?:fp8|mxfp4)|^cuCompute(?:Part)?Grad|(?:^|_|::)(?:fused_)?ln(?:_fwd|_bwd|$)|_norm_|add_norm|fused_norm|"
-         r"welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
-        (r"rotary|rope|kn_entry_\w*(?:sbhd|thd)", "pointwise", "rotary embedding"),
-        (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
-         r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
-         r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing|fused_gate|row_id_map|onesweep|lookback|"
-         r"rejection_|rejected|recovered_tokens|blockscale_offsets|problem_sizes", "sort and scan", ""),
-        (r"attention|(?:^|_)mha_(?:varlen_)?[fb]wd|(?:^|_)fwd_kernel_splitK|(?:^|_)sage_|sageattn|reduce_segments|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
-         r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
-         r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
-        (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
-         r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
-        (r"cast_(?:mx|nv)?fp\d|(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
-        (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|batched_triton_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
-         r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
-         r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
-        (r"softmax|sparsemax", "reduction", ""),
-        (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
-        (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
-        (r"dropout", "pointwise", "dropout"),
-        (r"act_and_mul|gated_act|(?<![a-z])unary|penalties|MIOpenNeuron|silu|gelu|relu|glu|swish|sigmoid|tanh|"
-         r"activation", "pointwise", ""),
-        (r"fill|memset", "pointwise", "fill"),
-        (r"CatArray|chunk_cat|split_with_sizes|gather|scatter|indexSelect|indexFunc|index_|indexing|_index|take_|flip|(?<!un)roll_|"
-         r"transpose|permute|copy|memcpy|concat|_cat_|_pad|pad_|padding|unfold|replication|reflection|slice|sort_chunks|"
-         r"stack_|repeat_interleave|compressSparse|laswp|displace", "copy", ""),
-        (r"upsample|interpolat|grid_sampler|triu|tril|bilinear", "pointwise", ""),
-        (r"reduce|reduction|moe_sum|nrm2|asum|lpnorm|lpmax|norm_cleanup|argmax|argmin|cdist|pdist|MovingAverage|"
-         r"(?:^|_)(?:sum|mean|max|min|var)_", "reduction", ""),
-        (r"norm", "normalization", ""),
-        (r"elementwise|elemwise|op_(?:generic_)?tensor|pointwise|(?:^|_)(?:add|mul|div|sub|scale|cast|clamp|mask|element|"
-         r"where|exp|bias)_|apply_kernel|transform_kernel|transform_vals|for_each|convert|_to_float|float_to_|OpTensor|SubTensorOp|prelu|cross_kernel|"
-         r"linspace|arange|philox|axpy|scal_kernel|scalePacked|scaleTensor|setTensor|Op\ddTensor|float2half|"
-         r"lerp", "pointwise", ""),
-        (r"^rocprim::|^hipcub::|cub::", "sort and scan", ""),
-    )
+# What a function's own name says that it does, in either case, first match wins. does: "" for the name's own words.
+JOBS = (
+    (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
+    (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
+    (r"all_?gather|reduce_?scatter|send_?recv|deep_ep|msccl|userbuffers|nvshmem|symmetric_memory|put_signal|wait_signal|rdma|pcie"
+     r"barrier|launch_barrier|^gloo|nccl", "communication", ""),
+    (r"reshape_and_cache|concat_and_cache|kv_?cache_?(?:write|store|insert|update|copy)|set_mla_kv|write_req_to_token|"
+     r"copy_page|cache_kernel|store_?kv_?cache", "copy", "into the KV cache"),
+    (r"kv_indices|to_token_pool|slot_mapping|block_tables?(?:_|$)|page_table", "copy", "indices of the KV cache"),
+    (r"adam(?!ard)|lamb_?stage|adagrad|novograd|muon|rmsprop|(?<![a-z])(?:sgd|lamb|lion)(?![a-z])|kOptimizer|kPreconditionOptimizer|(?:^|_|::)amp_|"
+     r"non_finite", "optimizer", ""),
+    (r"BatchNorm|bnorm|bn_(?:fw|bw|inf|stats|pointwise)|BNStats|ScaleBiasStats|batch_norm|dbn_", "normalization",
+     "batch norm"),
+    (r"nchw\w*nhwc|nhwc\w*nchw|folded|tensorTransform|addPadding|transposeWarp|transposeBlock|batched_transpose|"
+     r"convertTensor|reorder|transpose_(?:NCHW|CNHW|packed_MN)|BatchedTransposeKernel", "copy", "another layout"),
+    (r"selective_scan|chunk_scan|chunk_state|chunk_cumsum|state_passing|bmm_chunk|mamba|(?:^|_)ssd_|(?<![a-z])RNN|LSTM|(?<![a-z])GRU_",
+     "other", "recurrence"),
+    (r"winograd|fprop|dgrad|wgrad|depthwise|convolve|igemm_|miopenSp3|fft\dd_[rc]2[rc]|flip_filter|im2col|col2im|"
+     r"vol2col|vol2im|Im[23]d2Col|Col2Im[23]d|AsmConv|(?<![a-z])(?:Grouped)?convolution|conv(?:olution)?[123n]d|first_layer_filter|(?<![a-z])conv(?![a-z])|MIOpen\w{0,4}Conv|gen\w?_conv|naive_conv|"
+     r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
+    (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
+    (r"hadamard", "other", "Hadamard transform"),
+    # what surrounds attention and experts, before the words that name those
+    (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
+    (r"(?:expand|shuffle)InputRows|moe_(?:un)?permute", "copy", "rows to their experts"),
+    (r"chunk_(?:fwd|bwd)_kernel|chunk_scaled_dot_kkt|recompute_w_u|solve_tril|merge_\d+x\d+_to_\d+x\d+|fused_recurrent",
+     "attention", "linear attention"),
+    (r"layer_?norm|rms_?norm|group_?norm|instance_?norm|weight_norm|qk_?norm|l2_?norm_(?:fwd|bwd|kernel)|RowwiseMoments|"
+     r"GammaBeta|ComputeFusedParams|ComputeInternalGradients|Compute\w*BackwardFusedParams|divNorm|(?<![a-z])lrn|"
+     r"rms_(?:fp8|mxfp4)|^cuCompute(?:Part)?Grad|(?:^|_|::)(?:fused_)?ln(?:_fwd|_bwd|$)|_norm_|add_norm|fused_norm|"
+     r"welford|FusedQ?KNorm|Rmsnorm|norm::|QNorm", "normalization", ""),
+    (r"rotary|rope|kn_entry_\w*(?:sbhd|thd)", "pointwise", "rotary embedding"),
+    (r"topk|top_k|top_p|topp|moe_?align|moe_?sort|count_and_sort|expert_offsets|sort|scan|cumsum|cumprod|histogram|"
+     r"unique|non_?zero|DeviceSelect|DeviceCompact|select_sweep|multinomial|gumbel|(?<!up)sampling|searchsorted|Kth|Median|compute_mode|"
+     r"DeviceReduceByKey|RunLength|adjacent_difference|mbtopk|randperm|gating|routing|fused_gate|row_id_map|onesweep|lookback|"
+     r"rejection_|rejected|recovered_tokens|blockscale_offsets|problem_sizes", "sort and scan", ""),
+    (r"attention|(?:^|_)mha_(?:varlen_)?[fb]wd|(?:^|_)fwd_kernel_splitK|(?:^|_)sage_|sageattn|reduce_segments|(?:^|_)attend_|(?:^|_|::|<)attn|_attn|flash_fwd|flash_bwd|fmha|sdpa|mla_(?:a\d|dec|pre)|flash_mla|mqa_logits|"
+     r"BatchDecode|BatchPrefill|SinglePrefill|SingleDecode|MergeState|VariableLength|aiter::pa_|gated_delta_rule|"
+     r"grouped_kernel_stage|_fwd_kernel_stage|dot_do_o|convert_dq|flash::", "attention", ""),
+    (r"embedding|(?:^|_)embs?_|compute_grad_weight|sum_and_scatter|krn_partial|partial_segments|linearize_cache|"
+     r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
+    (r"cast_(?:mx|nv)?fp\d|(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
+    (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|batched_triton_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
+     r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
+     r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
+    (r"softmax|sparsemax", "reduction", ""),
+    (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),
+    (r"pool|roi_align|adaptive_?(?:average|max)", "reduction", "pooling"),
+    (r"dropout", "pointwise", "dropout"),
+    (r"act_and_mul|gated_act|(?<![a-z])unary|penalties|MIOpenNeuron|silu|gelu|relu|glu|swish|sigmoid|tanh|"
+     r"activation", "pointwise", ""),
+    (r"fill|memset", "pointwise", "fill"),
+    (r"CatArray|chunk_cat|split_with_sizes|gather|scatter|indexSelect|indexFunc|index_|indexing|_index|take_|flip|(?<!un)roll_|"
+     r"transpose|permute|copy|memcpy|concat|_cat_|_pad|pad_|padding|unfold|replication|reflection|slice|sort_chunks|"
+     r"stack_|repeat_interleave|compressSparse|laswp|displace", "copy", ""),
+    (r"upsample|interpolat|grid_sampler|triu|tril|bilinear", "pointwise", ""),
+    (r"reduce|reduction|moe_sum|nrm2|asum|lpnorm|lpmax|norm_cleanup|argmax|argmin|cdist|pdist|MovingAverage|"
+     r"(?:^|_)(?:sum|mean|max|min|var)_", "reduction", ""),
+    (r"norm", "normalization", ""),
+    (r"elementwise|elemwise|op_(?:generic_)?tensor|pointwise|(?:^|_)(?:add|mul|div|sub|scale|cast|clamp|mask|element|"
+     r"where|exp|bias)_|apply_kernel|transform_kernel|transform_vals|for_each|convert|_to_float|float_to_|OpTensor|SubTensorOp|prelu|cross_kernel|"
+     r"linspace|arange|philox|axpy|scal_kernel|scalePacked|scaleTensor|setTensor|Op\ddTensor|float2half|"
+     r"lerp", "pointwise", ""),
+    (r"^rocprim::|^hipcub::|cub::", "sort and scan", ""),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tracereader.trace.document import (
     decoded_as,
     load,
 )
+from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, STEP
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
@@ -82,7 +83,7 @@ class Op(_Slice, eq=False):
 
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
-    work: "Sequence[Work]" = ()  # what this runtime call launched
+    work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
 
     def walk(self) -> Iterator["Op"]:
         """This op and all below it, in the order of their starts."""
@@ -99,6 +100,14 @@ class Op(_Slice, eq=False):
         while op is not None:
             yield op
             op = op.parent
+
+
+class Frame(msgspec.Struct, eq=False, gc=False):
+    """A call of a Python function on a thread, as the profiler records it with stacks."""
+
+    name: str
+    start: int
+    end: int
 
 
 def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
@@ -168,20 +177,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a numbered script stored of its run.
-
-    guesses: as expect.py records them. facts: what no profiler records. run: stands in its table, too.
-    """
-
-    script: str
-    flags: dict
-    guesses: tuple[dict, ...]
-    facts: dict
-    run: str
-
-
-@dataclass(frozen=True)
 class Rank:
     """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
 
@@ -207,11 +202,12 @@ class Trace:
     memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
+    frames: dict[tuple, list[Frame]]  # by thread, the Python functions without nn.Module's; only with stacks
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
     device_properties: dict[object, dict]  # by the device's number, as the driver told the profiler
-    lesson: Lesson | None
+    facts: RunFacts
     rank: Rank | None
     has_shapes: bool
     zeroed: int
@@ -246,6 +242,7 @@ def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
     tracks: dict[tuple, tuple] = {}
+    frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
     kinds, not_known, taken = _kinds(events)
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
@@ -277,6 +274,8 @@ def _built(path: Path, document: Document) -> Trace:
             into.append(Work(event.name, kind, start, length, track, event.args))
         elif into is not None:
             into.append(Op(event.name, kind, start, length, track, event.args))
+        else:
+            frames.setdefault(track, []).append(Frame(event.name, start, start + length))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
@@ -297,8 +296,8 @@ def _built(path: Path, document: Document) -> Trace:
     module_roots: dict[tuple, list[Op]] = {}
     for root in _nest(modules, Counter()):
         module_roots.setdefault(root.track, []).append(root)
-    unlaunched = _link(ops, work)
     work.sort(key=_start)
+    unlaunched = _link(ops, work)
     properties = _properties(document.device_properties, {one.device for one in work})
     steps, outside = _steps(ops, roots, work)
     return Trace(
@@ -315,11 +314,12 @@ def _built(path: Path, document: Document) -> Trace:
         memory=_memory(memory, zero),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
+        frames=frames,
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
         device_properties=properties,
-        lesson=_lesson(document.lesson),
+        facts=document.facts,
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
@@ -525,19 +525,6 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """The names of the devices that did work; their numbers where the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
-
-
-def _lesson(found: object) -> Lesson | None:
-    if not isinstance(found, dict) or not isinstance(found.get("script"), str):
-        return None
-    flags, guesses, facts = found.get("flags"), found.get("guesses"), found.get("facts")
-    return Lesson(
-        script=found["script"],
-        flags=flags if isinstance(flags, dict) else {},
-        guesses=tuple(one for one in guesses if isinstance(one, dict)) if isinstance(guesses, list) else (),
-        facts=facts if isinstance(facts, dict) else {},
-        run=str(found.get("run", "")),
-    )
 
 
 def _rank(found: object) -> Rank | None:

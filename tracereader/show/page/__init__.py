@@ -8,12 +8,12 @@ from tracereader.command import printable
 from tracereader.figures import Summary
 from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import RanksSummary
-from tracereader.findings.finding import Finding, size
+from tracereader.findings.finding import Prediction, size
 from tracereader.findings.opportunities import opportunities
 from tracereader.show import report
-from tracereader.show.guesses import guesses_of
 from tracereader.show.page import data, files, html, ranked, timeline
 from tracereader.show.page.compared import Runs
+from tracereader.show.predictions import predictions_of
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
@@ -22,7 +22,7 @@ __all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
 Page = tuple[str, list[str]]  # its text, and what it holds that somebody may not want to hand on
 
 
-def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Finding]) -> Page:
+def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction]) -> Page:
     """The page of one trace."""
     slices, chunks = timeline.packed(trace, data.numbers_of_pieces(trace, summary))
     slices = data.described(slices, data.decoded_names(trace), data.pieces(summary), summary.chosen.number)
@@ -34,7 +34,7 @@ def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Finding]) -> Page
 def of_file(file: Path, view: View) -> Page:
     """The page of one trace file. Raises BadInput."""
     trace, summary = report.opened(file, view)
-    return of_trace(trace, summary, guesses_of(trace))
+    return of_trace(trace, summary, predictions_of(trace))
 
 
 def of_runs(runs: Runs) -> Page:

@@ -7,9 +7,10 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.figures import Summary, compare
-from tracereader.findings import steps
+from tracereader.findings import made, steps
 from tracereader.findings.finding import family_in_words
 from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.limits import measures
 from tracereader.show.page import data
@@ -27,7 +28,7 @@ class Runs:
     def __init__(self):
         self.packing = Packing()
         self.summaries: list[Summary] = []
-        self.proposed: list[list[dict]] = []
+        self.proposed: tuple[Opportunity, ...] = ()  # by the first run's report
         self.decoded: dict[str, str] = {}
         self.pieces: list[dict] = []
         self.ends: list[tuple[str, int]] = []
@@ -41,8 +42,9 @@ class Runs:
         self.packing.add_trace(trace, own, step.start, [step], f"run {number} · ")
         self.pieces += data.pieces(summary)
         self.decoded |= data.decoded_names(trace)
-        found = opportunities(trace, summary)
-        self.proposed.append([] if isinstance(found, Refused) else [msgspec.to_builtins(one) for one in found])
+        if not self.summaries:
+            found = opportunities(trace, summary)
+            self.proposed = () if isinstance(found, Refused) else found
         self.summaries.append(summary)
         self.ends.append((step.number, step.end - step.start))
         self.hosts.append(trace.host)
@@ -65,7 +67,7 @@ class Runs:
         return figures, slices, chunks
 
 
-def _figures(summaries: Sequence[Summary], proposed: Sequence[list[dict]]) -> dict:
+def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.told_apart(sides)
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
@@ -75,12 +77,23 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[list[dict]]) -> di
         "runs": runs,
         "families": _rows([{family_in_words(one): us for one, us in side.summary.by_family.items()} for side in sides]),
         "kernels": kernel_rows(sides),
-        "ops": _rows([{name: one.self_us for name, one in side.summary.ops.items()} for side in sides]),
+        "ops": _rows([{name: one.self_us for name, one in side.summary.cpu.ops.items()} for side in sides]),
         "changes": [
             {"name": name, **_difference(sides[0], side)} for name, side in zip(names[1:], sides[1:], strict=True)
         ],
-        "predicted": proposed[0],
+        "predicted": _predicted(sides, proposed),
     }
+
+
+def _predicted(sides: Sequence[compare.Side], proposed: Sequence[Opportunity]) -> list[dict]:
+    """What the first run's report proposes. measured_us: by each other run, its step where it makes that change."""
+    rows = [{**msgspec.to_builtins(one), "measured_us": []} for one in proposed]
+    for side in sides[1:]:
+        found = made.checked(sides[0], proposed, side)
+        changes = {one.change for one in found.proposals} if found else set()
+        for row in rows:
+            row["measured_us"].append(found.measured_us if row["change"] in changes else None)
+    return rows
 
 
 def _run(side: compare.Side, name: str) -> dict:
@@ -88,14 +101,14 @@ def _run(side: compare.Side, name: str) -> dict:
     word, why = steps.waiting(one)
     return {
         "name": name,
-        "file": Path(one.trace).name,
-        "device": ", ".join(dict.fromkeys(one.devices)) or "CPU only",
+        "file": Path(one.source.trace).name,
+        "device": ", ".join(dict.fromkeys(one.source.devices)) or "CPU only",
         "regime": word,
         "why": why,
         **measures(one),
         "memcpys": one.count("memcpy"),
         "memsets": one.count("memset"),
-        "tokens_s": one.decoding.tokens_s if one.decoding else None,
+        "tokens_s": one.llm.decoding.tokens_s if one.llm.decoding else None,
     }
 
 

@@ -17,7 +17,7 @@ from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.places import by_module_path
 from tracereader.findings import cheatsheet, steps
-from tracereader.findings.finding import Finding, counted, family_in_words
+from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
@@ -35,14 +35,16 @@ PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
 PATHS_NAMED = 3
 
 
-def figures(trace: Trace, summary: Summary, found: Sequence[Opportunity] | Refused, guesses: Sequence[Finding]) -> dict:
+def figures(
+    trace: Trace, summary: Summary, found: Sequence[Opportunity] | Refused, guesses: Sequence[Prediction]
+) -> dict:
     """What the page of one trace shows beside its timeline."""
     step = trace.steps[summary.typical_index]
     return {
         "page": "trace",
         "version": __version__,
-        "file": Path(summary.trace).name,
-        "head": _head(summary, found),
+        "file": Path(summary.source.trace).name,
+        "head": _head(summary),
         "opportunities": _opportunities(found),
         "guesses": _guesses(summary, guesses),
         "patterns": _patterns(summary),
@@ -52,51 +54,48 @@ def figures(trace: Trace, summary: Summary, found: Sequence[Opportunity] | Refus
         "ops": _ops(summary),
         "modules": _modules(trace, summary, step),
         "memory": msgspec.to_builtins(summary.training.memory),
-        "peak_bytes": summary.peak_bytes,
+        "peak_bytes": summary.source.peak_bytes,
         "roofline": _roofline(summary),
     }
 
 
-def _head(summary: Summary, found: Sequence[Opportunity] | Refused) -> dict:
+def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
-    several = len(summary.devices) > 1
-    # The step's time that the opportunities start from; where there are none, that of the lane that takes longer.
-    priced = found[0].step_us if found and not isinstance(found, Refused) else None
+    several = len(summary.source.devices) > 1
     facts = []
     if several:
-        facts.append(f"{len(summary.devices)} GPUs")
-    if summary.rank is not None:
-        facts.append(f"rank {summary.rank} of {summary.world_size}")
+        facts.append(f"{len(summary.source.devices)} GPUs")
+    if summary.source.rank is not None:
+        facts.append(f"rank {summary.source.rank} of {summary.source.world_size}")
     if summary.has_gpu_work:
         facts.append(f"{counted(summary.chosen.launches, 'launch', 'launches')} per step")
         facts.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
-    lesson = summary.lesson
-    return {
-        "device": ", ".join(dict.fromkeys(summary.devices))
-        or ("no GPU work recorded" if _launched(summary) else "CPU only"),
-        "gpu": summary.has_gpu_work,
-        "has_steps": summary.has_steps,
-        "step_us": priced or max(summary.gpu_us, summary.cpu_us),
-        "cpu_us": summary.chosen.cpu_us,
-        "gpu_us": summary.chosen.gpu_busy_us,
-        "busy_share": summary.busy_share,
-        "launches": summary.chosen.launches,
-        "recorded": counted(len(summary.steps), "step") if summary.has_steps else "no profiler steps",
-        "step": summary.chosen.number,
-        "step_name": summary.typical_step,
-        "step_index": summary.typical_index,
-        "regime": word,
-        "why": why,
-        "facts": facts,
-        "script": lesson["script"] if lesson else None,
-        "flags": {name: str(value) for name, value in lesson["flags"].items()} if lesson else {},
-        "warnings": summary.warnings,
-        "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
-    }
+        return {
+            "device": ", ".join(dict.fromkeys(summary.source.devices))
+            or ("no GPU work recorded" if _launched(summary) else "CPU only"),
+            "gpu": summary.has_gpu_work,
+            "has_steps": summary.source.has_steps,
+            "step_us": summary.recorded_step_us,
+            "unprofiled_us": summary.unprofiled_step_us,
+            "cpu_us": summary.chosen.cpu_us,
+            "gpu_us": summary.chosen.gpu_busy_us,
+            "busy_share": summary.busy_share,
+            "launches": summary.chosen.launches,
+            "recorded": counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps",
+            "step": summary.chosen.number,
+            "step_name": summary.typical_step,
+            "step_index": summary.typical_index,
+            "regime": word,
+            "why": why,
+            "facts": facts,
+            "script": summary.source.facts.script or None,
+            "warnings": summary.source.warnings,
+            "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
+        }
 
 
 def _launched(summary: Summary) -> bool:
-    return any("Launch" in name for name in summary.runtime)
+    return any("Launch" in name for name in summary.cpu.runtime)
 
 
 def _opportunities(found: Sequence[Opportunity] | Refused) -> dict:
@@ -105,7 +104,7 @@ def _opportunities(found: Sequence[Opportunity] | Refused) -> dict:
     return {"refused": None, "found": [msgspec.to_builtins(one) for one in found]}
 
 
-def _guesses(summary: Summary, guesses: Sequence[Finding]) -> list[dict]:
+def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
     asked = [(guess, guess.ask(summary)) for guess in guesses]
     return [{"text": guess.text, "holds": said.holds, "evidence": said.evidence} for guess, said in asked]
 
@@ -153,13 +152,13 @@ def _time(summary: Summary) -> dict:
         ]
     return {
         "window_us": summary.window_us,
-        "several": len(summary.devices) > 1,
+        "several": len(summary.source.devices) > 1,
         "overlap": overlap(summary) if summary.has_gpu_work else False,
         "parts": parts,
         "families": [{**msgspec.to_builtins(one), "name": family_in_words(one.family)} for one in summary.families],
         "idle_in": [{"name": name, "us": us} for name, us in summary.idle_in.items()],
-        "by_phase": msgspec.to_builtins(summary.by_phase),
-        "by_label": msgspec.to_builtins(summary.by_label),
+        "by_phase": msgspec.to_builtins(summary.places.by_phase),
+        "by_label": msgspec.to_builtins(summary.places.by_label),
     }
 
 
@@ -211,7 +210,7 @@ def _mean(pieces: Sequence[GpuWork], rate: str) -> float | None:
 def _ops(summary: Summary) -> list[dict]:
     return [
         {"name": name, "kind": kind, **msgspec.to_builtins(one)}
-        for kind, table in (("op", summary.ops), ("runtime", summary.runtime))
+        for kind, table in (("op", summary.cpu.ops), ("runtime", summary.cpu.runtime))
         for name, one in sorted(table.items(), key=lambda item: -item[1].self_us)
     ]
 
@@ -228,7 +227,7 @@ def _modules(trace: Trace, summary: Summary, step: Step) -> dict:
     return {
         "on_gpu": bool(step.work),
         "tree": _summed(root)["children"],
-        "classes": msgspec.to_builtins(summary.by_module_class),
+        "classes": msgspec.to_builtins(summary.places.by_module_class),
     }
 
 
@@ -248,7 +247,7 @@ def _summed(root: dict) -> dict:
 
 def _roofline(summary: Summary) -> dict | None:
     """Kernels of known FLOPs and bytes, equal ones together, below the device's peaks."""
-    peaks = common_peaks(summary.devices) if summary.devices else None
+    peaks = common_peaks(summary.source.devices) if summary.source.devices else None
     if peaks is None:
         return None
     equal = defaultdict(list)
@@ -259,7 +258,7 @@ def _roofline(summary: Summary) -> dict | None:
     time = sum(one.us for some in equal.values() for one in some)
     return {
         "peaks": msgspec.to_builtins(peaks),
-        "device": summary.devices[0],
+        "device": summary.source.devices[0],
         "placed": sum(map(len, equal.values())),
         "of": len(summary.kernels_of_step),
         "placed_us": time,

@@ -56,12 +56,12 @@ function predictedSection(data) {
   if (!predicted.length) return null;
   const unit = columnUnit([...predicted.map(one => one.step_us), ...runs.map(run => run.step)]);
   return section("predicted", "Predicted and measured",
-    "What the report of run 1 proposes, each change by itself, beside the steps that were measured. Whether a run made just this change, the page does not decide.",
+    "What the report of run 1 proposes, each change by itself. A measured step stands where the traces show that the run makes this change; a run that makes several is measured with all of them.",
     table({id: "predicted-table", rows: predicted.map((one, place) => ({...one, place, name: one.title})), sort: "place", down: false, columns: [
       {key: "name", title: "change", name: true},
       {key: "step_us", title: `run 1 ${unit.name}`, number: true, text: row => inUnit(row.step_us, unit)},
       {key: "step_us_after", title: `predicted ${unit.name}`, number: true, text: row => `${row.basis === "bound" ? "at least " : ""}${inUnit(row.step_us_after, unit)}`},
-      ...runs.slice(1).map((run, place) => ({key: `run${place}`, title: `run ${place + 2} ${unit.name}`, number: true, text: () => inUnit(run.step, unit)})),
+      ...runs.slice(1).map((run, place) => ({key: `run${place}`, title: `run ${place + 2} ${unit.name}`, number: true, text: row => inUnit(row.measured_us[place], unit)})),
     ]}).node);
 }
 

@@ -19,6 +19,7 @@ function overview(data) {
       head.warnings.map(one => el("p", {class: "warning"}, el("b", {}, "Warning: "), one))),
     el("dl", {class: "figures"},
       figure("step", time(head.step_us), "step_us", head.step_us),
+      head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
       head.gpu && figure("GPU busy per step", time(head.gpu_us), "gpu_us", head.gpu_us),
       figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
       head.busy_share !== null && figure("GPU busy", share(head.busy_share), "busy_share", head.busy_share)),

@@ -1,0 +1,209 @@
+"""Predicted against measured: what a report proposes, and the step that was recorded after that change.
+
+docs/make.py makes the tables of docs/opportunities.md of this, from the reference traces.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from tracereader.figures import compare, summarize
+from tracereader.findings import cpu_changes as cpu
+from tracereader.findings import gpu_changes as gpu
+from tracereader.findings import made
+from tracereader.findings.finding import in_one_unit
+from tracereader.findings.opportunities import CHANGES, opportunities
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
+from tracereader.replay import changes as replay
+from tracereader.trace import read
+
+REFERENCE = Path(__file__).resolve().parent.parent / "traces/reference"
+CHANGED = "nvidia-h200/changes"
+TRAINING = "../nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_"  # beside the other rungs' folder
+NAIVE = "04_a_naive_attention/8x16x1024x64_bf16_warm_eager_shapes"
+SDPA = "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager"
+# A prediction outside of this share of the measured step is off, and the page says why.
+WITHIN = (0.7, 1.3)
+
+# What each change takes for granted beyond the times and dependencies of the trace.
+ASSUMES = {
+    "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
+    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity",
+    "remove_sync": "nothing reads the value on the CPU in that step",
+    "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
+    "loop's costliest kind of kernel",
+    "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
+    "python": "the work can be done ahead or on another thread",
+    "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
+    "product takes as long as the longest single one, or as its bytes need",
+    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
+    f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs",
+    "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
+    f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
+    "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
+    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
+    "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
+    "channels_last": "the convolutions themselves take as long",
+    "layout_copies": "the next kernel reads the other layout as fast",
+    "no_recompute": "the activations fit into memory",
+    "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither",
+    "small_grids": "with a block for each SM, a kernel takes proportionally less time",
+    "allocator": "memory that is allocated once is reused in every step",
+    "recompile": "a compiled step takes as long as those that do not compile",
+    "in_place": "nothing else reads the tensor that is overwritten",
+    "mask_once": "the mask is the same in each step",
+    "shared_keys": "the attention kernel takes keys and values of fewer heads as fast",
+}
+
+# Steps before and after a change, of the recorded pairs and of the ladder's climbs.
+PAIRS = (
+    *((f"{CHANGED}/{before}", f"{CHANGED}/{after}") for before, after in (
+        ("vit/eager", "vit/graph"), ("vit/eager", "vit/compile"), ("decode/eager", "decode/graph"),
+        ("decode/eager", "decode/batch32"), ("pointwise/eager", "pointwise/compile"),
+        ("products/eager", "products/compile"), ("encoder/fp32", "encoder/tf32"), ("encoder/fp32", "encoder/bf16"),
+        ("encoder/bf16", "encoder/bf16_compile"), ("resnet/fp32", "resnet/tf32"),
+        ("resnet/fp32", "resnet/bf16_channels_last"), ("conv_layout/contiguous", "conv_layout/channels_last"),
+        ("attention/naive", "attention/sdpa"), ("gpt2/eager_attention", "gpt2/sdpa"), ("gpt2/sdpa", "gpt2/padded"),
+        ("gpt2/recompute", "gpt2/sdpa"), ("copies/blocking", "copies/prefetched"), ("loader/inline", "loader/workers"),
+        ("optimizer/forloop", "optimizer/fused"), ("optimizer/foreach", "optimizer/fused"),
+        ("python/loop", "python/ahead"), ("small/loop", "small/batched"), ("syncs/item", "syncs/none"),
+        ("syncs/end", "syncs/none"), ("attention32/naive", "attention32/sdpa"), ("bert/eager", "bert/graph"),
+        ("convnet/forloop", "convnet/fused"), ("experts/loop", "experts/batched"), ("images/eager", "images/graph"),
+        ("images/eager", "images/compile"), ("llama/eager_attention", "llama/sdpa"), ("llama/sdpa", "llama/compile"),
+        ("lstm/cells", "lstm/graph"), ("lstm/cells", "lstm/cudnn"), ("odd_width/odd", "odd_width/padded"),
+        ("pinned/same_stream", "pinned/prefetched"), ("selection/chosen", "selection/multiplied"),
+        ("trained/eager", "trained/compile"), ("unet/contiguous", "unet/channels_last"),
+        ("unet/contiguous", "unet/compile"),
+    )),
+    *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
+        ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),
+        ("01_matmul_add/64_bf16_warm_eager_pause10", "01_matmul_add/64_bf16_warm_eager"),
+        ("02_linear/1024x32x64_bf16_warm_eager", "02_linear/1024x32x64_bf16_warm_compile"),
+        ("03_simple_mlp/64x128x768x3072_bf16_warm_eager", "03_simple_mlp/64x128x768x3072_bf16_warm_compile"),
+        (NAIVE, "04_a_naive_attention/8x16x1024x64_bf16_warm_compile"),
+        (NAIVE, "04_b_inplace_ops_attention/8x16x1024x64_bf16_warm_eager"),
+        *((NAIVE, f"{SDPA}_{backend}") for backend in ("efficient", "flash_shapes", "cudnn_shapes")),
+        ("05_llm/1x512_bf16_warm_eager_active2_shapes", "05_llm/1x512_bf16_warm_eager_graph"),
+        ("05_llm/1x512_bf16_warm_eager_graph", "05_llm/1x512_bf16_warm_compile_reduce-overhead"),
+        ("05_llm/1x512_bf16_warm_compile", "05_llm/1x512_bf16_warm_compile_reduce-overhead"),
+        ("05_llm/1x512_bf16_warm_compile_reduce-overhead", "05_llm/1x512_bf16_warm_compile_gqa_reduce-overhead"),
+        ("05_llm/1x512_bf16_warm_eager_triton-overlap_active2", "05_llm/1x512_bf16_warm_eager_triton-overlap_graph"),
+        ("05_llm/32x512_bf16_warm_eager_active1", "05_llm/32x512_bf16_warm_eager_graph"),
+        ("05_llm/32x512_bf16_warm_eager_graph", "05_llm/32x512_bf16_warm_compile_gqa_reduce-overhead"),
+    )),
+    *((f"nvidia-h200/{TRAINING}{before}", f"nvidia-h200/{TRAINING}{after}") for before, after in (
+        ("eager", "compile"), ("eager_forloop", "eager_fused"), ("eager", "eager_fused"), ("eager_checkpoint", "eager"),
+        ("eager_loader2_workers0", "eager"),
+    )),
+)  # fmt: skip
+
+CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
+# Of the predictions that are off, what the two traces show.
+WHY = {
+    (f"{CHANGES_H200}{before}", f"{CHANGES_H200}{after}"): why for before, after, why in (
+        ("attention/naive", "attention/sdpa",
+         "the GPU's part is predicted at 0.70 ms and takes 0.76 ms. The step is bound by its CPU time, 0.94 ms. The "
+         "prediction keeps the views, transposes and autograd functions around the scores, which launch nothing and "
+         "are gone in the second trace."),
+        ("small/loop", "small/batched",
+         "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, "
+         "the whole step takes the CPU 0.20 ms."),
+        ("experts/loop", "experts/batched",
+         "a bound: the step after the change is bound by its CPU time, 66 µs. The prediction keeps the Python around "
+         "the loop."),
+        ("unet/contiguous", "unet/channels_last",
+         "the group normalizations read the contiguous layout: 24 copies of 3.2 ms in all are new. In this model, "
+         "the change makes the step longer."),
+        ("loader/inline", "loader/workers",
+         "beside busy workers, the main process's ops take longer: `aten::empty` 8.3 µs for each call instead of 1.4, "
+         "`aten::_to_copy` 14.0 instead of 4.6."),
+        ("syncs/item", "syncs/none",
+         "the same ops take 1.2 to 1.9 times as long in the first recording: `aten::addmm` 48 µs for each call instead "
+         "of 29. The CPU's speed differs between two processes, and no replay can know it."),
+    )
+} | {
+    (f"{LADDER}{before}", f"{LADDER}{after}"): why for before, after, why in (
+        ("01_matmul_add/64_bf16_warm_eager_pause10", "01_matmul_add/64_bf16_warm_eager",
+         "after a pause of 10 ms the CPU is slow: `aten::mm` takes 143 µs, and without the pause 17."),
+        (NAIVE, f"{SDPA}_flash_shapes",
+         "a bound: the prediction is the CPU's time, 0.17 ms, with the views and the Python around the scores. In the "
+         "second trace, the whole step takes the CPU 0.08 ms."),
+        (f"{TRAINING}eager", f"{TRAINING}compile",
+         "the prediction fuses chains of equally many elements. Inductor's kernels take 5.3 ms, where eager's "
+         "pointwise, reduction, copy and normalization kernels took 12.8: reductions are fused with what they read."),
+        ("05_llm/1x512_bf16_warm_eager_graph", "05_llm/1x512_bf16_warm_compile_reduce-overhead",
+         "the prediction is the CPU's time: it keeps the launch of a graph of 1,880 kernels, 4.4 ms. The compiled "
+         "graph has 565, and its launch takes 2.4 ms."),
+        ("05_llm/1x512_bf16_warm_eager_triton-overlap_active2", "05_llm/1x512_bf16_warm_eager_triton-overlap_graph",
+         "in the graph the kernels overlap by programmatic dependent launch: together they take 1.6 ms of 0.67 ms. The "
+         "replay does not model an overlap that only the changed step has."),
+        ("05_llm/32x512_bf16_warm_eager_graph", "05_llm/32x512_bf16_warm_compile_gqa_reduce-overhead",
+         "the second run makes another change, too: it passes keys and values of fewer heads to attention, so that 9.7 "
+         "ms of copies are gone."),
+    )
+}  # fmt: skip
+
+
+@cache
+def _run(name: str) -> tuple[compare.Side, tuple[Opportunity, ...]]:
+    trace = read(REFERENCE / f"{name}.json.gz")
+    summary = summarize(trace)
+    found = opportunities(trace, summary)
+    return compare.Side(summary), () if isinstance(found, Refused) else found
+
+
+def shown(name: str) -> str:
+    """A trace as the table names it: its folder and the run."""
+    folder, _, run = name.removeprefix(f"{CHANGED}/").partition("/") if name.startswith(CHANGED) else ("", "", "")
+    if run:
+        return f"{folder}/{run}"
+    *_, script, tag = name.split("/")
+    return f"{script[:4].rstrip('_') if script.startswith('04') else script[:2]}/{tag}"
+
+
+def changes() -> str:
+    """What a report proposes: each change, what it assumes, and how a comparison sees that it was made."""
+    lines = ["| id in `--json` | change | assumes | seen in the trace after it |", "|---|---|---|---|"]
+    for one in CHANGES:
+        judge = made.MADE.get(one.name)
+        seen = (judge.__doc__ or "").rstrip(".") if judge else "not decided"
+        lines.append(f"| `{one.name}` | {one.title} | {ASSUMES[one.name]} | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+def predictions() -> str:
+    """Every pair: recorded, predicted and measured, and the reasons of those that are off."""
+    lines = ["| before → after | proposed | recorded | predicted | measured | ratio |", "|---|---|---|---|---|---|"]
+    off = []
+    for before, after in PAIRS:
+        side, proposed = _run(before)
+        measured = _run(after)[0].summary.recorded_step_us
+        found = made.checked(side, proposed, _run(after)[0])
+        pair = f"{shown(before)} → {shown(after)}"
+        if found is None or len(found.proposals) != 1:
+            unit, (recorded, now) = in_one_unit((side.summary.recorded_step_us, measured))
+            lines.append(f"| {pair} | – | {recorded} {unit} | – | {now} {unit} | – |")
+            ratio = None
+        else:
+            (one,) = found.proposals
+            unit, (recorded, predicted, now) = in_one_unit((one.step_us, one.step_us_after, measured))
+            ratio = one.step_us_after / measured
+            basis = " (bound)" * (one.basis == "bound")
+            cells = (f"`{one.change}`{basis}", *(f"{us} {unit}" for us in (recorded, predicted, now)), f"{ratio:.2f}")
+            lines.append(f"| {pair} | {' | '.join(cells)} |")
+        if ratio is not None and not WITHIN[0] <= ratio <= WITHIN[1]:
+            off.append(f"- {pair} ({ratio:.2f}): {WHY.get((before, after), 'no reason is known yet.')}")
+    return "\n".join([*lines, "", "Where a prediction is off by more than 30%:", "", *off]) + "\n"
+
+
+def unprofiled() -> str:
+    """The recorded step, the step without the profiler, and the factor, of each trace that has both."""
+    lines = ["| step | recorded | without the profiler | factor |", "|---|---|---|---|"]
+    for file in sorted((REFERENCE / CHANGED).rglob("*.json.gz")):
+        name = f"{CHANGED}/{file.parent.name}/{file.name.removesuffix('.json.gz')}"
+        summary = _run(name)[0].summary
+        if summary.unprofiled_step_us:
+            unit, (recorded, without) = in_one_unit((summary.recorded_step_us, summary.unprofiled_step_us))
+            factor = summary.recorded_step_us / summary.unprofiled_step_us
+            lines.append(f"| {shown(name)} | {recorded} {unit} | {without} {unit} | {factor:.2f} |")
+    return "\n".join(lines) + "\n"

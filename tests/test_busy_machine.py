@@ -1,0 +1,107 @@
+"""A run beside other programs says so; a run whose slow steps the trace explains does not."""
+
+import gzip
+import json
+
+import pytest
+from raw_events import event, raw_steps
+from references import LARGE, MODELS, OTHERS, REFERENCES, ROOT
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.findings.steps import busy_machine
+from tracereader.trace import read
+
+SAYS = "something else was probably using the CPU's cores"
+LESSON = {"script": "01_matmul_add", "flags": {"dtype": "fp32"}, "facts": {"roofs": {"tflops": 0.1, "gb_s": 10.0}}}
+SHAPES = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
+
+
+def steps(tmp_path, *lengths, slow="aten::mm", extra=None, lesson=None, gpu=False, args=SHAPES):
+    """Steps of these lengths (µs). What a step takes beyond 30 µs lies in one call; extra: of one step, one more op."""
+    events, at = [], 0
+    for number, us in enumerate(lengths):
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", at, us))
+        product = us - 20 if slow == "aten::mm" else 10
+        events.append(event("aten::mm", "cpu_op", at + 5, product, **args))
+        if slow != "aten::mm":
+            category = "user_annotation" if "#" in slow else "cuda_runtime"
+            events.append(event(slow, category, at + 16, us - 20))
+        if number == extra:
+            events.append(event("Torch-Compiled Region: 0/1", "cpu_op", at + us - 12, 10))
+        if gpu:
+            events.append(event("cudaLaunchKernel", "cuda_runtime", at + 6, 3, correlation=number + 1))
+            events.append(event("k", "kernel", at + 10, 2, 7, correlation=number + 1, device=0, stream=7))
+        at += us + 1
+    top = {"lesson": lesson} if lesson else {}
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events, "record_shapes": 1} | top))
+    return file
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_steps_that_differ_by_several_times(tmp_path, capsys, gpu):
+    trace = steps(tmp_path, 27_846, 179, 27_898, gpu=gpu)
+    assert cli.main([str(trace)]) == 0
+    said = capsys.readouterr().out
+    assert "step #2 took 156 times as long as step #1, which makes the same calls" in said
+    assert SAYS in said and "Stop other programs (top shows them) and profile again." in said
+    assert cli.main([str(trace), "--json"]) == 0
+    assert SAYS in json.loads(capsys.readouterr().out)["busy_machine"]
+
+
+def test_without_shapes_the_inputs_may_differ(tmp_path):
+    said = busy_machine(summarize(read(steps(tmp_path, 200, 180, 2_000, args={}))))
+    assert said.endswith(f"if their inputs have the same sizes, {SAYS}. Stop other programs (top shows them) and "
+                         "profile again.")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "explained",
+    [
+        {"lengths": (20_000, 180, 190)},  # the first step is merely wide
+        {"lengths": (20_000, 500, 180)},  # and what is left of a cold start
+        {"lengths": (180, 190, 20_000), "extra": 2},  # a step that does more
+        {"lengths": (180, 190, 20_000), "slow": "enumerate(DataLoader)#_Iter.__next__"},
+        {"lengths": (180, 190, 20_000), "slow": "cudaStreamSynchronize", "gpu": True},
+        {"lengths": (180, 190, 20_000), "slow": "a label#of the program"},  # Python, which may do more
+        {"lengths": (180, 250, 400)},
+    ],
+)
+def test_what_the_trace_explains_is_no_busy_machine(tmp_path, explained):
+    lengths = explained.pop("lengths")
+    assert busy_machine(summarize(read(steps(tmp_path, *lengths, **explained)))) is None
+
+
+def test_inputs_of_other_sizes_are_no_busy_machine(tmp_path):
+    """The same ops on larger inputs, as of a longer sequence."""
+    trace = steps(tmp_path, 180, 190, 2_000)
+    document = json.loads(trace.read_text())
+    *_, last = (e for e in document["traceEvents"] if e["name"] == "aten::mm")
+    last["args"] = SHAPES | {"Input Dims": [[640, 640], [640, 640]]}
+    trace.write_text(json.dumps(document))
+    assert busy_machine(summarize(read(trace))) is None
+
+
+@pytest.mark.parametrize(("us", "busy"), [(19_600, True), (60, False)])
+def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
+    """64 x 64 are 524,288 operations: 5 µs at the 0.1 TFLOP/s that the run measured."""
+    said = busy_machine(summarize(read(steps(tmp_path, 3 * us, us, us + 10, us + 20, lesson=LESSON))))
+    assert bool(said) == busy
+    times = (us + 10 - 20) / (2 * 64**3 / 0.1e6)  # of the typical step's product
+    assert not busy or said.startswith(f"matrix products take {times:,.0f} times as long as at the best rates")
+
+
+def test_a_real_run_beside_others():
+    """Recorded beside other programs: the second step took 4.6 times the first, in ops that move no data, too."""
+    path = ROOT / "tests/traces/attention_cpu_math.json.gz"
+    first, second, _ = raw_steps(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    assert f"step #3 took {second['dur'] / first['dur']:,.0f} times as long as step #2" in busy_machine(
+        summarize(read(path))
+    )
+
+
+@pytest.mark.parametrize("path", [*REFERENCES, *LARGE[::3], *OTHERS, *MODELS], ids=lambda path: path.stem)
+def test_committed_traces_are_of_machines_at_rest(path):
+    if path.stem != "attention_cpu_math.json":
+        assert busy_machine(summarize(read(path))) is None

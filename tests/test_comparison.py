@@ -1,0 +1,271 @@
+"""Several traces side by side: the pace, its reason, the figures, and what was predicted, against raw events."""
+
+import gzip
+import importlib.util
+import json
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+from raw_events import end, event, pace, raw_steps, raw_work
+from references import H200, ROOT
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.figures.side import Side
+from tracereader.findings import faster, made
+from tracereader.findings.opportunities import CHANGES, opportunities
+from tracereader.replay import Refused
+from tracereader.trace import read
+
+CHANGED = H200 / "changes"
+LLM = H200 / "05_llm"
+# Steps before and after one change, and that change; where the second run follows none of the proposals, None.
+PAIRS = [
+    ("vit/eager", "cuda_graph", "vit/graph"),
+    ("decode/eager", "cuda_graph", "decode/graph"),
+    ("pointwise/eager", "fuse_pointwise", "pointwise/compile"),
+    ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
+    ("copies/blocking", "overlap_copies", "copies/prefetched"),
+    ("resnet/fp32", "tensor_cores", "resnet/tf32"),
+    ("encoder/fp32", "tensor_cores", "encoder/tf32"),
+    ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
+    ("gpt2/eager_attention", "fused_attention", "gpt2/sdpa"),
+    ("attention/naive", "fused_attention", "attention/sdpa"),
+    ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
+    ("optimizer/forloop", "fused_optimizer", "optimizer/fused"),
+    ("optimizer/foreach", "fused_optimizer", "optimizer/fused"),
+    ("loader/inline", "data_loader", "loader/workers"),
+    ("python/loop", "python", "python/ahead"),
+    ("conv_layout/contiguous", "channels_last", "conv_layout/channels_last"),
+    ("small/loop", "larger_batch", "small/batched"),
+    ("syncs/item", "remove_sync", "syncs/none"),
+    ("bert/eager", "cuda_graph", "bert/graph"),
+    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    ("images/eager", "cuda_graph", "images/graph"),
+    ("llama/eager_attention", "fused_attention", "llama/sdpa"),
+    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
+    ("lstm/cells", "cuda_graph", "lstm/graph"),
+    ("odd_width/odd", "align_shapes", "odd_width/padded"),
+    ("pinned/same_stream", "overlap_copies", "pinned/prefetched"),
+    ("trained/eager", "fuse_pointwise", "trained/compile"),
+    ("experts/loop", "larger_batch", "experts/batched"),
+    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
+    ("attention32/naive", None, "attention32/sdpa"),
+    ("vit/eager", None, "vit/compile"),
+    ("products/eager", None, "products/compile"),
+    ("syncs/end", None, "syncs/none"),
+    ("decode/eager", None, "decode/batch32"),
+]
+
+
+def slices(file):
+    return [one for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if one.get("ph") == "X"]
+
+
+@cache
+def raw_step_us(name):
+    """The step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU."""
+    events = slices(CHANGED / f"{name}.json.gz")
+    marks = raw_steps(events)
+    busiest = Counter()
+    for mark in marks:
+        for one in raw_work(events, mark):
+            busiest[one["tid"]] += one["dur"]
+    stream = max(busiest, key=busiest.get)
+    work = [[one for one in raw_work(events, mark) if one["tid"] == stream] for mark in marks]
+    on_cpu = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
+    last = max(map(end, work[-1])) - work[-1][0]["ts"]
+    return max(on_cpu, pace([some[0]["ts"] for some in work], last))
+
+
+@cache
+def run(name):
+    trace = read(CHANGED / f"{name}.json.gz")
+    summary = summarize(trace)
+    found = opportunities(trace, summary)
+    return Side(summary), () if isinstance(found, Refused) else found
+
+
+def printed(capsys, *words):
+    assert cli.main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def said(capsys, *words):
+    return " ".join(printed(capsys, *words).split())
+
+
+def files(*names):
+    return [CHANGED / f"{name}.json.gz" for name in names]
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_the_pace_is_that_of_the_raw_events(before, change, after):
+    us = [raw_step_us(name) for name in (before, after)]
+    for name, raw_us in zip((before, after), us, strict=True):
+        assert run(name)[0].summary.recorded_step_us == pytest.approx(raw_us, abs=0.01)
+    told = faster.pace(*(faster.step_us(run(name)[0]) for name in (before, after)))
+    now, unit, was = re.search(r"([\d.,]+) (µs|ms|s) per step instead of ([\d.,]+)$", told).groups()
+    scale = {"µs": 1, "ms": 1e3, "s": 1e6}[unit]
+    assert [float(one.replace(",", "")) * scale for one in (was, now)] == pytest.approx(us, rel=0.006)
+    factor = re.search(r"(is|takes) ([\d.,]+) times as (fast|long)", told)
+    if abs(us[0] - us[1]) <= faster.ALIKE * max(us):
+        assert "is about as fast" in told
+    else:
+        assert factor[3] == ("fast" if us[0] > us[1] else "long")
+        assert float(factor[2]) == pytest.approx(max(us) / min(us), rel=0.06)
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_whether_the_second_run_does_what_was_proposed(before, change, after):
+    side, proposed = run(before)
+    found = made.checked(side, proposed, run(after)[0])
+    assert (found and [one.change for one in found.proposals]) == ([change] if change else None)
+    if found:
+        assert found.measured_us == pytest.approx(raw_step_us(after), abs=0.01)
+        assert made.checked(run(after)[0], proposed, side) is None, "turned around, it was not done"
+
+
+def test_no_run_does_what_was_proposed_of_another_program():
+    names = sorted({name for before, _, after in PAIRS for name in (before, after)})
+    for before in names:
+        for after in names:
+            programs = {name.split("/")[0] for name in (before, after)}
+            # gpt2 and trained are a decoder of the same sizes, the second one with a vocabulary that is padded.
+            if len(programs) == 2 and programs != {"gpt2", "trained"}:
+                side, proposed = run(before)
+                assert made.checked(side, proposed, run(after)[0]) is None, f"{before}, {after}"
+
+
+def test_every_change_has_a_judge_or_none_on_purpose():
+    assert {one.name for one in CHANGES} - set(made.MADE) == {"small_grids"}
+    assert all(judge.__doc__.endswith(".") for judge in made.MADE.values())
+
+
+def test_the_first_lines_are_the_pace_and_the_reason(capsys):
+    screen = said(capsys, *files("vit/eager", "vit/graph"))
+    events = [slices(file) for file in files("vit/eager", "vit/graph")]
+    kernels, calls = [], []
+    for some in events:
+        work = raw_work(some, raw_steps(some)[1])
+        kernels.append(Counter(one["name"] for one in work if one["cat"] == "kernel" and "memset" not in one["name"]))
+        calls.append(len({one["args"]["correlation"] for one in work}))
+    assert kernels[0] == kernels[1] and calls == [143, 1]
+    eager, graph = (raw_step_us(name) / 1e3 for name in ("vit/eager", "vit/graph"))
+    told = (
+        f"the second is {eager / graph:.1f} times as fast: {graph:.3f} ms per step instead of {eager:.2f}; "
+        f"the same {kernels[0].total()} kernels, launched as one CUDA graph instead of {calls[0]} calls"
+    )
+    assert f"NVIDIA H200 1 eager 2 graph {told}" in screen
+    (predicted,) = [one.step_us_after for one in run("vit/eager")[1] if one.change == "cuda_graph"]
+    assert f"predicted {predicted / 1e3:.3f} ms, measured {graph:.3f}" in screen
+    without = [json.loads(gzip.decompress(file.read_bytes()))["unprofiled_step_us"]
+               for file in files("vit/eager", "vit/graph")]  # fmt: skip
+    assert f"without the profiler it is {without[0] / without[1]:.1f} times as fast" in screen
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("syncs/item", "syncs/none", "no synchronization per step instead of 40"),
+        ("gpt2/recompute", "gpt2/sdpa", "no forward op run again in backward instead of 210"),
+        ("encoder/fp32", "encoder/tf32", "(TF32 instead of fp32)"),
+        ("pointwise/eager", "pointwise/compile", "of pointwise kernels instead of 1.95 (1 instead of 30)"),
+        ("gpt2/sdpa", "gpt2/padded", "(75 by other kernels)"),
+        ("optimizer/forloop", "optimizer/fused", "AdamW as fused instead of for-loop"),
+        ("loader/inline", "loader/workers", "of waiting for the DataLoader instead of"),
+        ("attention/naive", "attention/sdpa", "fused attention kernels instead of 1 softmax between batched products"),
+        ("python/loop", "python/ahead", "the same 5 kernels; the GPU is idle for"),
+    ],
+)
+def test_the_reason_is_what_the_traces_decide(before, after, reason):
+    assert reason in "; ".join(faster.reasons(run(before)[0], run(after)[0]))
+
+
+def test_a_reason_needs_the_same_device():
+    gpu = Side(summarize(read(H200 / "01_matmul_add/64_bf16_cold_eager.json.gz")))
+    cpu = Side(summarize(read(H200.parent / "cpu/01_matmul_add/64_bf16_cold_eager.json.gz")))
+    assert faster.reasons(gpu, cpu) == faster.reasons(cpu, gpu) == []
+
+
+def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch):
+    """A measure is a row, a run a column; a row's times have one unit, as raw events have them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    tags = ("eager_active2_shapes", "eager_graph", "compile", "compile_reduce-overhead", "compile_gqa_reduce-overhead")
+    paths = [LLM / f"1x512_bf16_warm_{tag}.json.gz" for tag in tags]
+    lines = printed(capsys, *paths, "--previous").splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(number for number, line in enumerate(lines) if line.startswith("per step "))
+    assert lines[head].split() == ["per", "step", *("run", "1", "run", "2", "run", "3", "run", "4", "run", "5")]
+    rows = {line[:22].strip(): line[22:].split() for line in lines[head + 1 : lines.index("", head)]}
+    events = [slices(path) for path in paths]
+    typical = [summarize(read(path)).typical_step for path in paths]
+    works = [
+        raw_work(some, next(mark for mark in raw_steps(some) if mark["name"] == name))
+        for some, name in zip(events, typical, strict=True)
+    ]
+    assert rows["kernels"] == [f"{sum(one['cat'] == 'kernel' for one in work):,}" for work in works]
+    assert rows["launches"] == [f"{len({one['args']['correlation'] for one in work}):,}" for work in works]
+    spans = [next(mark["dur"] for mark in raw_steps(some) if mark["name"] == name) / 1e3
+             for some, name in zip(events, typical, strict=True)]  # fmt: skip
+    assert rows["CPU time, ms"] == [f"{ms:.2f}" for ms in spans]
+    told = " ".join(" ".join(lines).split())
+    for number in range(2, 6):
+        assert f"run {number} " in told and f" as run {number - 1}: " in told
+    assert "ops gone" not in told and "ops gone" in said(capsys, *paths[:2], "--all")
+
+
+def test_long_tables_have_a_row_for_the_rest(capsys):
+    screen = printed(capsys, *files("gpt2/sdpa", "gpt2/padded"), "--only", "cpu")
+    rows = screen[screen.index("CPU self time") :].splitlines()[1:]
+    assert len(rows) == 9 and re.match(r"\d+ others +[\d.]+ +[\d.]+$", rows[-1])
+    sums = [sum(float(row.split()[-column].replace(",", "")) for row in rows if row.split()[-column] != "–")
+            for column in (2, 1)]  # fmt: skip
+    own = [
+        sum(one.self_us for one in run(name)[0].summary.cpu.ops.values()) / 1e3 for name in ("gpt2/sdpa", "gpt2/padded")
+    ]
+    assert sums == pytest.approx(own, abs=0.2)
+
+
+def test_names_that_would_drive_a_terminal_or_be_markup(capsys, tmp_path):
+    """Files', ops', kernels', flags' and devices' names are somebody else's."""
+    bad = "\x1b[31m[bold]x[/nothing]\x07"
+    paths = []
+    for number, us in enumerate((40, 20)):
+        events = [event(f"ProfilerStep#{step}", "user_annotation", 1000 * step, 900) for step in range(3)]
+        for step in range(3):
+            start = 1000 * step + 10
+            events.append(event(bad, "cpu_op", start, 30))
+            events.append(event("cudaLaunchKernel", "cuda_runtime", start + 1, 5, correlation=step + 1))
+            kernel = event(f"{bad}{number}", "kernel", start + 20, us * 10, 7, correlation=step + 1, device=0)
+            events.append(kernel)
+        flags = {"flag": f"{bad}{number}", bad: number}
+        found = {"traceEvents": events, "lesson": {"script": bad, "flags": flags}}
+        found["deviceProperties"] = [{"id": 0, "name": bad}]
+        file = tmp_path / f"[red]{number}.json"
+        file.write_text(json.dumps(found))
+        paths.append(file)
+    for flags in ((), ("--all",), ("--only", "short,steps,gpu,cpu,work,chain")):
+        screen = printed(capsys, *paths, *flags)
+        assert "\x1b" not in screen and "\x07" not in screen and "[bold]x" in screen
+        assert "[red]0" in screen
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "0", "1e400", '"2"', "true", "null", "[1]", "{}"])
+def test_a_step_without_the_profiler_that_is_no_time_is_none(tmp_path, value):
+    mark = json.dumps([event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::add", "cpu_op", 5, 9)])
+    file = tmp_path / "trace.json"
+    file.write_text(f'{{"unprofiled_step_us": {value}, "traceEvents": {mark}}}')
+    assert summarize(read(file)).unprofiled_step_us is None
+    file.write_text(f'{{"unprofiled_step_us": 812.5, "traceEvents": {mark}}}')
+    assert summarize(read(file)).unprofiled_step_us == 812.5
+
+
+def test_every_prediction_that_is_off_has_its_reason_on_the_page():
+    spec = importlib.util.spec_from_file_location("opportunities_of_the_page", ROOT / "docs/opportunities.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert "no reason is known yet" not in page.predictions()
+    assert {one.name for one in CHANGES} <= set(page.ASSUMES)

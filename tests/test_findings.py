@@ -1,0 +1,211 @@
+"""Every finding, with a committed trace that shows it and one that does not."""
+
+import gzip
+import json
+
+import pytest
+from references import H200, OTHERS, ROOT, measured
+from words import RETIRED
+
+from tracereader import expect
+from tracereader.figures import summarize
+from tracereader.findings import cheatsheet
+from tracereader.findings.finding import Finding
+from tracereader.findings.opportunities import CHANGES
+from tracereader.trace import read
+
+SMALL, LARGE = "01_matmul_add/64_bf16_cold_eager", "01_matmul_add/4096_bf16_warm_eager"
+RECORDED_AT_ONCE = f"{SMALL}_wait0_schedwarmup0"
+ON_CPU = "../cpu/01_matmul_add/4096_bf16_warm_eager"
+ADDMM, LARGE_COMPILED = f"{LARGE}_addmm", "01_matmul_add/4096_bf16_warm_compile"
+GRAPH = f"{LARGE_COMPILED}_reduce-overhead"
+LINEAR, LINEAR_COMPILED = (f"02_linear/1024x32x64_bf16_warm_{path}" for path in ("eager", "compile"))
+MLP, MLP_COMPILED = (f"03_simple_mlp/64x128x768x3072_bf16_warm_{path}" for path in ("eager", "compile"))
+MLP_SHAPES, LIGER = f"{MLP}_shapes", "03_kernels_mlp/64x128x768x3072_bf16_warm_eager"
+NAIVE, IN_PLACE, FLEX, MATH, FLASH, CUDNN, EFFICIENT = (
+    f"attention_{name}" for name in ("naive", "inplace", "flex", "math", "flash", "cudnn", "efficient")
+)
+STATIC_CACHE = "05_llm/1x512_bf16_warm_eager_active2_shapes"
+TRAINING = "../nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager"
+DDP, FSDP = "ranks/ddp_straggler_rank0", "ranks/fsdp_rank0"
+
+
+def a_longer_last_wait(document):
+    """The cudaDeviceSynchronize after the last step takes 10 ms."""
+    last = max(
+        (e for e in document["traceEvents"] if e["name"] == "cudaDeviceSynchronize" and "dur" in e),
+        key=lambda e: e["ts"],
+    )
+    last["dur"] = 10_000
+
+
+def said_to_be_prefill(document):
+    """The run's facts name the phase."""
+    facts = {"phase": "prefill", "batch": 1, "tokens": 512, "weight_bytes": 10**9, "layers": 28}
+    document["lesson"] = {"script": "any", "flags": {"dtype": "bf16"}, "guesses": [], "facts": {"decoding": facts}}
+
+
+# finding, the parameters of its prediction, a trace that shows it, one that does not. A trace is a name, or a name and
+# an edit of its events, where no committed trace has the case.
+TABLE = [
+    # figures of steps
+    ("regime_is", ("overhead-bound",), SMALL, LARGE),
+    ("overhead_bound", (), SMALL, LARGE),
+    ("gpu_bound", (), LARGE, SMALL),
+    ("records_steps", (2, 3), SMALL, RECORDED_AT_ONCE),
+    ("slow_first_step", (), LARGE, ON_CPU),
+    ("first_step_is_wider", (), "memory_bound", LARGE),
+    ("late_first_op", (), FLEX, IN_PLACE),
+    ("steps_are_alike", (), ON_CPU, LARGE),
+    ("one_buffer_request", (), RECORDED_AT_ONCE, SMALL),
+    ("buffer_request", (), RECORDED_AT_ONCE, SMALL),
+    ("module_loading", (), RECORDED_AT_ONCE, SMALL),
+    ("long_final_sync", (), (SMALL, a_longer_last_wait), SMALL),
+    ("final_synchronization", (), LARGE, LINEAR),
+    ("sync_idles_the_gpu", (), "changes/syncs/item", "changes/syncs/none"),
+    ("kernels_queue", (), "memory_bound", SMALL),
+    ("gaps_between_kernels", (), SMALL, LARGE),
+    ("gaps_in_a_graph", (), "changes/decode/graph", "changes/decode/eager"),
+    # ops
+    ("self_time_excludes_children", (), LINEAR, FSDP),
+    ("cost_in_children", (), LINEAR, "memory_bound"),
+    ("many_calls", (), "changes/small/loop", "changes/small/batched"),
+    ("annotation_twice", (), SMALL, LARGE),
+    ("dispatches", ("aten::linear", "aten::addmm"), LINEAR, MLP),
+    ("resolves_to_a_product", (), LINEAR, LINEAR_COMPILED),
+    ("ops_are", (3, "aten::mm", ("aten::linear",)), MLP_COMPILED, MLP),
+    ("launch_nothing", ("aten::t",), LINEAR, LINEAR_COMPILED),
+    ("views_launch_nothing", (), LINEAR, LINEAR_COMPILED),
+    ("compiled_rows", (), MLP_COMPILED, MLP),
+    ("no_compile_rows", (), MLP, MLP_COMPILED),
+    ("dynamo_costs_more_than_the_op", ("aten::addmm",), LARGE_COMPILED, MLP_COMPILED),
+    ("cache_lookup_in_every_step", (), MLP_COMPILED, MLP),
+    ("same_graph_in_all_steps", (), MLP_COMPILED, MLP),
+    ("recompiled", (), "../guard-failure", MLP_COMPILED),
+    # GPU work
+    ("hotspot", (), "memory_bound", FLEX),
+    ("kernels_are", (5,), MLP, MLP_COMPILED),
+    ("occupancy_asked_once", (), LARGE, f"{TRAINING}_checkpoint"),
+    ("occupancy_query", (), RECORDED_AT_ONCE, SMALL),
+    ("gemm_is_heavy", (), LARGE, "changes/python/loop"),
+    ("duration_varies", (), FLASH, LARGE),
+    ("bias_copy_then_gemm", (), ADDMM, LARGE),
+    ("copy_before_gemm", (), ADDMM, LARGE),
+    ("addmm_without_add", (), LINEAR, LARGE),
+    ("bias_in_the_epilogue", (), LINEAR, MLP),
+    ("name_says_transposed", (), LINEAR, MATH),
+    ("down_proj_has_another_tile", (), MLP, "changes/small/loop"),
+    ("product_sizes", (8192, 768, 3072), MLP_SHAPES, "changes/small/loop"),
+    ("fused_into_one", ("Inductor", "gelu", "mul"), MLP_COMPILED, MLP),
+    ("pointwise_ops_fused", (), MLP_COMPILED, MLP),
+    ("pointwise_round_trip", (8192, 3072, 2), MLP_SHAPES, MLP_COMPILED),
+    ("launch_settings", (256, 8192), LIGER, MLP),
+    ("graph_replay_without_copies", (), "changes/vit/graph", GRAPH),
+    ("graph_replay", (), GRAPH, LARGE),
+    ("copies_into_graph", (), GRAPH, LARGE),
+    # attention
+    ("unfused", (), NAIVE, FLASH),
+    ("hidden_copy", (), NAIVE, IN_PLACE),
+    ("mask_remade", (), MATH, FLASH),
+    ("cast_before_product", (), MATH, NAIVE),
+    ("on_cuda_cores", (), MATH, NAIVE),
+    ("for_an_older_gpu", (), EFFICIENT, CUDNN),
+    ("low_occupancy", (), FLASH, LINEAR),
+    ("time_in_a_library", (), CUDNN, FLASH),
+    ("sdpa_backend", (), FLASH, NAIVE),
+    ("gpu_does", ("GEMM", "mul", "masked_fill", "softmax", "GEMM"), IN_PLACE, NAIVE),
+    ("kernel_is", ("flash_fwd_kernel", "FlashAttention-2's"), FLASH, CUDNN),
+    ("written_for_this_gpu", (), CUDNN, EFFICIENT),
+    ("launched_by", ("cuLaunchKernelEx",), CUDNN, FLASH),
+    ("occupancy_not_estimated", (), CUDNN, FLASH),
+    ("sdpa_runs_on", ("flash",), FLASH, CUDNN),
+    ("safe_softmax", (), MATH, NAIVE),
+    ("scores_in_memory", (2,), "04_a_naive_attention/8x16x1024x64_bf16_warm_eager",
+     "04_c_sdpa_attention/8x16x1024x64_bf16_warm_compile_flex"),
+    # language models
+    ("graph_would_do", (), "changes/decode/eager", "changes/decode/graph"),
+    ("expanded_keys", (), STATIC_CACHE, LARGE),
+    ("casts_alone", (), MATH, FLASH),
+    ("empty_cache", (), STATIC_CACHE, LARGE),
+    ("logits_of_all", (), ("models/qwen3_prefill_logits", said_to_be_prefill), STATIC_CACHE),
+    ("reads_weights", (), STATIC_CACHE, LARGE),
+    # training
+    ("recomputation", (), f"{TRAINING}_checkpoint", TRAINING),
+    ("optimizer_for_loop", (), "train_item", TRAINING),
+    ("starving", (), "changes/loader/inline", "changes/loader/workers"),
+    ("backward_is_twice_the_forward", (), TRAINING, "train_item"),
+    ("communication_is_hidden", (True,), DDP, FSDP),
+    ("busy_while_waiting", (), DDP, FSDP),
+]  # fmt: skip
+OTHER = OTHERS[0].parent
+
+
+@pytest.fixture(scope="module")
+def shown_in(tmp_path_factory):
+    """shown_in(name) or shown_in((name, edit)) -> Summary."""
+
+    def summary(trace):
+        name, edit = trace if isinstance(trace, tuple) else (trace, None)
+        (path,) = (one.resolve() for folder in (H200, OTHER) if (one := folder / f"{name}.json.gz").exists())
+        if not edit:
+            return measured(path)
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        edit(document)
+        path = tmp_path_factory.mktemp("edited") / "edited.json"
+        path.write_text(json.dumps(document))
+        return summarize(read(path))
+
+    return summary
+
+
+@pytest.mark.parametrize(("name", "given", "shows", "does_not"), TABLE, ids=[row[0] for row in TABLE])
+def test_a_trace_shows_it_and_another_does_not(name, given, shows, does_not, shown_in):
+    one, showing, other = cheatsheet.FINDINGS[name], shown_in(shows), shown_in(does_not)
+    assert one.ask(showing, *given).holds is True
+    assert not one.ask(other, *given).holds
+    if one.where:
+        assert one in [each for each, _ in cheatsheet.found(showing)]
+        assert one not in [each for each, _ in cheatsheet.found(other)]
+
+
+def test_every_finding_is_in_the_table_once():
+    assert sorted(row[0] for row in TABLE) == sorted(cheatsheet.FINDINGS)
+
+
+def test_every_finding_is_listed_by_the_name_of_its_judge():
+    """Were two of one name, the later would hide the earlier."""
+    declared = {id(one) for module in cheatsheet.MODULES for one in vars(module).values() if isinstance(one, Finding)}
+    assert len(declared) == len(cheatsheet.FINDINGS)
+    files = [*(ROOT / "tracereader/findings").glob("*.py")]
+    assert sum(file.read_text().count("\n@finding(") for file in files) == len(declared), "a module is not in MODULES"
+
+
+def test_a_finding_has_a_row_of_the_cheatsheet_or_can_be_predicted():
+    for one in cheatsheet.FINDINGS.values():
+        assert bool(one.where) == bool(one.see) == bool(one.means), one.name
+        assert one.where or one.predicts, f"{one.name} shows nowhere"
+        rows = [line for line in cheatsheet.markdown().splitlines() if f"| {one.see} | {one.means} |" in line]
+        assert len(rows) == bool(one.where), one.name
+
+
+@pytest.mark.parametrize(("name", "given"), [row[:2] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_a_prediction_survives_being_written_down(name, given):
+    one = cheatsheet.FINDINGS[name]
+    if not one.predicts:
+        assert not hasattr(expect, name), "a script that imports it could not predict it"
+        assert expect.from_record({"guess": name}) is None
+        return
+    made = getattr(expect, name)(*given)
+    again = expect.from_record(json.loads(json.dumps(made.record)))
+    assert made.text and not RETIRED.search(made.text)
+    assert made.record["guess"] == name, "the key and the name in older traces"
+    assert (again.text, again.finding, json.dumps(again.record)) == (made.text, one, json.dumps(made.record))
+
+
+def test_the_cheatsheet_uses_the_fields_words():
+    assert RETIRED.findall(cheatsheet.markdown()) == []
+
+
+def test_changes_that_findings_name_exist():
+    named = {one.change for one in cheatsheet.FINDINGS.values() if one.change}
+    assert named <= {one.name for one in CHANGES}

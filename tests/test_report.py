@@ -1,0 +1,201 @@
+"""What every report holds: the answer in its first 25 lines, whole tables, and the field's words."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+
+import pytest
+from raw_events import end, raw_steps, raw_work
+from references import ROOT
+from rich.cells import cell_len
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.findings import recording, steps
+from tracereader.findings.opportunities import opportunities
+from tracereader.show.text import unit_of
+from tracereader.trace import read
+
+TRACES = sorted([*ROOT.glob("traces/reference/**/*.json.gz"), *ROOT.glob("tests/traces/**/*.json.gz")])
+CHANGES = ROOT / "traces/reference/nvidia-h200/changes"
+RETIRED = re.compile(
+    r"pieces?\b|calls? of the driver|own time|\bto start\b|computed again|its roof|not launched yet|dispatch chain"
+    r"|\bthe label\b|guess first|in short|\d+ more$|left out, to fit"
+)
+
+
+def printed(capsys, *words):
+    assert cli.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Every committed trace's default report at 80 columns, made once."""
+    found = {}
+
+    def report(capsys, monkeypatch, trace):
+        if trace not in found:
+            monkeypatch.setenv("COLUMNS", "80")
+            found[trace] = printed(capsys, trace).splitlines()
+        return found[trace]
+
+    return report
+
+
+def tables(lines):
+    """The rows of each table whose last column is a share or a number, by its head."""
+    found, head = defaultdict(list), None
+    for line in lines:
+        if not line:
+            head = None
+        elif head is None:
+            head = line
+        else:
+            found[head].append(line)
+    return found
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, trace):
+    lines = reports(capsys, monkeypatch, trace)
+    first = lines[:25]
+    summary = summarize(read(trace))
+    word = steps.waiting(summary)[0]
+    assert any(line.startswith(word[:1].upper() + word[1:]) for line in first)
+    changes = opportunities(read(trace), summary) if summary.has_gpu_work else ()
+    if isinstance(changes, tuple) and changes:
+        (row,) = [line for line in first if line.startswith(f"1 {changes[0].title}")]
+        assert f"{changes[0].saves_us / changes[0].step_us:.0%}" in row
+    if summary.gpu is not None or not summary.has_gpu_work:
+        where = next(number for number, line in enumerate(first) if line.startswith("where the step goes"))
+        assert all(where < number < 25 for number in range(where + 1, lines.index("", where)))
+    wide = [line for line in lines if cell_len(line) > 80 and "traces/" not in line]
+    assert not wide, "it fits 80 columns"
+    assert len(lines) <= (
+        120 if not summary.source.facts.script else 170
+    )  # a numbered script's has names and the call tree, too
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_table_is_cut_below_eight_rows(reports, capsys, monkeypatch, trace):
+    for head, rows in tables(reports(capsys, monkeypatch, trace)).items():
+        for number, row in enumerate(rows):
+            if re.match(r"\d[\d,]* others\b", row):
+                assert number >= 8, (head, row)
+
+
+def test_no_report_has_a_retired_word(reports, capsys, monkeypatch):
+    seen = {}
+    for trace in TRACES:
+        text = " ".join(" ".join(reports(capsys, monkeypatch, trace)).split())
+        seen |= {
+            found[0]: f"{trace.name}: {text[found.start() - 60 : found.end() + 20]}" for found in RETIRED.finditer(text)
+        }
+    assert seen == {}
+
+
+@pytest.mark.parametrize("name", ["vit/eager", "resnet/fp32", "copies/blocking", "gpt2/sdpa"])
+def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
+    """The rows add up to the time from one step's first GPU activity to the next one's, recomputed from the events."""
+    monkeypatch.setenv("COLUMNS", "120")
+    trace = CHANGES / f"{name}.json.gz"
+    lines = printed(capsys, trace, "--only", "gpu").splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("where the step goes"))
+    rows = lines[at + 1 : lines.index("", at)]
+    times = [float(row.split()[-2].replace(",", "").replace("<", "")) for row in rows]
+    events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    marks = raw_steps(events)
+    firsts = [min(e["ts"] for e in raw_work(events, mark)) for mark in marks]
+    wide = int(summarize(read(trace)).after_first)
+    apart = (firsts[-1] - firsts[wide]) / (len(firsts) - 1 - wide)
+    unit = 1e3 if re.search(r"\bms\b", lines[at]) else 1.0
+    whole = float(re.search(r"goes: ([\d.,]+) ", lines[at])[1].replace(",", ""))
+    assert whole == pytest.approx(apart / unit, abs=0.01)
+    assert sum(times) == pytest.approx(whole, abs=0.01 * len(times))
+    assert sum(float(row.split()[-1].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.1 * len(rows))
+
+
+@pytest.mark.parametrize("name", ["encoder/bf16", "syncs/none"])
+def test_a_regime_that_only_recording_makes(capsys, monkeypatch, name):
+    """The program measured its step without the profiler: the GPU is busy for most of that."""
+    trace = CHANGES / f"{name}.json.gz"
+    document = json.loads(gzip.decompress(trace.read_bytes()))
+    told = " ".join(printed(capsys, trace).split())
+    without = document["unprofiled_step_us"] / 1e3
+    assert f"({without:,.1f} ms without the profiler)" in told
+    assert "Overhead-bound while it is recorded." in told
+    assert re.search(rf"Without the profiler the step takes {without:,.1f} ms, .* GPU-bound\.", told)
+
+
+def test_what_recording_costs_is_estimated_where_it_could_change_the_regime(tmp_path, capsys):
+    for name, said in (("encoder/bf16", True), ("decode/eager", False)):
+        document = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))
+        known = document.pop("unprofiled_step_us")
+        trace = tmp_path / f"{name.replace('/', '_')}.json"
+        trace.write_text(json.dumps(document))
+        told = " ".join(printed(capsys, trace).split())
+        assert ("takes an estimated" in told) is said
+        low, high = recording.estimate_us(summarize(read(trace)))
+        assert low <= known <= high
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CHANGES.glob("*/*.json.gz")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_the_range_of_what_recording_costs_holds_for_all_recordings(file):
+    """Of the overhead-bound steps of more than 50 calls, which it was measured on."""
+    summary = summarize(read(file))
+    calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
+    if summary.waits_for != "overhead" or calls <= 50:
+        pytest.skip("no overhead-bound step, or too few calls")
+    low, high = recording.estimate_us(summary)
+    assert low <= summary.unprofiled_step_us <= high
+
+
+def test_json_has_the_opportunities(capsys):
+    trace = CHANGES / "vit/eager.json.gz"
+    found = json.loads(printed(capsys, trace, "--json"))["opportunities"]
+    assert found and set(found[0]) >= {
+        "change", "title", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"
+    }  # fmt: skip
+    assert [one["saves_us"] for one in found] == sorted((one["saves_us"] for one in found), reverse=True)
+    only = json.loads(printed(capsys, trace, "--json", "--only", "try"))
+    assert only["opportunities"] == found and only["opportunities_refused"] is None and "chain" not in only
+    cpu = json.loads(printed(capsys, next((ROOT / "traces/reference/cpu/02_linear").glob("*.gz")), "--json"))
+    assert cpu["opportunities"] == [] and cpu["opportunities_refused"] == "the trace has no GPU work"
+
+
+def test_patterns_that_teach_stay_with_numbered_scripts(capsys):
+    ours, theirs = ROOT / "traces/reference/nvidia-h200/05_llm", CHANGES / "vit/eager.json.gz"
+    teaches = "without GPU work ("
+    assert teaches in " ".join(printed(capsys, next(ours.glob("*eager_active2_shapes.json.gz"))).split())
+    assert teaches not in " ".join(printed(capsys, theirs).split())
+    assert teaches in " ".join(printed(capsys, theirs, "--only", "patterns").split())
+
+
+@pytest.mark.parametrize(
+    ("times", "unit", "told"),
+    [([1.94, 832.4], "µs", "832.4"), ([3.0, 832_411.0], "ms", "832.4"), ([11_900.0], "ms", "11.90"),
+     ([6.1e7, 20.0], "s", "61.00"), ([None, 0.02], "µs", "<0.1"), ([], "µs", None)],
+)  # fmt: skip
+def test_a_column_has_one_unit(times, unit, told):
+    found = unit_of(times)
+    assert found.name == unit
+    assert told is None or told in [found(one) for one in times]
+
+
+def test_steps_without_a_slice_on_the_cpu_are_not_priced(tmp_path, capsys):
+    """A mark of a step and GPU work launched in it, and no slice on any thread."""
+    document = json.loads(gzip.decompress((CHANGES / "pointwise/eager.json.gz").read_bytes()))
+    marks = raw_steps([e for e in document["traceEvents"] if e.get("ph") == "X"])
+    first = marks[0]
+    document["traceEvents"] = [
+        e for e in document["traceEvents"]
+        if not (e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation") and e is not first
+                and first["ts"] <= e.get("ts", 0) < end(first))
+    ]  # fmt: skip
+    trace = tmp_path / "a.json"
+    trace.write_text(json.dumps(document))
+    assert "where the step goes" in printed(capsys, trace)

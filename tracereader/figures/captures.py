@@ -1,0 +1,51 @@
+"""What a step records into CUDA graphs: launch calls during a stream's capture run nothing."""
+
+import re
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import msgspec
+
+from tracereader.figures.intervals import Intervals, Lengths, length, union
+from tracereader.trace import Op
+
+EDGE = re.compile(r"Stream(Begin|End)Capture")
+
+
+class Captures(msgspec.Struct, frozen=True):
+    """The captures of some CPU slices: how many, the launch calls that they recorded, and their time (µs)."""
+
+    graphs: int
+    launches: int
+    us: float
+
+
+def captures(roots: Sequence[Op]) -> Captures | None:
+    """What the slices below some roots capture; None where nothing is captured."""
+    ops = [op for root in roots for op in root.walk()]
+    edges = [op for op in ops if op.kind == "runtime" and EDGE.search(op.name)]
+    if not edges:
+        return None
+    stretches, graphs = _stretches(edges, min(op.start for op in ops), max(op.end for op in ops))
+    inside = Lengths(stretches)
+    # What was launched meanwhile on a stream that is not captured has its work in the trace.
+    launches = sum(is_launch(op) and not op.work and inside.between(op.start, op.start + 1) > 0 for op in ops)
+    return Captures(graphs, launches, length(stretches) / 1e3)
+
+
+def is_launch(op: Op) -> bool:
+    """Whether it is a runtime call that launches; a label may be called so, too."""
+    return op.kind == "runtime" and "Launch" in op.name
+
+
+def _stretches(edges: Iterable[Op], first: int, last: int) -> tuple[Intervals, int]:
+    """Each capture from its begin to its end on the same thread, merged, and how many; one may be cut at either end."""
+    begun: dict[tuple, int] = {}
+    found = []
+    for op in sorted(edges, key=attrgetter("start")):
+        if EDGE.search(op.name)[1] == "Begin":
+            begun[op.track] = op.start
+        else:
+            found.append((begun.pop(op.track, first), op.end))
+    found += [(start, last) for start in begun.values()]
+    return union(found), len(found)

@@ -1,0 +1,113 @@
+"""What the CPU did in a step: the dispatch chain, the times of its ops and runtime calls, the annotation around it."""
+
+from collections import Counter
+
+import msgspec
+
+from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
+from tracereader.figures.inputs import inputs_of
+from tracereader.figures.steps import label_of, self_us
+from tracereader.trace import Step, Trace
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One line of the step's dispatch chain, parents first.
+
+    launched: the names of the work that this call put on a GPU. reaches_gpu: it or a call below did.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    us: float
+    self_us: float
+    layer: str | None  # of the model: see layers.py
+    launched: list[str]
+    reaches_gpu: bool
+
+
+class OpTimes(msgspec.Struct, frozen=True):
+    """All calls of one op in the step. self_us: without what it calls."""
+
+    calls: int
+    total_us: float
+    self_us: float
+    reaches_gpu: bool
+
+
+class Label(msgspec.Struct, frozen=True):
+    """The step's own annotation."""
+
+    name: str
+    us: float
+    self_us: float
+    calls_inside: int
+
+
+class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
+    """The CPU's side of the step spoken of. work and outside_ops: only of a trace without GPU work in its steps.
+
+    inputs: shapes of the ops' inputs, each with how often it came; empty without recorded shapes.
+    runtime: calls of the CUDA runtime API, synchronizations among them. outside_ops: the share of the step in which
+    nothing recorded is open on any thread.
+    """
+
+    label: Label | None
+    chain: tuple[Call, ...]
+    ops: dict[str, OpTimes]
+    inputs: dict[str, dict[str, int]]
+    runtime: dict[str, OpTimes]
+    work: tuple[CpuWork, ...]
+    outside_ops: float | None
+    op_threads: int
+
+
+def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
+    """The CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
+    chain = _chain(step, layers)
+    label = label_of(step)
+    cpu_only = not any(one.work for one in trace.steps)
+    return Cpu(
+        label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
+        chain=chain,
+        ops=_times(chain, "op"),
+        inputs=inputs_of(step) if trace.has_shapes else {},
+        runtime=_times(chain, "runtime"),
+        work=cpu_work(step, layers, trace.facts) if cpu_only else (),
+        outside_ops=outside_ops(trace, step) if cpu_only else None,
+        op_threads=op_threads(step),
+    )
+
+
+def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
+    below = set()  # the ids of what launched work, and of all that encloses it
+    for one in step.work:
+        op = one.launch
+        while op is not None and id(op) not in below:
+            below.add(id(op))
+            op = op.parent
+    return tuple(
+        Call(
+            name=op.name,
+            kind=op.kind,
+            depth=depth,
+            us=op.us,
+            self_us=self_us(op),
+            layer=layers.get(id(op)),
+            launched=[one.name for one in op.work],
+            reaches_gpu=id(op) in below,
+        )
+        for op, depth in step.dispatch()
+    )
+
+
+def _times(chain: tuple[Call, ...], kind: str) -> dict[str, OpTimes]:
+    calls, total, own, reaches = Counter(), Counter(), Counter(), set()
+    for call in chain:
+        if call.kind == kind:
+            calls[call.name] += 1
+            total[call.name] += call.us
+            own[call.name] += call.self_us
+            if call.reaches_gpu:
+                reaches.add(call.name)
+    return {name: OpTimes(calls[name], total[name], own[name], name in reaches) for name in calls}

@@ -1,0 +1,65 @@
+"""What limits the steps, decided once: its words are in findings/steps.py."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tracereader.figures.captures import Captures
+from tracereader.figures.gpu_time import GpuTime
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.steps import StepFacts
+
+# Of the time from step to step. Idle: on the H200 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
+# decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
+MUCH_IDLE = 0.35
+# Of a step's time, what is most of it.
+MOST = 0.5
+# Of the busy time, collectives beside which nothing is computed: 1% in DDP on two H200s, 12% with a slow
+# rank, 34% in FSDP of a model too small for it.
+MUCH_EXPOSED = 0.3
+# Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
+# kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
+NEAR_THE_ROOF = 0.5
+# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
+MUCH_KNOWN = 0.5
+
+
+def waits_for(
+    steady: GpuTime | None, steady_us: float, captures: Captures | None, step: StepFacts, work: Sequence[GpuWork]
+) -> str | None:
+    """What the steps wait for; None where the GPU is idle and no launch tells why.
+
+    "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". Judged from step to
+    step, and after a first step that stands out: it would hide what the others are like.
+    steady, steady_us: the GPU's time over that window, and its length. step, work: of the step spoken of.
+    """
+    idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
+    if idle and _captures(captures, step):
+        return "capture"
+    if steady is None:
+        return "cpu-only"
+    if idle:
+        causes = idle_by_cause(steady)
+        return max(causes, key=causes.get)
+    if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
+        return "communication"
+    return _roof_met(work)
+
+
+def _captures(found: Captures | None, step: StepFacts) -> bool:
+    """Whether the step's launch calls, or its time, mostly go into the capture of CUDA graphs."""
+    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
+
+
+def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
+    """The GPU's idle time (µs) by what it waited for; None: not known."""
+    return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
+
+
+def _roof_met(work: Sequence[GpuWork]) -> str:
+    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
+    near = Counter()
+    for one in work:
+        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
+            near[one.roof] += one.us
+    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
+    return roof if us > MUCH_KNOWN * sum(one.us for one in work) else "gpu"

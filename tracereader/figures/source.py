@@ -1,0 +1,102 @@
+"""Where a trace comes from: the file, the devices, the rank, and what is wrong with the trace itself."""
+
+from pathlib import Path
+
+import msgspec
+
+from tracereader.figures.captures import captures, is_launch
+from tracereader.trace import Trace, kernel_names
+from tracereader.trace.facts import RunFacts
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What a trace is of."""
+
+    trace: str
+    facts: RunFacts
+    devices: list[str]
+    compute_capability: str | None  # of an NVIDIA GPU, as in sm 90; None for several kinds of GPU
+    rank: int | None
+    world_size: int | None
+    has_steps: bool
+    shapes_recorded: bool
+    peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
+    warnings: list[str]
+
+
+def source(trace: Trace) -> Source:
+    """What a trace is of."""
+    return Source(
+        trace=str(trace.path),
+        facts=trace.facts,
+        devices=list(trace.devices),
+        compute_capability=_compute_capability(trace),
+        rank=trace.rank.rank if trace.rank else None,
+        world_size=trace.rank.world_size if trace.rank else None,
+        has_steps=trace.has_steps,
+        shapes_recorded=trace.has_shapes,
+        peak_bytes=_peak_bytes(trace),
+        warnings=_warnings(trace),
+    )
+
+
+def _compute_capability(trace: Trace) -> str | None:
+    pairs = [(one.get("computeMajor"), one.get("computeMinor")) for one in trace.device_properties.values()]
+    if not all(type(number) is int for pair in pairs for number in pair) or len(set(pairs)) != 1:
+        return None
+    return "{}{}".format(*pairs[0])
+
+
+def _peak_bytes(trace: Trace) -> int | None:
+    """The most that was allocated at once, of a GPU where one worked; only with memory profiling."""
+    return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
+
+
+def _warnings(trace: Trace) -> list[str]:
+    """What is wrong with the trace itself."""
+    found = []
+    if trace.zeroed:
+        found.append(f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481): left out")
+    if trace.crossing:
+        names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
+        found.append(
+            f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
+            f"such slices: {names}"
+        )
+    if other := _table_of_another_run(trace):
+        found.append(f"{other.name} beside it is the profiler table of another run")
+    for some, what in ((trace.not_known, "left out"), (trace.taken, "taken for its work")):
+        for category, count in some.most_common(3):
+            slices = f"{count:,} slices" if count > 1 else "1 slice"
+            found.append(f"{slices} on a device of a category not known here, {category}: {what}")
+    if not trace.work and _launches(trace):
+        found.append(
+            "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
+        )
+    if trace.unlaunched:
+        several = f"{trace.unlaunched:,} GPU activities have"
+        activities = several if trace.unlaunched > 1 else "one GPU activity has"
+        found.append(f"{activities} no launch in the trace: in no step, tied to no op")
+    return found
+
+
+def _table_of_another_run(trace: Trace) -> Path | None:
+    """The .txt beside a numbered script's trace, where its first line names another run."""
+    if not trace.facts.run:
+        return None
+    table = trace.path.with_name(trace.path.name.removesuffix(".gz").removesuffix(".json") + ".txt")
+    try:
+        with table.open(errors="replace") as file:
+            words = file.readline(200).split()
+    except OSError:
+        return None
+    return table if words[:1] == ["run"] and words[1:] != [trace.facts.run] else None
+
+
+def _launches(trace: Trace) -> bool:
+    """Whether the driver was called to launch anything, besides what a graph's capture recorded."""
+    if not any("Launch" in name for name in trace.op_names):
+        return False
+    roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
+    found = captures(roots)
+    return sum(is_launch(op) for root in roots for op in root.walk()) > (found.launches if found else 0)

@@ -1,0 +1,144 @@
+"""What the attention rungs guess beside what attention.py finds: a step's pieces in order, one kernel, its memory."""
+
+import math
+
+from tracereader.figures import Summary
+from tracereader.figures.cpu import Call
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.findings import attention
+from tracereader.findings.finding import Verdict, activities, counted, finding, listed
+from tracereader.trace.kernel_names import short
+from tracereader.trace.types import dtype_of
+
+# cuBLAS's workspace on the H200; a peak is read as so many matrices of scores only where these are larger.
+WORKSPACE_BYTES = 32 * 2**20
+
+
+def _word(one: GpuWork) -> str:
+    """What a GPU activity is, in a word."""
+    if one.kind != "kernel":
+        return "copy" if one.kind == "memcpy" else one.kind
+    if one.family in ("GEMM", "attention"):
+        return one.family
+    return one.name_says.get("does", one.family).split(",")[0]
+
+
+@finding(
+    predicts=lambda *words: f"{activities(len(words))}: {', '.join(words)}",
+    needs_gpu=True,
+)
+def gpu_does(summary: Summary, *words: str) -> Verdict:
+    """words: GEMM, copy, attention, or what a kernel's name says it does; memsets are left out."""
+    work = [one for one in summary.gpu_work if one.kind != "memset"]
+    seen = listed(f"{_word(one)} {one.us:,.1f}" for one in work[: len(words) + 2])
+    if len(work) > len(words) + 2:
+        seen = f"{activities(len(work))}: {seen}, …"
+    return Verdict([_word(one) for one in work] == list(words), f"{seen} (µs)")
+
+
+@finding(predicts=lambda word, what: f"one kernel per step, {what}", needs_gpu=True)
+def kernel_is(summary: Summary, word: str, what: str) -> Verdict:
+    """One kernel a step, with this in its name."""
+    kernels = summary.kernels_of_step
+    seen = listed(f"{short(one.name, 60)} {one.us:,.1f} µs" for one in kernels[:3])
+    if len(kernels) > 3:
+        seen = f"{counted(len(kernels), 'kernel')}: {seen}, …"
+    return Verdict(len(kernels) == 1 and word in kernels[0].name, seen)
+
+
+@finding(predicts="the kernel was written for this generation of GPU", needs_gpu=True, claims="49")
+def written_for_this_gpu(summary: Summary) -> Verdict:
+    older = attention.for_an_older_gpu.ask(summary)
+    why_not = "older code runs on a newer GPU, without its newer instructions"
+    return Verdict(None if older.holds is None else not older.holds, older.evidence, why_not)
+
+
+@finding(predicts=lambda call: f"launched with {call}", needs_gpu=True, claims="54")
+def launched_by(summary: Summary, call: str) -> Verdict:
+    calls = sorted({one.launched_by for one in summary.kernels_of_step})
+    return Verdict(calls == [call], listed(calls))
+
+
+@finding(
+    predicts="the profiler reports 0% occupancy, but the kernel's registers and shared memory allow more",
+    needs_gpu=True,
+    claims="55",
+)
+def occupancy_not_estimated(summary: Summary) -> Verdict:
+    kernels = summary.kernels_of_step
+    one = kernels[0] if len(kernels) == 1 else None
+    if one is None or one.occupancy is None:
+        return Verdict(None, "not one kernel with its footprint")
+    seen = (
+        f"{one.registers} registers a thread and {one.shared_memory:,} B shared memory a block of "
+        f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}"
+    )
+    seen += f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
+    reported = one.occupancy.reported
+    why_not = "" if reported is None else f"the profiler says {reported:.0%}"
+    return Verdict(one.occupancy.not_estimated, seen, why_not)
+
+
+@finding(predicts=lambda backend: f"by default SDPA chooses {backend}", claims="57")
+def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
+    found = attention.backends(summary)
+    if not found:
+        return Verdict(None, "no scaled_dot_product_attention in this trace")
+    return Verdict(set(found) == {backend}, f"it took {listed(found)}")
+
+
+@finding(
+    predicts="_safe_softmax does more than softmax: a row with nothing to attend to becomes 0, not NaN", claims="48"
+)
+def safe_softmax(summary: Summary) -> Verdict:
+    at = next((n for n, call in enumerate(summary.cpu.chain) if call.name == "aten::_safe_softmax"), None)
+    if at is None:
+        return Verdict(False, "no aten::_safe_softmax")
+    inside = _below(summary.cpu.chain, at)
+    top = [call.name for call in inside if call.depth == summary.cpu.chain[at].depth + 1]
+    launched = sum(len(call.launched) for call in inside)
+    seen = listed(top) + (f"; {counted(launched, 'kernel')}, softmax itself is one of them" if launched else "")
+    return Verdict(len(set(top)) > 1, seen)
+
+
+def _below(chain: tuple[Call, ...], at: int) -> tuple[Call, ...]:
+    """The calls inside the one at this place."""
+    end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= chain[at].depth), len(chain))
+    return chain[at + 1 : end]
+
+
+def _scores_held(at_least: int) -> str:
+    if not at_least:
+        return "the scores of all pairs of tokens are never in memory as a whole"
+    times = {1: "once", 2: "twice"}.get(at_least, f"{at_least} times")
+    return f"at its peak the step holds the scores of all pairs of tokens at least {times}"
+
+
+@finding(predicts=_scores_held, needs_gpu=True)
+def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
+    """at_least: matrices of [batch, heads, seq, seq] at the step's peak; 0: not even one."""
+    known = _scores_and_rest(summary)
+    if known is None:
+        return Verdict(None, "no peak memory in this trace")
+    scores, rest = known
+    if scores <= WORKSPACE_BYTES:
+        return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are lost in what libraries keep")
+    seen = (
+        f"{rest / 1e6:,.0f} MB at the peak besides query, key, value and result, {rest / scores:.1f} times "
+        f"the scores' {scores / 1e6:,.0f} MB"
+    )
+    if at_least:
+        return Verdict(rest >= at_least * scores, seen)
+    # Where more is held, it may be something else: the memory-efficient kernel keeps wide heads in fp32.
+    return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
+
+
+def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
+    """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
+    facts = summary.source.facts
+    sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
+    if sizes is None or facts.peak_bytes is None or dtype is None:
+        return None
+    batch, heads, seq, head_dim = sizes
+    one_side = batch * heads * seq * dtype.bytes
+    return one_side * seq, facts.peak_bytes - 4 * one_side * head_dim

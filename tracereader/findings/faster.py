@@ -1,0 +1,218 @@
+"""How much faster one run's step is than another's, and why, as far as the two traces decide it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tracereader.figures.side import Side
+from tracereader.findings.finding import counted, family_in_words, in_one_unit, listed
+
+# Steps whose times differ by less are equally fast: the same program recorded twice differs by that much.
+ALIKE = 0.05
+# What explains at least this share of the difference between two steps is named as a reason.
+CONSIDERABLE = 0.15
+MOSTLY = 0.5
+REASONS = 3
+# Kernels are "almost the same" where so many of them have the same names.
+ALMOST = 0.9
+FUSABLE = ("pointwise", "normalization", "reduction", "copy")
+
+
+def step_us(side: Side, chosen: bool = False) -> float:
+    """The step's time (µs) from start to start. chosen: of the step spoken of alone, on the lane that takes longer."""
+    one = side.summary.chosen
+    return max(one.cpu_us, one.gpu_span_us) if chosen else side.summary.recorded_step_us
+
+
+def pace(before_us: float, after_us: float, than: str = "") -> str:
+    """is 7.8 times as fast: 0.747 ms per step instead of 5.80. than: what it is set against, where several could be."""
+    unit, (was, now) = in_one_unit((before_us, after_us))
+    times = f"{now} {unit} per step instead of {was}"
+    against = f" as {than}" if than else ""
+    if not before_us or not after_us:
+        return f"takes {times}"
+    if is_alike(before_us, after_us):
+        return f"is about as fast{against}: {times}"
+    factor = max(before_us, after_us) / min(before_us, after_us)
+    told = f"{factor:,.2f}" if factor < 2 else f"{factor:,.1f}" if factor < 100 else f"{factor:,.0f}"
+    return f"{f'is {told} times as fast' if before_us > after_us else f'takes {told} times as long'}{against}: {times}"
+
+
+def is_alike(one_us: float, other_us: float) -> bool:
+    return abs(one_us - other_us) <= ALIKE * max(one_us, other_us)
+
+
+def reasons(before: Side, after: Side) -> list[str]:
+    """Why the second step takes another time than the first, the launches first; empty where the traces do not tell."""
+    first, second = before.summary, after.summary
+    if first.source.devices != second.source.devices:
+        return []
+    difference = step_us(before) - step_us(after)
+    alike = is_alike(step_us(before), step_us(after))
+    if not first.has_gpu_work or not second.has_gpu_work:
+        return [] if alike or first.has_gpu_work != second.has_gpu_work else _by_op(before, after, difference)
+    launched = _launched(before, after)
+    if alike:
+        return launched
+    by_graph = bool(graphs_launched(before)) != bool(graphs_launched(after))
+    idle = [max(0.0, step_us(side) - side.summary.gpu_us) for side in (before, after)]
+    share = (idle[0] - idle[1]) / difference
+    waits = _waits(before, after) if share >= CONSIDERABLE else []
+    if not by_graph and not waits and share >= MOSTLY:
+        unit, (was, now) = in_one_unit(idle)
+        calls = [side.summary.chosen.launches for side in (before, after)]
+        with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
+        waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * _differ(*calls)}"]
+    return [*launched, *_other_ways(before, after), *waits, *_by_family(before, after, difference)][: REASONS + 1]
+
+
+def kernels(side: Side) -> Counter:
+    """The step's kernels by name. A CUDA graph sets memory by kernels, so those that do are left out."""
+    return Counter(one.name for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset")
+
+
+def share_in_common(before: Side, after: Side) -> float:
+    """The share of two steps' kernels that have the same names."""
+    one, other = kernels(before), kernels(after)
+    most = max(one.total(), other.total())
+    return (one & other).total() / most if most else 1.0
+
+
+def graphs_launched(side: Side) -> int:
+    """The CUDA graphs that a step launches, where most of its GPU activities belong to one; else 0."""
+    work = side.summary.gpu_work
+    inside = sum("GraphLaunch" in one.launched_by for one in work)
+    if not work or inside < ALMOST * len(work):
+        return 0
+    return sum(one.calls for name, one in side.summary.cpu.runtime.items() if "GraphLaunch" in name) or 1
+
+
+def synchronizations(side: Side) -> int:
+    return sum(one.calls for one in side.summary.training.syncs)
+
+
+def _launched(before: Side, after: Side) -> list[str]:
+    """Whether the kernels are the same, and whether a CUDA graph launches them."""
+    was, now = kernels(before).total(), kernels(after).total()
+    common = share_in_common(before, after)
+    same = common == 1 and was
+    if same:
+        which = f"the same {counted(now, 'kernel')}" if now > 1 else "the same kernel"
+    elif common >= ALMOST:
+        shared = (kernels(before) & kernels(after)).total()
+        which = f"almost the same kernels ({shared:,} of {max(was, now):,} by name)"
+    else:
+        which = counted(now, "kernel")
+    graphs = [graphs_launched(side) for side in (before, after)]
+    calls = [side.summary.chosen.launches for side in (before, after)]
+    if bool(graphs[0]) == bool(graphs[1]):
+        return [which] if same and graphs == [0, 0] and not _differ(*calls) else []
+    instead = "" if common >= ALMOST else f" {counted(was, 'kernel')}"
+    as_graph = [("one CUDA graph" if count == 1 else f"{count:,} CUDA graphs") for count in graphs]
+    if graphs[1]:
+        single = counted(calls[0], "call")
+        return [f"{which}, launched as {as_graph[1]} instead of{instead}{' in' if instead else ''} {single}"]
+    return [f"{which}, launched in {counted(calls[1], 'call')} instead of{instead} as {as_graph[0]}"]
+
+
+def _differ(was: int, now: int) -> bool:
+    return min(was, now) < ALMOST * max(was, now)
+
+
+def _other_ways(before: Side, after: Side) -> list[str]:
+    """An optimizer that steps in another way, and activations that are recomputed in one of the two steps."""
+    was, now = (side.summary.training for side in (before, after))
+    hows = {one.name: one.how for one in was.optimizers}
+    found = [
+        f"{one.name} as {one.how} instead of {hows[one.name]}"
+        for one in now.optimizers
+        if one.how and hows.get(one.name, one.how) not in ("", one.how)
+    ]
+    again = [one.recomputed.calls if one.recomputed else 0 for one in (was, now)]
+    if _differ(*again):
+        found.append(f"{counted(again[1], 'forward op') if again[1] else 'no forward op'} run again in backward "
+                     f"instead of {again[0]:,}")  # fmt: skip
+    return found
+
+
+def _waits(before: Side, after: Side) -> list[str]:
+    was, now = synchronizations(before), synchronizations(after)
+    said = counted(now, "synchronization") if now else "no synchronization"
+    found = [f"{said} per step instead of {was:,}"] if was != now else []
+    loading = [side.summary.training.loading for side in (before, after)]
+    us = [one.us if one else 0.0 for one in loading]
+    if (us[0] - us[1]) / (step_us(before) - step_us(after)) >= CONSIDERABLE:
+        unit, (was_us, now_us) = in_one_unit(us)
+        found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
+    return found
+
+
+def _by_family(before: Side, after: Side, difference: float) -> list[str]:
+    """The families of GPU work whose times explain much of the difference, the largest first."""
+    found = []
+    fused = _fused_attention(before, after)
+    for family in {**before.summary.by_family, **after.summary.by_family}:
+        was, now = (side.summary.by_family.get(family, 0.0) for side in (before, after))
+        if (was - now) / difference < CONSIDERABLE or (family == "attention" and fused):
+            continue
+        found.append((was - now, _family_said(before, after, family, was, now)))
+    found.sort(key=lambda one: -abs(one[0]))
+    return fused + [text for _, text in found[: REASONS - len(fused)]]
+
+
+def _fused_attention(before: Side, after: Side) -> list[str]:
+    was, now = len(before.summary.attention.unfused), len(after.summary.attention.unfused)
+    attention = [sum(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
+    if was > now and attention[1] > attention[0]:
+        gone = f"{counted(was - now, 'softmax', 'softmaxes')} between batched products"
+        return [f"{counted(attention[1] - attention[0], 'fused attention kernel')} instead of {gone}"]
+    return []
+
+
+def _family_said(before: Side, after: Side, family: str, was: float, now: float) -> str:
+    unit, (old_us, new_us) = in_one_unit((was, now))
+    rows = [[one for one in side.summary.gpu_work if one.family == family] for side in (before, after)]
+    names = [Counter(one.name for one in some) for some in rows]
+    old, new = map(len, rows)
+    what = family_in_words(family)
+    nouns = {"copy": "copies", "memset": "memsets", "GEMM": what, "unknown": what}.get(family, f"{what} kernels")
+    if not new:
+        return f"no {nouns} instead of {old:,} ({old_us} {unit})"
+    if old != new:
+        how = f"{new:,} instead of {old:,}"
+    elif names[0] == names[1]:
+        how = f"the same {new:,}"
+    else:
+        how = _other_kernels(*rows)
+    return f"{new_us} {unit} of {nouns} instead of {old_us} ({how})"
+
+
+def _other_kernels(before: Sequence, after: Sequence) -> str:
+    """What most of the time of as many kernels ran on before and after, and in which types, where the names tell."""
+    changed = []
+    for said in ("on", "types"):
+        was, now = (_mostly(some, lambda one, said=said: one.name_says.get(said)) for some in (before, after))
+        if was and now and was != now:
+            changed.append(f"{now} instead of {was}")
+    return ", ".join(changed) or (f"{len(after):,} by other kernels" if len(after) > 1 else "another kernel")
+
+
+def _mostly(rows: Sequence, key: Callable) -> str | None:
+    """What the key says of more than half of these kernels' time."""
+    times = Counter()
+    for one in rows:
+        times[key(one)] += one.us
+    (said, us), *_ = times.most_common(1)
+    return said if us > times.total() / 2 else None
+
+
+def _by_op(before: Side, after: Side, difference: float) -> list[str]:
+    """The ops whose own time explains much of the difference between two steps on the CPU."""
+    was, now = (side.summary.cpu.ops for side in (before, after))
+    found = []
+    for name in {**was, **now}:
+        old, new = (ops[name].self_us if name in ops else 0.0 for ops in (was, now))
+        if (old - new) / difference >= CONSIDERABLE:
+            unit, (old_us, new_us) = in_one_unit((old, new))
+            found.append((abs(old - new), f"{name}: {new_us} {unit} instead of {old_us}"))
+    found.sort(key=lambda one: -one[0])
+    return [listed(text for _, text in found[:REASONS])] if found else []

@@ -1,0 +1,324 @@
+"""Whether a second run does what the first one's report proposed, and the step that was predicted and measured.
+
+For each change id that two traces can decide, MADE says by what. A judge answers True only where the second trace
+shows the change, the first one does not, and the rest of the work is the same as far as the traces tell.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tracereader.figures.gpu_time import BETWEEN_OPS
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.side import Side
+from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
+from tracereader.findings.opportunity import Opportunity
+
+# Where so much of something or less is left, it is as good as gone.
+LEFT = 0.5
+# Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
+SAME_FLOPS = 0.05
+# Beside other products, a step has at least so many of the kernels that it had.
+STAY = 0.7
+TENSOR_CORES = ("TF32", "bf16", "fp16")
+ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
+HEAVY = ("GEMM", "convolution", "attention", "communication")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Proposals of a report that another run follows, all of them together, and that run's step (µs)."""
+
+    proposals: tuple[Opportunity, ...]
+    measured_us: float
+
+
+def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
+    """What the second run does of what the first one's report proposed; None where it does nothing of it.
+
+    Runs are not compared on other devices, with another batch of a language model, or where the second one waits for a
+    DataLoader and the first one has none.
+    """
+    first, second = before.summary, after.summary
+    if first.source.devices != second.source.devices or first.source.world_size != second.source.world_size:
+        return None
+    if second.training.loading and not first.training.loading:
+        return None
+    model = [one and (one.facts.phase, one.facts.batch) for one in (first.llm.decoding, second.llm.decoding)]
+    if None not in model and model[0] != model[1]:
+        return None
+    found = tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
+    return Checked(found, step_us(after)) if found else None
+
+
+def _cuda_graph(before: Side, after: Side) -> bool:
+    """The second step's kernels are about the first one's, and a CUDA graph launches them."""
+    return bool(graphs_launched(after)) and not graphs_launched(before) and share_in_common(before, after) >= ALMOST
+
+
+def _remove_sync(before: Side, after: Side) -> bool:
+    """About the same kernels, launched the same way, with fewer synchronizations."""
+    return synchronizations(after) < synchronizations(before) and _the_same_work(before, after)
+
+
+def _fused_optimizer(before: Side, after: Side) -> bool:
+    """An optimizer that was a loop or foreach is the fused one now, beside the same matrix products."""
+    was, now = ({one.name: one.how for one in side.summary.training.optimizers} for side in (before, after))
+    made = any(how == "fused" and was.get(name, how) != how for name, how in now.items())
+    return made and _same_heavy(before, after)
+
+
+def _data_loader(before: Side, after: Side) -> bool:
+    """About the same kernels, and most of the wait for the DataLoader is gone."""
+    was, now = (side.summary.training.loading for side in (before, after))
+    return was is not None and (now.us if now else 0.0) <= LEFT * was.us and _same_heavy(before, after)
+
+
+def _python(before: Side, after: Side) -> bool:
+    """About the same kernels, and most of the time between ops in which the GPU idled is gone."""
+    was, now = (side.summary.idle_in.get(BETWEEN_OPS, 0.0) for side in (before, after))
+    return now <= LEFT * was and bool(was) and _same_heavy(before, after) and _the_same_work(before, after)
+
+
+def _larger_batch(before: Side, after: Side) -> bool:
+    """As many FLOPs of matrix products in at most half as many kernels."""
+    was, now = (_products(side) for side in (before, after))
+    return len(now) <= LEFT * len(was) and _same_flops(was, now)
+
+
+def _fuse_pointwise(before: Side, after: Side) -> bool:
+    """Compiled kernels are there, those that can be fused are fewer or shorter, and there are as many products."""
+    rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
+    fewer = len(rows[1]) < ALMOST * len(rows[0])
+    shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
+    attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
+    as_many = _same_products(before, after) and attention[0] == attention[1]
+    as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
+    compiled = _compiled(after) and not _compiled(before)
+    return compiled and (fewer or shorter) and as_many and _by_calls(before, after)
+
+
+def _fused_attention(before: Side, after: Side) -> bool:
+    """Softmaxes between batched products are gone, and attention kernels are there, of as many queries and keys."""
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    were, fused = (
+        [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
+        for side in (before, after)
+    )
+    scores = {
+        (one.scores.batch, one.scores.queries, one.scores.keys)
+        for one in before.summary.attention.unfused
+        if one.scores
+    }
+    sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
+    products = len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
+    same = bool(scores & sizes) and products
+    return gone and len(fused) > len(were) and same and not graphs_launched(after)
+
+
+def _tensor_cores(before: Side, after: Side) -> bool:
+    """As many products and convolutions, with most of their time on CUDA cores gone and more of it on tensor cores."""
+    was, now = (_on_cuda_cores_us(side) for side in (before, after))
+    on_tensor_cores = [
+        sum(one.us for one in _heavy(side) if one.name_says.get("types") in TENSOR_CORES) for side in (before, after)
+    ]
+    moved = was > 0 and now <= LEFT * was and on_tensor_cores[0] < on_tensor_cores[1]
+    kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
+    stay = _compiled(after) or kernels[1] >= STAY * kernels[0]
+    return moved and stay and _same_products(before, after)
+
+
+def _align_shapes(before: Side, after: Side) -> bool:
+    """As many products, fewer of them with a dimension that is no multiple of 8."""
+    was, now = (_single_products(side) for side in (before, after))
+    odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
+    return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
+
+
+def _channels_last(before: Side, after: Side) -> bool:
+    """Most kernels that convert between layouts are gone, beside as many convolutions of the same types."""
+    was, now = (
+        sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
+        for side in (before, after)
+    )
+    types = [(_usual_type(side), _compiled(side)) for side in (before, after)]
+    return now <= LEFT * was and now < was and types[0] == types[1] and _same_products(before, after)
+
+
+def _layout_copies(before: Side, after: Side) -> bool:
+    """At most half of the copy kernels are left, beside the same other kernels."""
+    others, copies = [], []
+    for side in (before, after):
+        rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
+        copies.append(sum(one.family == "copy" for one in rows))
+        others.append(Counter(one.name for one in rows if one.family != "copy"))
+    return copies[1] <= LEFT * copies[0] and copies[1] < copies[0] and others[0] == others[1]
+
+
+def _in_place(before: Side, after: Side) -> bool:
+    """The same kernels, and fewer copies that ops out of place make."""
+    fewer = len(after.summary.attention.hidden_copies) < len(before.summary.attention.hidden_copies)
+    return fewer and _by_calls(before, after) and share_in_common(before, after) == 1
+
+
+def _mask_once(before: Side, after: Side) -> bool:
+    """No mask is made in the step any more, beside the same products and attention."""
+    return (
+        before.summary.attention.mask_made is not None
+        and after.summary.attention.mask_made is None
+        and _same_heavy(before, after)
+    )
+
+
+def _shared_keys(before: Side, after: Side) -> bool:
+    """Keys and values are not expanded any more, beside as many products."""
+    was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
+    return was is not None and now is None and _by_calls(before, after) and _same_products(before, after)
+
+
+def _allocator(before: Side, after: Side) -> bool:
+    """About the same kernels, and most calls that allocate GPU memory are gone."""
+    was, now = (
+        sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATES))
+        for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and _the_same_work(before, after)
+
+
+def _recompile(before: Side, after: Side) -> bool:
+    """torch.compile compiled in the first trace's steps and does not in the second one's."""
+    was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
+    return bool(was) and not now and share_in_common(before, after) >= ALMOST
+
+
+def _no_recompute(before: Side, after: Side) -> bool:
+    """Backward runs at most half of the forward ops again that it ran again before; no product or attention is new."""
+    was, now = (side.summary.training.recomputed for side in (before, after))
+    first, second = (
+        Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
+    )
+    fewer = was is not None and (now.calls if now else 0) <= LEFT * was.calls
+    rest = set(second) <= set(first) and LEFT * first.total() < second.total() <= first.total()
+    return fewer and rest and _compiled(before) == _compiled(after)
+
+
+def _overlap_copies(before: Side, after: Side) -> bool:
+    """As many bytes are copied to the GPU, and most of the time of copies with nothing beside them is gone."""
+    was, now = (
+        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
+    )
+    shares = [
+        side.summary.steady.exposed_copy_us / side.summary.steady_us
+        if side.summary.steady and side.summary.steady_us
+        else 0.0
+        for side in (before, after)
+    ]
+    gone = shares[1] * step_us(after) <= LEFT * shares[0] * step_us(before)
+    return 0 < was == now and gone and _same_heavy(before, after)
+
+
+def _the_same_work(before: Side, after: Side) -> bool:
+    """About the same kernels, launched one by one in both steps, or as CUDA graphs in both."""
+    return _by_calls(before, after) and share_in_common(before, after) >= ALMOST
+
+
+def _by_calls(before: Side, after: Side) -> bool:
+    """Whether both steps launch their kernels one by one, or both as CUDA graphs."""
+    return bool(graphs_launched(before)) == bool(graphs_launched(after))
+
+
+def _heavy(side: Side) -> list[GpuWork]:
+    return [one for one in side.summary.gpu_work if one.family in ("GEMM", "convolution")]
+
+
+def _same_heavy(before: Side, after: Side) -> bool:
+    """Whether most of the time of products, convolutions, attention and communication is in kernels of the same names.
+
+    Not where Inductor wrote kernels of one step alone.
+    """
+    times = []
+    for side in (before, after):
+        times.append(Counter())
+        for one in side.summary.gpu_work:
+            if one.family in HEAVY:
+                times[-1][one.name] += one.us
+    shared = [sum(us for name, us in times[here].items() if name in times[1 - here]) for here in (0, 1)]
+    same = all(us >= ALMOST * some.total() for us, some in zip(shared, times, strict=True))
+    kernels = [sum(one.family in HEAVY for one in side.summary.gpu_work) for side in (before, after)]
+    return same and min(kernels) >= ALMOST * max(kernels) and _compiled(before) == _compiled(after)
+
+
+def _same_products(before: Side, after: Side) -> bool:
+    """Whether as many ops ask for products, and as many for convolutions; of CUDA graphs, as many kernels do both."""
+    calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
+    if any(map(any, calls)):
+        return calls[0] == calls[1]
+    kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
+    return kernels[0] == kernels[1]
+
+
+def _compiled(side: Side) -> bool:
+    """Whether Inductor wrote some of the step's kernels."""
+    return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
+
+
+def _on_cuda_cores_us(side: Side) -> float:
+    return sum(one.us for one in _heavy(side) if one.name_says.get("types") == "fp32" and one.name_says.get("on"))
+
+
+def _usual_type(side: Side) -> str | None:
+    """The types that most of the time of products and convolutions is in, of those whose kernels' names tell."""
+    times = Counter()
+    for one in _heavy(side):
+        if said := one.name_says.get("types"):
+            times[said] += one.us
+    return max(times, key=times.__getitem__, default=None)
+
+
+def _products(side: Side) -> list[GpuWork]:
+    return [one for one in side.summary.gpu_work if one.family == "GEMM" and one.product]
+
+
+def _single_products(side: Side) -> list[GpuWork]:
+    """Those that are not batched: attention's own products are."""
+    return [one for one in _products(side) if one.product.batch == 1]
+
+
+def _may_be_same_flops(before: Side, after: Side) -> bool:
+    """Whether products that are not batched have the same FLOPs in both steps, as far as shapes were recorded."""
+    was, now = (_single_products(side) for side in (before, after))
+    return not was or not now or _same_flops(was, now)
+
+
+def _is_odd(one: GpuWork) -> bool:
+    return any(size % 8 and size > 64 for size in (one.product.m, one.product.k, one.product.n))
+
+
+def _same_flops(was: Sequence[GpuWork], now: Sequence[GpuWork]) -> bool:
+    old, new = (sum(one.flops or 0 for one in some) for some in (was, now))
+    return old > 0 and abs(old - new) <= SAME_FLOPS * max(old, new)
+
+
+MADE: dict[str, Callable[[Side, Side], bool]] = {
+    "cuda_graph": _cuda_graph,
+    "remove_sync": _remove_sync,
+    "fused_optimizer": _fused_optimizer,
+    "data_loader": _data_loader,
+    "python": _python,
+    "larger_batch": _larger_batch,
+    "fuse_pointwise": _fuse_pointwise,
+    "fused_attention": _fused_attention,
+    "tensor_cores": _tensor_cores,
+    "align_shapes": _align_shapes,
+    "channels_last": _channels_last,
+    "layout_copies": _layout_copies,
+    "in_place": _in_place,
+    "mask_once": _mask_once,
+    "shared_keys": _shared_keys,
+    "allocator": _allocator,
+    "recompile": _recompile,
+    "no_recompute": _no_recompute,
+    "overlap_copies": _overlap_copies,
+}

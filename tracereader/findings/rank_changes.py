@@ -1,0 +1,176 @@
+"""Changes of a run on several GPUs, which its ranks' traces decide only together."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tracereader.figures.gpu_time import is_communication
+from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
+from tracereader.findings.finding import duration, size
+from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity, Proposal, priced, worth_showing
+from tracereader.findings.ranks import Loss, loss, one_bucket, share, straggler
+from tracereader.replay import Graph, Refused, graph_of, overlapped, with_durations
+from tracereader.trace import Trace, Work, read
+
+# DistributedDataParallel's default bucket_cap_mb.
+BUCKET_BYTES = 25 * 2**20
+SHARDED = ("all-gather", "reduce-scatter")
+EVEN_OUT = {
+    "computes": "give each rank the same amount of work (sort or pack samples by length, split layers evenly)",
+    "copies": "look at the copies of that rank, and at what else uses its host's memory",
+    "launches late": "look for what else uses that rank's CPU, and bind each rank to cores of its own (numactl)",
+    "waits for data": "give that rank's DataLoader more workers, or samples that cost the same everywhere",
+    "idle": "read that rank's trace alone",
+}
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """What a proposal is made from: all ranks' figures, and the graph of the one rank that is replayed."""
+
+    summary: RanksSummary
+    rank: RankFigures
+    graph: Graph
+
+    @property
+    def trace(self) -> Trace:
+        return self.graph.trace
+
+    @cached_property
+    def collectives(self) -> list[Work]:
+        return [one for step in self.trace.steps for one in step.work if is_communication(one)]
+
+    @cached_property
+    def matched(self) -> dict[Work, Collective]:
+        """This rank's kernels of collectives that are matched with the other ranks'."""
+        number, summary = self.rank.rank, self.summary
+        ahead = round(summary.clocks.ahead_us[number] * 1e3)
+        zero = self.trace.base_ns + self.trace.zero_us * 1000 - ahead - summary.origin_ns
+        by_start = {zero + one.start: one for one in self.collectives}
+        found = {}
+        for one in summary.matched:
+            if number in one.ranks:
+                work = by_start.get(round(one.starts_us[one.ranks.index(number)] * 1e3))
+                if work is not None:
+                    found[work] = one
+        return found
+
+    def per_step_us(self, us: float) -> float:
+        return us / max(1, len(self.rank.steps))
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """One change of all ranks. replayed: the rank whose replay tells the step after it; None without a reason to."""
+
+    name: str
+    title: str
+    replayed: Callable[[RanksSummary], RankFigures | None]
+    propose: Callable[[RankCase], Proposal | None]
+
+
+def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
+    """The changes of all ranks that are worth trying, the largest saving first.
+
+    Reads the trace of each rank that is replayed again, which is two at most. limit: as of read(), in bytes.
+    Raises TraceError.
+    """
+    by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {}
+    for change in RANK_CHANGES if summary.on_gpu and summary.matched else ():
+        if (rank := change.replayed(summary)) is not None:
+            by_rank.setdefault(rank.trace, (rank, []))[1].append(change)
+    found = []
+    for path, (rank, changes) in by_rank.items():
+        graph = graph_of(read(Path(path), limit))
+        if isinstance(graph, Refused):
+            return graph
+        case = RankCase(summary, rank, graph)
+        found += [priced(change.name, change.title, change.propose(case)) for change in changes]
+        del graph, case
+        gc.collect()  # the next rank needs the room
+    return worth_showing(found)
+
+
+def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
+    """The rank that waits least for the others, where communication costs it something."""
+    one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
+    return one if share(one, one.exposed_communication_us) > WORTH_SHOWING else None
+
+
+def overlap_communication(case: RankCase) -> Proposal | None:
+    one = case.rank
+    if one_bucket(case.summary, one) or not case.collectives:
+        return None
+    kinds = {collective.kind for collective in case.matched.values()}
+    sharded = bool(kinds & set(SHARDED))
+    return Proposal(
+        overlapped(case.graph, case.collectives),
+        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and computes "
+        f"nothing beside {duration(case.per_step_us(one.exposed_communication_us))} of that",
+        "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
+        "set_modules_to_backward_prefetch)"
+        if sharded
+        else "start each collective as soon as its data is there (async_op=True), and wait for it as late as possible",
+        assumed=True,
+    )
+
+
+def bucket_size(case: RankCase) -> Proposal | None:
+    """One all-reduce of all gradients becomes buckets; only the last bucket is exposed then."""
+    one = case.rank
+    if not one_bucket(case.summary, one):
+        return None
+    tail = {
+        work: work.us * BUCKET_BYTES / collective.bytes
+        for work, collective in case.matched.items()
+        if collective.bytes and collective.bytes > 2 * BUCKET_BYTES
+    }
+    if not tail:
+        return None
+    bytes_reduced = max(collective.bytes for collective in case.matched.values() if collective.bytes)
+    return Proposal(
+        with_durations(case.graph, tail),
+        f"each step has one all-reduce of {size(bytes_reduced)}, which takes "
+        f"{duration(case.per_step_us(one.communication_us))} after backward",
+        "DistributedDataParallel(…, bucket_cap_mb=25), the default: gradients are reduced while backward computes",
+        assumed=True,
+    )
+
+
+def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
+    """The slowest of the other ranks: the one that waits least. None without a straggler."""
+    slow = straggler(summary)
+    others = [one for one in summary.ranks if one is not slow]
+    return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
+
+
+def balance_ranks(case: RankCase) -> Proposal | None:
+    """No collective waits for a rank that comes late."""
+    slow, why = straggler(case.summary), loss(case.summary)
+    times = {
+        work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]
+        for work, collective in case.matched.items()
+    }
+    if not times:
+        return None
+    waited = duration(case.per_step_us(case.rank.waited_exposed_us))
+    return Proposal(
+        with_durations(case.graph, times),
+        f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, with nothing computed beside it",
+        _how_to_balance(why),
+        title=f"let rank {slow.rank} keep up with the others",
+    )
+
+
+def _how_to_balance(why: Loss | None) -> str:
+    reason = why.reasons[0] if why is not None and why.reasons else None
+    return EVEN_OUT[reason.part if reason is not None else "idle"]
+
+
+RANK_CHANGES: Sequence[RankChange] = (
+    RankChange("overlap_communication", "hide communication behind compute", _keeps_pace, overlap_communication),
+    RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size),
+    RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks),
+)
