@@ -70,28 +70,28 @@ def _head(summary: Summary) -> dict:
     if summary.has_gpu_work:
         facts.append(f"{counted(summary.chosen.launches, 'launch', 'launches')} per step")
         facts.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
-        return {
-            "device": ", ".join(dict.fromkeys(summary.source.devices))
-            or ("no GPU work recorded" if _launched(summary) else "CPU only"),
-            "gpu": summary.has_gpu_work,
-            "has_steps": summary.source.has_steps,
-            "step_us": summary.recorded_step_us,
-            "unprofiled_us": summary.unprofiled_step_us,
-            "cpu_us": summary.chosen.cpu_us,
-            "gpu_us": summary.chosen.gpu_busy_us,
-            "busy_share": summary.busy_share,
-            "launches": summary.chosen.launches,
-            "recorded": counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps",
-            "step": summary.chosen.number,
-            "step_name": summary.typical_step,
-            "step_index": summary.typical_index,
-            "regime": word,
-            "why": why,
-            "facts": facts,
-            "script": summary.source.facts.script or None,
-            "warnings": summary.source.warnings,
-            "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
-        }
+    return {
+        "device": ", ".join(dict.fromkeys(summary.source.devices))
+        or ("no GPU work recorded" if _launched(summary) else "CPU only"),
+        "gpu": summary.has_gpu_work,
+        "has_steps": summary.source.has_steps,
+        "step_us": summary.recorded_step_us,
+        "unprofiled_us": summary.unprofiled_step_us,
+        "cpu_us": summary.chosen.cpu_us,
+        "gpu_us": summary.chosen.gpu_busy_us,
+        "busy_share": summary.busy_share,
+        "launches": summary.chosen.launches,
+        "recorded": counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps",
+        "step": summary.chosen.number,
+        "step_name": summary.typical_step,
+        "step_index": summary.typical_index,
+        "regime": word,
+        "why": why,
+        "facts": facts,
+        "script": summary.source.facts.script or None,
+        "warnings": summary.source.warnings,
+        "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
+    }
 
 
 def _launched(summary: Summary) -> bool:
