@@ -186,6 +186,12 @@ def parse(
         groups[one.group].add_argument(one.name, **one.options | ({} if one.on_cpu is None else {"default": None}))
     add_view_flags(groups[SHOWN])
     given = vars(parser.parse_args(argv))
+    if given["html"] is not None:
+        from tracereader.show.page import files
+
+        if given["html"] == files.STDOUT:
+            raise BadInput("--html -: a script prints its report; name a file")
+        files.refuse_early(given["html"], given["force"])
     # Which of its two defaults a flag gets is known with the device, and that with torch.
     open_ones = [one for one in declared if one.on_cpu is not None and given[one.dest] is None]
     given |= {one.dest: one.options.get("default") for one in open_ones}

@@ -45,12 +45,16 @@ def lesson(
         # Where the others write to another folder, as on two machines, this one may hold older traces of theirs.
         here = [file for file in run.ranks if run_of(file) == run.id]
         if len(here) > 1:
-            _explain_ranks(run, here, view, args.open)
+            _explain_ranks(run, here, view, args)
             return
         summary = report.explain_file(run.trace, view)
         if given:
             report.marked(summary, given)
         _files(run)
+        if args.html is not None:
+            from tracereader.show import page
+
+            page.write(page.of_file(run.trace, view), args.html, args.force)
         if len(run.ranks) > 1:
             console().print("the other ranks' traces are not in this folder")
         if args.open:
@@ -120,9 +124,9 @@ def _header(run: Run) -> None:
         paragraph(out, f"smaller than on a GPU, because this run is on a CPU: {taken}")
 
 
-def _explain_ranks(run: Run, here: Sequence[Path], view, in_perfetto: bool) -> None:
+def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
     """What the ranks show together whose traces are here, then what this one's says to our guesses."""
-    from tracereader.show import merged, perfetto, ranks, report
+    from tracereader.show import merged, page, perfetto, ranks, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
     out = console()
@@ -135,7 +139,9 @@ def _explain_ranks(run: Run, here: Sequence[Path], view, in_perfetto: bool) -> N
     _files(run)
     others = ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here)
     out.print(f"of the other ranks beside them: {others}")
-    if in_perfetto:
+    if args.html is not None:
+        page.write(page.of_ranks(summary, traces), args.html, args.force)
+    if args.open:
         perfetto.hand_over(*merged.merged(summary, DEFAULT_LIMIT))
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import BadInput, OneLineParser, add_view_flags, command, positive, printable
+from tracereader.command import BadInput, OneLineParser, RunFailed, add_view_flags, command, positive, printable
 
 
 @command
@@ -36,6 +36,15 @@ def main(argv=None):
     parser.add_argument(
         "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
     )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print a comparison as Markdown, for a comment of a pull request"
+    )
+    parser.add_argument(
+        "--fail-if",
+        action="append",
+        metavar="LIMIT",
+        help='of a comparison, exit with 1 where a run crosses it: "step > 5%%", "launches > 0", "memory > 100 MB"',
+    )
     add_view_flags(parser)
     args = parser.parse_args(argv)
     if (args.name is None) == (not args.traces):
@@ -47,10 +56,13 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
+    limits = _limits(args)
+    if args.html is not None:
+        _refuse_beside_html(args)
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
     several = len(args.traces) > 1 and not args.previous and not args.against
-    if (several or args.ranks) and _as_ranks(args):
+    if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
     for flag in ("open", "json", "against"):
         if getattr(args, flag) and len(args.traces) > 1:
@@ -79,31 +91,96 @@ def main(argv=None):
         except TraceError as problem:
             raise BadInput(problem) from None
     trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT)
-    if args.json:
+    if others:
+        one = [trace]
+        del trace  # the comparison lets go of it before the next one is read
+        _compare(args, view, one, summary, limits)
+    elif args.json:
         from tracereader.show.as_json import as_json
 
         print(as_json(trace, summary, predictions_of(trace), view))
-    elif not others:
-        report.explain(trace, summary, view)
-    else:
-        from tracereader.findings.opportunities import opportunities
-        from tracereader.replay import Refused
-        from tracereader.show import comparison
+    elif args.html is not None:
+        from tracereader.show import page
 
-        summaries, proposed = [summary], []
-        for path in others:
-            if view.shows("short") and (args.previous or not proposed):
-                found = opportunities(trace, summary)
-                proposed.append(() if isinstance(found, Refused) else found)
-            del trace
-            gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
-            trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
-            summaries.append(summary)
-        comparison.side_by_side(summaries, view, args.previous, proposed)
+        page.write(page.of_trace(trace, summary, predictions_of(trace)), args.html, args.force)
+    else:
+        report.explain(trace, summary, view)
     if args.open:
         from tracereader.show import perfetto
 
         perfetto.hand_over(args.traces[-1])
+
+
+def _compare(args, view, first: list, summary, limits) -> None:
+    """Show what differs between the first trace and the others. Raises RunFailed for --fail-if.
+
+    first: the first trace in a list, out of which it is taken, so that no two traces are in memory at a time.
+    """
+    from tracereader.show import report
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    runs = None
+    if args.html is not None:
+        from tracereader.show import page
+
+        runs = page.Runs()
+        runs.add(first[0], summary)
+    trace = first.pop()
+    summaries, proposed = [summary], []
+    for path in args.traces[1:]:
+        if runs is None and not args.markdown and view.shows("short") and (args.previous or not proposed):
+            from tracereader.findings.opportunities import opportunities
+            from tracereader.replay import Refused
+
+            found = opportunities(trace, summary)
+            proposed.append(() if isinstance(found, Refused) else found)
+        del trace
+        gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
+        trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
+        summaries.append(summary)
+        if runs is not None:
+            runs.add(trace, summary)
+    if runs is not None:
+        page.write(page.of_runs(runs), args.html, args.force, aside=args.markdown)
+    if args.markdown:
+        from tracereader.show import markdown
+
+        print(markdown.side_by_side(summaries))
+    elif runs is None:
+        from tracereader.show import comparison
+
+        comparison.side_by_side(summaries, view, args.previous, proposed)
+    if limits:
+        from tracereader.show.limits import crossed
+
+        if told := crossed(summaries, limits):
+            raise RunFailed("; ".join(told))
+
+
+def _limits(args) -> list:
+    """The limits of --fail-if. Raises BadInput for one that cannot be read, and for what does not go with it."""
+    if not (args.markdown or args.fail_if):
+        return []
+    flag = "--markdown" if args.markdown else "--fail-if"
+    if args.ranks or len(args.traces) + bool(args.against) < 2:
+        raise BadInput(f"{flag} is for a comparison: name two traces")
+    if args.previous or args.json:
+        raise BadInput(f"{flag} sets each trace against the first: leave out --{'json' if args.json else 'previous'}")
+    if args.markdown and args.html == "-":
+        raise BadInput("--markdown and --html - both print: name a file for --html")
+    from tracereader.show.limits import limit_of
+
+    return [limit_of(text) for text in args.fail_if or ()]
+
+
+def _refuse_beside_html(args) -> None:
+    """Raises BadInput for what does not go with --html, and where its file cannot be written."""
+    from tracereader.show.page import files
+
+    for flag in ("json", "open", "only", "all", "lanes", "previous"):
+        if getattr(args, flag):
+            raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
+    files.refuse_early(args.html, args.force)
 
 
 def _as_ranks(args) -> bool:
@@ -126,6 +203,10 @@ def _as_ranks(args) -> bool:
     summary, traces = found
     if args.json:
         print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT))
+    elif args.html is not None:
+        from tracereader.show import page
+
+        page.write(page.of_ranks(summary, traces), args.html, args.force)
     else:
         ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
     if args.open:

@@ -185,3 +185,5 @@ def add_view_flags(group) -> None:
     group.add_argument(
         "--open", action="store_true", help="hand the trace to Perfetto in your browser (waits 10 minutes at most)"
     )
+    group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
+    group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")

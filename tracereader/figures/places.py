@@ -139,6 +139,20 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
     return _places(step, {named[name]: ns for name, ns in time.items()}, {named[name]: n for name, n in pieces.items()})
 
 
+def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:
+    """The times of by_module(), in ns, and its pieces, by the names of all modules around, outermost first."""
+    if not trace.modules:
+        return {}
+    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    for launch, dur in _asked_for(trace, step):
+        around, backward = _modules_around(trace, launch)
+        path = tuple(module.name.removeprefix(MODULE) for module in around)
+        path = (*path[:-1], path[-1] + " backward" * backward) if path else ("no module",)
+        ns, pieces = found.get(path, (0, 0))
+        found[path] = ns + dur, pieces + 1
+    return found
+
+
 def _module_of(trace: Trace, launch: Op | None) -> str | None:
     around, backward = _modules_around(trace, launch)
     return around[-1].name.removeprefix(MODULE) + " backward" * backward if around else None

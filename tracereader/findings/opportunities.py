@@ -1,11 +1,13 @@
 """What to try first, and what it would save: every change that a trace gives reason to, the largest saving first."""
 
+import msgspec
+
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, priced, worth_showing
-from tracereader.replay import Refused, graph_of
+from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
 CHANGES = CPU_CHANGES + GPU_CHANGES + AVOIDABLE_CHANGES
@@ -18,4 +20,19 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
         return graph
     case = Case(trace, summary, graph)
     unprofiled = Unprofiled.of(graph, summary.unprofiled_step_us)
-    return worth_showing(priced(change.name, change.title, change.propose(case), unprofiled) for change in CHANGES)
+    found = []
+    for change in CHANGES:
+        proposal = change.propose(case)
+        one = priced(change.name, change.title, proposal, unprofiled)
+        found.append(one and msgspec.structs.replace(one, kernels=_changed(case, proposal.graph)))
+    return worth_showing(found)
+
+
+def _changed(case: Case, after: Graph) -> tuple[str, ...]:
+    """The names of the typical step's GPU activities that take less time after a change."""
+    before = case.graph
+    nodes = ((one, before.activity.get(id(one)), after.activity.get(id(one))) for one in case.step.work)
+    shorter = (
+        one.name for one, was, now in nodes if was is not None and (now is None or after.dur[now] < before.dur[was])
+    )
+    return tuple(dict.fromkeys(shorter))

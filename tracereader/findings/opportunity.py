@@ -35,7 +35,8 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
 
     unprofiled_*: the same without the profiler, which makes the CPU's time longer; None where the run did not measure
     its step without it. basis: `replay` where only times and dependencies of this trace are used, `bound` where a
-    hardware limit or a typical rate is assumed. how: how to try it, in one line.
+    hardware limit or a typical rate is assumed. how: how to try it, in one line. kernels: names of the typical step's
+    GPU activities that the change makes shorter or removes; none where it changes only what the CPU does.
     """
 
     change: str
@@ -48,6 +49,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     how: str
     unprofiled_step_us: float | None = None
     unprofiled_step_us_after: float | None = None
+    kernels: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:

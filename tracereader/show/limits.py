@@ -1,0 +1,103 @@
+"""--fail-if: what of a step must not have changed by more than a limit, from the first run to another."""
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tracereader.command import BadInput, printable
+from tracereader.figures import Summary, compare
+from tracereader.findings.finding import duration, size
+
+MEASURES = ("step", "cpu", "gpu", "gpu busy", "launches", "kernels", "memory")
+COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+UNITS = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+OF_TIME, OF_SIZE = ("us", "µs", "ms", "s"), ("b", "kb", "mb", "gb")
+TIMES = ("step", "cpu", "gpu")
+EXAMPLES = '"step > 5%", "launches > 0", "memory > 100 MB", "gpu busy < -5%"'
+WRITTEN = re.compile(
+    r"\s*([a-z]+(?:\s+[a-z]+)?)\s*(>=|<=|>|<)\s*([-+]?\d{1,15}(?:\.\d{1,15})?)\s*(%|[a-zµ]{1,2})?\s*", re.I
+)
+
+
+class Limit(NamedTuple):
+    """One limit. amount: a share where relative, else in µs, bytes or a count."""
+
+    text: str
+    measure: str
+    comparison: str
+    amount: float
+    relative: bool
+
+
+def limit_of(text: str) -> Limit:
+    """The limit that a user wrote. Raises BadInput."""
+    match = WRITTEN.fullmatch(text)
+    measure = " ".join(match[1].lower().split()) if match else ""
+    if measure not in MEASURES:
+        known = ", ".join(MEASURES)
+        raise BadInput(f"--fail-if {printable(text)[:60]!r}: write for example {EXAMPLES}; there are {known}")
+    unit = (match[4] or "").lower()
+    wanted = OF_TIME if measure in TIMES else OF_SIZE if measure == "memory" else ("",)
+    if unit != "%" and (unit not in wanted or measure == "gpu busy"):
+        units = "%" if measure == "gpu busy" else " or ".join(("%", *filter(None, wanted)))
+        raise BadInput(f"--fail-if {printable(text)[:60]!r}: {measure} takes {units}")
+    scale = 0.01 if unit == "%" else UNITS.get(unit, 1.0)
+    return Limit(text.strip(), measure, match[2], float(match[3]) * scale, unit == "%")
+
+
+def measures(summary: Summary) -> dict[str, float | None]:
+    """What a limit can be set on, of the step spoken of: times in µs, a share, counts and bytes; None: not told."""
+    gpu = summary.has_gpu_work
+    return {
+        "step": summary.recorded_step_us,
+        "cpu": summary.chosen.cpu_us,
+        "gpu": summary.chosen.gpu_busy_us if gpu else None,
+        "gpu busy": summary.busy_share,
+        "launches": summary.chosen.launches if gpu else None,
+        "kernels": summary.count("kernel") if gpu else None,
+        "memory": compare.Side(summary).peak_bytes,
+    }
+
+
+def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
+    """In words, each limit that a run crosses against the first. Raises BadInput where the traces do not tell."""
+    first, *others = map(measures, summaries)
+    found = []
+    for limit in limits:
+        for number, other in enumerate(others, 2):
+            before, after = first[limit.measure], other[limit.measure]
+            if before is None or after is None:
+                raise BadInput(f"--fail-if {limit.text!r}: the traces do not tell {limit.measure}")
+            if COMPARISONS[limit.comparison](changed(limit, before, after), limit.amount):
+                run = f"run {number}: " * (len(others) > 1)
+                found.append(f"{run}{in_words(limit.measure, before, after)} ({limit.text})")
+    return found
+
+
+def changed(limit: Limit, before: float, after: float) -> float:
+    """The change that a limit is set on: of a share in points, else relative or as it is."""
+    if limit.measure == "gpu busy" or not limit.relative:
+        return after - before
+    if before:
+        return after / before - 1
+    return 0.0 if not after else float("inf")
+
+
+def in_words(measure: str, before: float, after: float) -> str:
+    """What became of a measure, with its unit."""
+    name = {"step": "the step", "cpu": "the step on the CPU", "gpu": "GPU time", "gpu busy": "GPU busy"}.get(
+        measure, measure
+    )
+    told = f"{value_in_words(measure, before)} to {value_in_words(measure, after)}"
+    if measure == "gpu busy" or not before or after == before:
+        return f"{name}: {told}"
+    return f"{name}: {told}, {after / before - 1:+.1%}"
+
+
+def value_in_words(measure: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if measure in TIMES:
+        return duration(value)
+    return f"{value:.1%}" if measure == "gpu busy" else size(int(value)) if measure == "memory" else f"{value:,.0f}"

@@ -1,0 +1,98 @@
+"""--markdown: a comparison as a comment of a pull request. Names of a trace become neither markup nor mentions."""
+
+import re
+from collections.abc import Sequence
+
+from tracereader.command import printable
+from tracereader.figures import Summary, compare
+from tracereader.findings import steps
+from tracereader.show.limits import MEASURES, measures, value_in_words
+from tracereader.show.page.compared import kernel_rows
+from tracereader.trace.kernel_names import short
+
+KERNELS_SHOWN = 10
+NAME_SHOWN = 72
+TITLES = {
+    "step": "step", "cpu": "CPU per step", "gpu": "GPU busy per step", "gpu busy": "GPU busy", "launches": "launches",
+    "kernels": "kernels", "memory": "peak memory",
+}  # fmt: skip
+PUNCTUATION = re.compile(r"([\\`*_\[\]<>#|~&$])")
+APART = "\u200b"  # invisible; keeps @name, #1 and addresses from becoming links
+
+
+def side_by_side(summaries: Sequence[Summary]) -> str:
+    """The comparison of several runs, each against the first."""
+    sides = [compare.Side(summary) for summary in summaries]
+    names = compare.told_apart(sides)
+    numbers = range(1, len(sides) + 1)
+    lines = ["### Profile", ""]
+    for number, name, side in zip(numbers, names, sides, strict=True):
+        word, why = steps.waiting(side.summary)
+        lines.append(f"{number}. {code(name)}: {plain(f'{word}; {why}')}")
+    lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), "change"], _measures(summaries))]
+    rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]
+    if rows:
+        heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]
+        cells = [
+            [
+                code(short(row["name"], NAME_SHOWN)),
+                *(f"{us:,.1f}" if us is not None else "–" for us in row["us"]),
+                row["status"],
+            ]
+            for row in rows[:KERNELS_SHOWN]
+        ]
+        lines += ["", *_table(heads, cells)]
+        if len(rows) > KERNELS_SHOWN:
+            lines += ["", f"{len(rows) - KERNELS_SHOWN:,} more names of GPU activities changed."]
+    for name, side in zip(names[1:], sides[1:], strict=True):
+        found = compare.difference(sides[0], side)
+        lines += ["", f"<details><summary>What changed in {html(name)}</summary>", ""]
+        lines += [f"- {plain(text)}" for text in found.changed or ("nothing",)]
+        lines += ["", "</details>"]
+    return "\n".join(lines)
+
+
+def _measures(summaries: Sequence[Summary]) -> list[list[str]]:
+    values = [measures(summary) for summary in summaries]
+    rows = []
+    for name in MEASURES:
+        before, after = values[0][name], values[-1][name]
+        if all(one[name] is None for one in values):
+            continue
+        change = "" if before is None or after is None else _change(name, before, after)
+        rows.append([TITLES[name], *(value_in_words(name, one[name]) for one in values), change])
+    return rows
+
+
+def _change(name: str, before: float, after: float) -> str:
+    if name == "gpu busy":
+        return f"{100 * (after - before):+.1f} points"
+    if not before:
+        return "" if not after else "new"
+    return "0%" if after == before else f"{after / before - 1:+.1%}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of GitHub's: its cells are text already escaped."""
+    aligned = ["---", *("---:" for _ in heads[1:])]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows)]
+
+
+def code(text: str) -> str:
+    """A name as it is, between as many backticks as it needs; in a table a bar ends a cell even there."""
+    text = " ".join(printable(text).split()).replace("|", "\\|") or " "
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    blank = " " * (text.startswith("`") or text.endswith("`"))
+    return f"{fence}{blank}{text}{blank}{fence}"
+
+
+def plain(text: str) -> str:
+    """A sentence whose characters mean nothing but themselves."""
+    text = PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
+    return re.sub(r"(@|\\#|:/|www)", rf"\1{APART}", text)
+
+
+def html(text: str) -> str:
+    """The same in a line of HTML, which Markdown does not read."""
+    text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"(@|#|:/|www)", rf"\1{APART}", text)

@@ -1,0 +1,155 @@
+"""The figures of a page of several runs: side by side, each set against the first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tracereader import __version__
+from tracereader.figures import Summary, compare
+from tracereader.findings import made, steps
+from tracereader.findings.finding import family_in_words
+from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
+from tracereader.show.limits import measures
+from tracereader.show.page import data
+from tracereader.show.page.timeline import Packing
+from tracereader.trace import Trace
+from tracereader.trace.kernel_names import labels
+
+# Kernels of two recordings of one program differ by up to 9%.
+ALIKE = 0.09
+
+
+class Runs:
+    """Collects what the page shows of each run, so that one trace at a time is in memory."""
+
+    def __init__(self):
+        self.packing = Packing()
+        self.summaries: list[Summary] = []
+        self.proposed: tuple[Opportunity, ...] = ()  # by the first run's report
+        self.decoded: dict[str, str] = {}
+        self.pieces: list[dict] = []
+        self.ends: list[tuple[str, int]] = []
+        self.hosts: list[str | None] = []
+
+    def add(self, trace: Trace, summary: Summary) -> None:
+        """One more run, with the step that its summary speaks of: on the axis all steps start at zero."""
+        step, number = trace.steps[summary.typical_index], len(self.summaries) + 1
+        first = len(self.pieces)
+        own = {id(one): first + place for place, one in enumerate(step.work, 1)}
+        self.packing.add_trace(trace, own, step.start, [step], f"run {number} · ")
+        self.pieces += data.pieces(summary)
+        self.decoded |= data.decoded_names(trace)
+        if not self.summaries:
+            found = opportunities(trace, summary)
+            self.proposed = () if isinstance(found, Refused) else found
+        self.summaries.append(summary)
+        self.ends.append((step.number, step.end - step.start))
+        self.hosts.append(trace.host)
+
+    def page(self) -> tuple[dict, dict, list[bytes]]:
+        """The figures, the description of the timeline's columns, and the columns."""
+        steps = [
+            {"name": f"run {number}, step {name}", "start": 0, "end": end}
+            for number, (name, end) in enumerate(self.ends, 1)
+        ]
+        slices, chunks = self.packing.packed({"steps": steps})
+        slices = data.described(slices, self.decoded, self.pieces, "")
+        figures = {
+            "page": "comparison",
+            "version": __version__,
+            "file": f"{len(self.summaries)} runs",
+            "holds": data.holds(self.hosts, slices),
+            **_figures(self.summaries, self.proposed),
+        }
+        return figures, slices, chunks
+
+
+def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
+    sides = [compare.Side(summary) for summary in summaries]
+    names = compare.told_apart(sides)
+    runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
+    for run in runs:
+        run["of_first"] = run["step"] / runs[0]["step"] if runs[0]["step"] else None
+    return {
+        "runs": runs,
+        "families": _rows([{family_in_words(one): us for one, us in side.summary.by_family.items()} for side in sides]),
+        "kernels": kernel_rows(sides),
+        "ops": _rows([{name: one.self_us for name, one in side.summary.cpu.ops.items()} for side in sides]),
+        "changes": [
+            {"name": name, **_difference(sides[0], side)} for name, side in zip(names[1:], sides[1:], strict=True)
+        ],
+        "predicted": _predicted(sides, proposed),
+    }
+
+
+def _predicted(sides: Sequence[compare.Side], proposed: Sequence[Opportunity]) -> list[dict]:
+    """What the first run's report proposes. measured_us: by each other run, its step where it makes that change."""
+    rows = [{**msgspec.to_builtins(one), "measured_us": []} for one in proposed]
+    for side in sides[1:]:
+        found = made.checked(sides[0], proposed, side)
+        changes = {one.change for one in found.proposals} if found else set()
+        for row in rows:
+            row["measured_us"].append(found.measured_us if row["change"] in changes else None)
+    return rows
+
+
+def _run(side: compare.Side, name: str) -> dict:
+    one = side.summary
+    word, why = steps.waiting(one)
+    return {
+        "name": name,
+        "file": Path(one.source.trace).name,
+        "device": ", ".join(dict.fromkeys(one.source.devices)) or "CPU only",
+        "regime": word,
+        "why": why,
+        **measures(one),
+        "memcpys": one.count("memcpy"),
+        "memsets": one.count("memset"),
+        "tokens_s": one.llm.decoding.tokens_s if one.llm.decoding else None,
+    }
+
+
+def _rows(times: Sequence[dict[str, float]]) -> list[dict]:
+    """A row for each name with its times by run, that where they differ most first."""
+    names = dict.fromkeys(name for one in times for name in one)
+    rows = [{"name": name, "us": [one.get(name) for one in times]} for name in names]
+    for row in rows:
+        row["change_us"] = (row["us"][-1] or 0.0) - (row["us"][0] or 0.0)
+        row["status"] = status(row["us"][0], row["us"][-1])
+    return sorted(rows, key=lambda row: -_spread(row["us"]))
+
+
+def _spread(values: Sequence[float | None]) -> float:
+    known = [value or 0.0 for value in values]
+    return max(known) - min(known)
+
+
+def kernel_rows(sides: Sequence[compare.Side]) -> list[dict]:
+    """GPU activities of one step by name, that whose time differs most first."""
+    rows = _rows([dict(side.times) for side in sides])
+    shown = labels([row["name"] for row in rows], data.NAME_SHOWN)
+    says = {name: said for side in reversed(sides) for name, said in side.says.items()}
+    for row in rows:
+        name = row["name"]
+        row["short"], row["family"], row["decoded"] = shown[name], says[name].family, str(says[name])
+        row["counts"] = [side.work.get(name, 0) for side in sides]
+    return rows
+
+
+def status(before: float | None, after: float | None) -> str:
+    """What became of a time from the first run to the last."""
+    if before is None:
+        return "new" if after is not None else "between"
+    if after is None:
+        return "gone"
+    if after > (1 + ALIKE) * before:
+        return "longer"
+    return "shorter" if before > (1 + ALIKE) * after else "alike"
+
+
+def _difference(first: compare.Side, other: compare.Side) -> dict:
+    found = compare.difference(first, other)
+    return {"changed": found.changed, "same": found.same}

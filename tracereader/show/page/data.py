@@ -1,0 +1,342 @@
+"""The figures of a page, from the Summary: the one module of the page that knows its attributes.
+
+Nothing is measured here that the report or --json measures, and the browser computes no figure at all: it sorts,
+filters and draws what stands here. Times are in µs, shares from 0 to 1.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tracereader import __version__
+from tracereader.figures import Summary
+from tracereader.figures.gpu_work import GpuWork, numbered
+from tracereader.figures.hardware import common_peaks
+from tracereader.figures.places import by_module_path
+from tracereader.findings import cheatsheet, steps
+from tracereader.findings.finding import Prediction, counted, family_in_words
+from tracereader.findings.gpu_work import overlap
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
+from tracereader.show.work import attention_in_words, product_in_words
+from tracereader.trace import Step, Trace
+from tracereader.trace.families import says
+from tracereader.trace.kernel_names import labels
+
+NAME_SHOWN = 72  # characters of a name in a table; the whole of it is a click away
+NAME_IN_A_SLICE = 48
+# The tree of modules ends there; what lies deeper counts for the module at this depth. Models nest ten deep.
+DEEPEST_MODULE = 100
+# A path of a file: two folders or more.
+PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
+PATHS_NAMED = 3
+
+
+def figures(
+    trace: Trace, summary: Summary, found: Sequence[Opportunity] | Refused, guesses: Sequence[Prediction]
+) -> dict:
+    """What the page of one trace shows beside its timeline."""
+    step = trace.steps[summary.typical_index]
+    return {
+        "page": "trace",
+        "version": __version__,
+        "file": Path(summary.source.trace).name,
+        "head": _head(summary),
+        "opportunities": _opportunities(found),
+        "guesses": _guesses(summary, guesses),
+        "patterns": _patterns(summary),
+        "steps": _steps(summary),
+        "time": _time(summary),
+        "kernels": _kernels(summary),
+        "ops": _ops(summary),
+        "modules": _modules(trace, summary, step),
+        "memory": msgspec.to_builtins(summary.training.memory),
+        "peak_bytes": summary.source.peak_bytes,
+        "roofline": _roofline(summary),
+    }
+
+
+def _head(summary: Summary) -> dict:
+    word, why = steps.waiting(summary)
+    several = len(summary.source.devices) > 1
+    facts = []
+    if several:
+        facts.append(f"{len(summary.source.devices)} GPUs")
+    if summary.source.rank is not None:
+        facts.append(f"rank {summary.source.rank} of {summary.source.world_size}")
+    if summary.has_gpu_work:
+        facts.append(f"{counted(summary.chosen.launches, 'launch', 'launches')} per step")
+        facts.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
+    return {
+        "device": ", ".join(dict.fromkeys(summary.source.devices))
+        or ("no GPU work recorded" if _launched(summary) else "CPU only"),
+        "gpu": summary.has_gpu_work,
+        "has_steps": summary.source.has_steps,
+        "step_us": summary.recorded_step_us,
+        "unprofiled_us": summary.unprofiled_step_us,
+        "cpu_us": summary.chosen.cpu_us,
+        "gpu_us": summary.chosen.gpu_busy_us,
+        "busy_share": summary.busy_share,
+        "launches": summary.chosen.launches,
+        "recorded": counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps",
+        "step": summary.chosen.number,
+        "step_name": summary.typical_step,
+        "step_index": summary.typical_index,
+        "regime": word,
+        "why": why,
+        "facts": facts,
+        "script": summary.source.facts.script or None,
+        "warnings": summary.source.warnings,
+        "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
+    }
+
+
+def _launched(summary: Summary) -> bool:
+    return any("Launch" in name for name in summary.cpu.runtime)
+
+
+def _opportunities(found: Sequence[Opportunity] | Refused) -> dict:
+    if isinstance(found, Refused):
+        return {"refused": str(found), "found": []}
+    return {"refused": None, "found": [msgspec.to_builtins(one) for one in found]}
+
+
+def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:
+    asked = [(guess, guess.ask(summary)) for guess in guesses]
+    return [{"text": guess.text, "holds": said.holds, "evidence": said.evidence} for guess, said in asked]
+
+
+def _patterns(summary: Summary) -> list[dict]:
+    return [
+        {"where": one.where, "see": one.see, "means": one.means, "figure": said.evidence}
+        for one, said in cheatsheet.found(summary)
+    ]
+
+
+def _steps(summary: Summary) -> list[dict]:
+    return [
+        {
+            "name": one.name,
+            "number": one.number,
+            "cpu_us": one.cpu_us,
+            "gpu_busy_us": one.gpu_busy_us,
+            "gpu_span_us": one.gpu_span_us,
+            "gpu_idle_share": one.gpu_idle_share,
+            "launches": one.launches,
+            "launch_to_start_us": one.launch_to_start_us,
+            "times_the_typical": one.times_the_typical,
+            "cause": steps.cause(summary, one) if one.times_the_typical is not None else None,
+        }
+        for one in summary.steps
+    ]
+
+
+def _time(summary: Summary) -> dict:
+    """The window's time by what the GPU does, which adds up to it; the same by family, by phase and by label."""
+    gpu, parts = summary.gpu, []
+    if gpu:
+        parts = [
+            {"name": name, "key": key, "us": us}
+            for name, key, us in (
+                ("compute", "compute", gpu.compute_us),
+                ("exposed communication", "communication", gpu.exposed_communication_us),
+                ("exposed copies and memsets", "copy", gpu.exposed_copy_us),
+                ("idle, CPU launching", "not_launched", gpu.idle_not_launched_us),
+                ("idle, next activity launched and waiting", "launched", gpu.idle_launched_us),
+                ("idle, launch not in the trace", "unknown", gpu.idle_unknown_us),
+            )
+            if us
+        ]
+    return {
+        "window_us": summary.window_us,
+        "several": len(summary.source.devices) > 1,
+        "overlap": overlap(summary) if summary.has_gpu_work else False,
+        "parts": parts,
+        "families": [{**msgspec.to_builtins(one), "name": family_in_words(one.family)} for one in summary.families],
+        "idle_in": [{"name": name, "us": us} for name, us in summary.idle_in.items()],
+        "by_phase": msgspec.to_builtins(summary.places.by_phase),
+        "by_label": msgspec.to_builtins(summary.places.by_label),
+    }
+
+
+def _kernels(summary: Summary) -> list[dict]:
+    """GPU activities of all steps by name; rates are those of the step spoken of, where its sizes are known."""
+    by_name = defaultdict(list)
+    for one in summary.gpu_work:
+        by_name[one.name].append(one)
+    shown = labels([one.name for one in summary.kernels], NAME_SHOWN)
+    return [
+        {
+            "name": one.name,
+            "short": shown[one.name],
+            "decoded": str(by_name[one.name][0].says) if one.name in by_name else "",
+            "family": one.family,
+            "asked_by": one.asked_by,
+            "count": one.count,
+            "total_us": one.total_us,
+            "median_us": one.median_us,
+            "low_us": one.low_us,
+            "high_us": one.high_us,
+            "share": one.share,
+            **_rates(by_name[one.name]),
+        }
+        for one in summary.kernels
+    ]
+
+
+def _rates(pieces: Sequence[GpuWork]) -> dict:
+    """Mean rates by time, of those that have one; roof: the one that most of that time meets first."""
+    known = [one for one in pieces if one.of_roof is not None]
+    roofs = defaultdict(float)
+    for one in known:
+        roofs[one.roof] += one.us
+    return {
+        "tflops": _mean(pieces, "tflops"),
+        "gb_s": _mean(pieces, "gb_s"),
+        "of_roof": steps.reached(known) if known else None,
+        "roof": max(roofs, key=roofs.get) if known else None,
+    }
+
+
+def _mean(pieces: Sequence[GpuWork], rate: str) -> float | None:
+    known = [(getattr(one, rate), one.us) for one in pieces if getattr(one, rate) is not None]
+    time = sum(us for _, us in known)
+    return sum(value * us for value, us in known) / time if time else None
+
+
+def _ops(summary: Summary) -> list[dict]:
+    return [
+        {"name": name, "kind": kind, **msgspec.to_builtins(one)}
+        for kind, table in (("op", summary.cpu.ops), ("runtime", summary.cpu.runtime))
+        for name, one in sorted(table.items(), key=lambda item: -item[1].self_us)
+    ]
+
+
+def _modules(trace: Trace, summary: Summary, step: Step) -> dict:
+    """A tree: each module with the time of its own and of all below it; the largest first."""
+    root: dict = {"children": {}}
+    for path, (ns, pieces) in by_module_path(trace, step).items():
+        node = root
+        for name in path[:DEEPEST_MODULE]:
+            node = node["children"].setdefault(name, {"self_us": 0.0, "pieces": 0, "children": {}})
+        node["self_us"] += ns / 1e3
+        node["pieces"] += pieces
+    return {
+        "on_gpu": bool(step.work),
+        "tree": _summed(root)["children"],
+        "classes": msgspec.to_builtins(summary.places.by_module_class),
+    }
+
+
+def _summed(root: dict) -> dict:
+    """The tree with total times, as lists that are sorted by them. Modules may lie deeper than Python recurses."""
+    order, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(node["children"].values())
+    for node in reversed(order):
+        below = [{"name": name, **child} for name, child in node["children"].items()]
+        node["children"] = sorted(below, key=lambda child: -child["total_us"])
+        node["total_us"] = node.get("self_us", 0.0) + sum(child["total_us"] for child in below)
+    return root
+
+
+def _roofline(summary: Summary) -> dict | None:
+    """Kernels of known FLOPs and bytes, equal ones together, below the device's peaks."""
+    peaks = common_peaks(summary.source.devices) if summary.source.devices else None
+    if peaks is None:
+        return None
+    equal = defaultdict(list)
+    for one in summary.kernels_of_step:
+        if one.flops and one.bytes_moved and one.tflops:
+            equal[one.name, one.flops, one.bytes_moved].append(one)
+    shown = labels([name for name, _, _ in equal], NAME_SHOWN)
+    time = sum(one.us for some in equal.values() for one in some)
+    return {
+        "peaks": msgspec.to_builtins(peaks),
+        "device": summary.source.devices[0],
+        "placed": sum(map(len, equal.values())),
+        "of": len(summary.kernels_of_step),
+        "placed_us": time,
+        "summed_us": summary.summed_us,
+        "points": [
+            {
+                "name": name,
+                "short": shown[name],
+                "family": some[0].family,
+                "count": len(some),
+                "us": sum(one.us for one in some),
+                "intensity": flops / moved,
+                "says": _size_in_words(some[0]),
+                **_rates(some),
+            }
+            for (name, flops, moved), some in sorted(equal.items(), key=lambda item: -sum(one.us for one in item[1]))
+        ],
+    }
+
+
+def _size_in_words(one: GpuWork) -> str | None:
+    if one.product:
+        return product_in_words(one.product)
+    return attention_in_words(one.attention) if one.attention else None
+
+
+def decoded_names(trace: Trace) -> dict[str, str]:
+    """What the name of each GPU activity says."""
+    found: dict[str, str] = {}
+    for one in trace.work:
+        if one.name not in found:
+            found[one.name] = str(says(one))
+    return found
+
+
+def pieces(summary: Summary) -> list[dict]:
+    """What the timeline says of the step's GPU activities beyond their arguments: size, rate and who asked for them."""
+    return [
+        {
+            "us": one.us,
+            "asked_by": one.asked_by,
+            "layer": one.layer,
+            "size": _size_in_words(one),
+            "tflops": one.tflops,
+            "gb_s": one.gb_s,
+            "roof": one.roof,
+            "of_roof": one.of_roof,
+            "occupancy": one.occupancy.limit if one.occupancy else None,
+        }
+        for one in summary.gpu_work
+    ]
+
+
+def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], step: str) -> dict:
+    """The description of the timeline's columns with what is known of names and pieces."""
+    return {
+        **slices,
+        "decoded": decoded,
+        "shown": labels(decoded, NAME_IN_A_SLICE),
+        "pieces": pieces,
+        "step": step,
+    }
+
+
+def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
+    """What of the page somebody may not want to hand on: hosts' names, and paths in names and arguments."""
+    told = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
+    texts = [*slices["names"], *map(str, slices["arguments"])]
+    paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
+    if paths:
+        named = ", ".join(list(paths)[:PATHS_NAMED])
+        more = f" and {len(paths) - PATHS_NAMED:,} more" if len(paths) > PATHS_NAMED else ""
+        told.append(f"{counted(len(paths), 'path')} of files: {named}{more}")
+    return told
+
+
+def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:
+    """By the id of a GPU activity: its place among the Summary's, from 1 up."""
+    step = trace.steps[summary.typical_index]
+    places = {key: number for number, (key, _) in enumerate(numbered(step.work), 1)}
+    return {id(one): places[key] for some in trace.steps for key, one in numbered(some.work) if key in places}

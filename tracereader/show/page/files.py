@@ -1,0 +1,59 @@
+"""Writes a page: atomically, and never over a file that is not a report."""
+
+import os
+import secrets
+import stat
+import sys
+from pathlib import Path
+
+from tracereader import interrupts
+from tracereader.command import BadInput
+from tracereader.show.page.html import MARK
+
+STDOUT = "-"
+
+
+def refuse_early(target: str, force: bool) -> None:
+    """Raises BadInput where the page cannot be written there: before a trace is read, which may take long."""
+    if target == STDOUT:
+        return
+    path = Path(target).resolve()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise BadInput(f"--html {target}: no such folder: {path.parent.name}") from None
+        return
+    except OSError as problem:
+        raise BadInput(f"--html {target}: {problem.strerror}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise BadInput(f"--html {target}: a folder; name a file in it")
+    if not stat.S_ISREG(status.st_mode):
+        raise BadInput(f"--html {target}: not a plain file; --html - writes to standard output")
+    if status.st_size and not force:
+        with path.open("rb") as file:
+            if file.read(len(MARK)) != MARK.encode():
+                raise BadInput(f"--html {target}: exists and is not a report of read-trace; --force overwrites it")
+
+
+def write(page: str, target: str, force: bool) -> int:
+    """Write the page; how many bytes it has. Whatever happens, the target holds the old file or the whole new one."""
+    data = page.encode()
+    if target == STDOUT:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return len(data)
+    refuse_early(target, force)  # again: somebody else may have written it meanwhile
+    path = Path(target).resolve()
+    scratch = path.with_name(f".{path.name[:80]}.{secrets.token_hex(6)}.tmp")
+    with interrupts.undone_by(lambda: scratch.unlink(missing_ok=True)):
+        try:
+            with scratch.open("xb") as file:
+                file.write(data)
+            if path.exists():
+                scratch.chmod(stat.S_IMODE(path.stat().st_mode))
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    return len(data)

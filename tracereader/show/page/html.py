@@ -1,0 +1,96 @@
+"""The page's one file: static markup, the script and the style by their hashes, the data as text that is no markup.
+
+Whatever a trace holds is in two blocks that a browser does not run: JSON, in which every character that could end the
+block or begin markup is escaped, and base64. The script puts it on the page as text and draws it on a canvas. The
+policy forbids any other script or style and every request.
+"""
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+
+from tracereader import __version__
+from tracereader.show.text import strict_json
+
+# How a report begins: a file that begins otherwise is not overwritten.
+MARK = "<!doctype html><!-- a report of read-trace -->"
+SCRIPTS = (
+    "dom", "format", "load", "address", "table", "charts", "slices", "draw", "timeline", "details", "overview",
+    "sections", "roofline", "compare", "ranks", "main",
+)  # fmt: skip
+STYLES = ("page", "timeline")
+ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+LEVEL = 6  # of gzip
+
+MARKUP = """{mark}
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<meta name="generator" content="read-trace {version}">
+<title>read-trace report</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws its figures with a script of its own. Allow scripts for this file to read it.</noscript>
+<div id="page"></div>
+<script type="application/json" id="figures">{figures}</script>
+<script type="application/octet-stream" id="slices">{slices}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) -> str:
+    """The whole page. slices: what describes the columns in `chunks`; None where the page has no timeline."""
+    style, script = _own("css", STYLES), _own("js", SCRIPTS)
+    return MARKUP.format(
+        mark=MARK,
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'",
+        version=__version__,
+        style=style,
+        script=script,
+        figures=escaped(figures),
+        slices=_packed(slices, chunks) if slices is not None else "",
+    )
+
+
+def escaped(document: object) -> str:
+    """JSON in which nothing can end the block that it stands in."""
+    return _strict(document).translate(ESCAPED)
+
+
+def _strict(document: object) -> str:
+    """Strict JSON without blanks: what is no finite number is null."""
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(strict_json(document)), separators=(",", ":"))
+
+
+def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
+    """Base64 of gzip of: the length of the description (8 bytes, little-endian), the description, the columns."""
+    head = _strict(slices).encode()
+    whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
+    return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
+
+
+@cache
+def _own(kind: str, names: tuple[str, ...]) -> str:
+    """The page's own files of one kind as one text; a script's in a function of their own."""
+    folder = resources.files("tracereader.show.page")
+    text = "\n".join((folder / kind / f"{name}.{kind}").read_text("utf-8") for name in names)
+    return f'(() => {{\n"use strict";\n{text}\n}})();' if kind == "js" else text
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

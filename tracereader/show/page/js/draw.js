@@ -1,0 +1,358 @@
+// Draws the timeline on a canvas: an axis with the steps, then every track's rows, of which only the visible ones.
+
+const ROW = 18, HEADER = 20, AXIS = 44, GAP = 6, FONT = "11px system-ui, sans-serif";
+const MEMORY_ROW = 44;
+const LEAST_WIDE = 1; // pixels; narrower slices of a row are drawn as one
+const ARROWS_DRAWN = 400;
+const IDLE = [
+  ["not_launched", "idle, CPU launching"], ["launched", "idle, next activity launched and waiting"],
+  ["unknown", "idle, launch not in the trace"],
+];
+
+class Painter {
+  constructor(canvas, slices) {
+    this.canvas = canvas;
+    this.slices = slices;
+    this.context = canvas.getContext("2d", {alpha: false});
+    this.repaint();
+  }
+
+  // Reads the colors anew: the theme may have changed.
+  repaint() {
+    const of = name => color(name);
+    this.paint = {
+      background: of("card"), ink: of("ink"), muted: of("muted"), line: of("line"), accent: of("accent"),
+      match: of("match"), header: of("raised"),
+      kinds: this.slices.kinds.map(kind => of(`kind-${kind}`)),
+      families: this.slices.families.map(one => of(`family-${one.toLowerCase().replace(/[^a-z]+/g, "-")}`)),
+      idle: Object.fromEntries(IDLE.map(([cause]) => [cause, of(`idle-${cause.replace("_", "-")}`)])),
+    };
+    this.textOn = new Map();
+    this.context.font = FONT;
+    this.character = this.context.measureText("aten::linear_kernel").width / 19;
+  }
+
+  // Bands from top to bottom: {kind, y, height, …}.
+  layout() {
+    const {slices} = this, bands = [];
+    let y = 0;
+    const add = band => { bands.push({...band, y}); y += band.height; };
+    let gpuSeen = false;
+    for (const track of slices.tracks) {
+      if (track.group === "GPU" && !gpuSeen) {
+        gpuSeen = true;
+        if (slices.idle) add({kind: "idle", height: HEADER + ROW + GAP});
+      }
+      const rows = track.folded ? Math.min(1, track.rows.length) : track.rows.length;
+      add({kind: "track", track, drawn: rows, height: HEADER + rows * ROW + GAP});
+    }
+    for (const memory of slices.memory) add({kind: "memory", memory, height: HEADER + MEMORY_ROW + GAP});
+    this.bands = bands;
+    this.height = y;
+    return y;
+  }
+
+  resize(width, height) {
+    const ratio = window.devicePixelRatio || 1;
+    this.width = width;
+    this.viewHeight = height;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    this.canvas.style.height = `${height}px`;
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  }
+
+  x(moment) {
+    return (moment - this.view.from) / (this.view.to - this.view.from) * this.width;
+  }
+
+  moment(x) {
+    return this.view.from + x / this.width * (this.view.to - this.view.from);
+  }
+
+  // state: {view, scroll, selected, hover, searching}; how many slices were merged with others.
+  draw(state) {
+    this.view = state.view;
+    const {context, paint} = this;
+    this.merged = this.seen = 0;
+    context.fillStyle = paint.background;
+    context.fillRect(0, 0, this.width, this.viewHeight);
+    context.font = FONT;
+    context.textBaseline = "middle";
+    context.save();
+    context.beginPath();
+    context.rect(0, AXIS, this.width, this.viewHeight - AXIS);
+    context.clip();
+    context.translate(0, AXIS - state.scroll);
+    this.stepLines(state);
+    for (const band of this.bands) {
+      if (band.y + band.height < state.scroll || band.y > state.scroll + this.viewHeight) continue;
+      if (band.kind === "track") this.track(band, state);
+      else if (band.kind === "idle") this.idle(band);
+      else this.memory(band);
+    }
+    if (state.searching) this.matches();
+    this.arrows(state);
+    context.restore();
+    this.axis(state);
+    return {merged: this.merged, seen: this.seen};
+  }
+
+  stepLines() {
+    const {context, paint, slices} = this;
+    context.fillStyle = paint.line;
+    let last = -9;
+    for (const step of slices.steps) {
+      const x = Math.round(this.x(step.start));
+      if (x < 0 || x > this.width || x - last < 3) continue;
+      context.fillRect(last = x, 0, 1, this.height);
+    }
+  }
+
+  header(band, title) {
+    const {context, paint} = this;
+    context.globalAlpha = 1;
+    context.fillStyle = paint.header;
+    context.fillRect(0, band.y, this.width, HEADER - 3);
+    context.fillStyle = paint.muted;
+    context.fillText(title, 8, band.y + HEADER / 2 - 1);
+  }
+
+  track(band, state) {
+    const {track} = band, hidden = track.rows.length - band.drawn;
+    const folded = hidden > 0 ? `, ${counted(hidden, "row")} folded` : "";
+    const mark = track.rows.length > 1 ? (track.folded ? "▸ " : "▾ ") : "";
+    this.header(band, `${mark}${track.title} · ${counted(track.slices, "slice")}${folded}`);
+    for (let depth = 0; depth < band.drawn; depth++) this.row(track.rows[depth], band.y + HEADER + depth * ROW, state);
+  }
+
+  row(row, y, state) {
+    const {context, slices, view} = this, {start, dur} = slices;
+    const scale = this.width / (view.to - view.from), pixel = LEAST_WIDE / scale;
+    let place = slices.firstFrom(row, view.from);
+    while (place > 0 && start[row[place - 1]] + dur[row[place - 1]] > view.from) place--;
+    context.globalAlpha = state.searching ? 0.3 : 1;
+    while (place < row.length) {
+      const one = row[place], from = start[one];
+      if (from > view.to) break;
+      const x = (from - view.from) * scale, wide = dur[one] * scale;
+      if (wide >= LEAST_WIDE) {
+        this.slice(one, x, y, wide, state);
+        this.seen++;
+        place++;
+        continue;
+      }
+      // Everything that starts within this pixel, as one; the last of them may reach beyond it.
+      let next = slices.firstFrom(row, from + pixel, place + 1);
+      if (next - 1 > place && dur[row[next - 1]] >= pixel) next--;
+      context.fillStyle = this.fillOf(one);
+      context.fillRect(x, y, LEAST_WIDE, ROW - 2);
+      if (next - place > 1) this.merged += next - place;
+      this.seen += next - place;
+      place = next;
+    }
+    context.globalAlpha = 1;
+  }
+
+  fillOf(one) {
+    const {slices, paint} = this, kind = slices.columns.kind[one];
+    if (slices.isWork(one) && slices.kinds[kind] !== "span") {
+      return paint.families[slices.columns.family[one - slices.first_work]];
+    }
+    return paint.kinds[kind];
+  }
+
+  slice(one, x, y, wide, state) {
+    const {context, paint} = this, left = Math.max(-1, x), right = Math.min(this.width + 1, x + wide);
+    const fill = this.fillOf(one), width = Math.max(LEAST_WIDE, right - left - (wide > 3 ? 1 : 0));
+    context.fillStyle = fill;
+    context.fillRect(left, y, width, ROW - 2);
+    if (one === state.hover) {
+      context.fillStyle = "rgba(255,255,255,.28)";
+      context.fillRect(left, y, width, ROW - 2);
+    }
+    if (width > 22) this.label(this.slices.shownName(one), left + 4, y, width - 6, fill);
+    if (one === state.selected) {
+      context.globalAlpha = 1;
+      context.strokeStyle = paint.ink;
+      context.lineWidth = 2;
+      context.strokeRect(left + 1, y, Math.max(1, width - 2), ROW - 2);
+    }
+  }
+
+  label(name, x, y, room, fill) {
+    const {context} = this, length = Math.floor(room / this.character);
+    if (length < 2) return;
+    context.fillStyle = this.inkOn(fill);
+    context.fillText(cut(name, length), x, y + ROW / 2 - 1, room);
+  }
+
+  // Black or white, whichever is read better on a color.
+  inkOn(fill) {
+    if (!this.textOn.has(fill)) {
+      const [red, green, blue] = [1, 3, 5].map(at => parseInt(fill.slice(at, at + 2), 16) / 255);
+      this.textOn.set(fill, 0.2126 * red ** 2.2 + 0.7152 * green ** 2.2 + 0.0722 * blue ** 2.2 > 0.25 ? "#101216" : "#fff");
+    }
+    return this.textOn.get(fill);
+  }
+
+  idle(band) {
+    const {context, slices, view, paint} = this, {idle} = slices, y = band.y + HEADER;
+    const several = slices.tracks.filter(one => one.group === "GPU").length > 1 ? ` of GPU ${idle.device}` : "";
+    this.header(band, `idle time${several}, by cause`);
+    const scale = this.width / (view.to - view.from);
+    for (const [cause] of IDLE) {
+      const gaps = idle[cause];
+      context.fillStyle = paint.idle[cause];
+      let drawn = -1;
+      for (let place = 0; place < gaps.length; place += 2) {
+        const x = (gaps[place] - view.from) * scale, wide = gaps[place + 1] * scale;
+        if (x > this.width) break;
+        if (x + wide < 0 || x + wide < drawn + 0.5) continue;
+        context.fillRect(x, y, Math.max(0.5, wide), ROW - 2);
+        drawn = x + wide;
+      }
+    }
+  }
+
+  memory(band) {
+    const {context, paint} = this, {points, device, events, each} = band.memory, y = band.y + HEADER;
+    const most = Math.max(1, ...points.filter((_, place) => place % 2));
+    const merged = each > 1 ? `, the largest of every ${each} of ${whole(events)} events` : "";
+    this.header(band, `memory allocated, ${device} · peak ${bytes(most)}${merged}`);
+    context.beginPath();
+    context.moveTo(this.x(points[0]), y + MEMORY_ROW);
+    for (let place = 0; place < points.length; place += 2) {
+      const high = y + MEMORY_ROW * (1 - points[place + 1] / most);
+      context.lineTo(this.x(points[place]), high);
+      context.lineTo(place + 2 < points.length ? this.x(points[place + 2]) : this.width, high);
+    }
+    context.lineTo(this.width, y + MEMORY_ROW);
+    context.fillStyle = paint.accent;
+    context.globalAlpha = 0.45;
+    context.fill();
+    context.globalAlpha = 1;
+  }
+
+  // Where a slice is drawn: {x, y, wide}; null where its row is folded away.
+  boxOf(one) {
+    const {slices} = this;
+    const band = this.bands.find(found => found.kind === "track" && one >= found.track.first && one < found.track.end);
+    const depth = slices.columns.depth[one];
+    if (!band || depth >= band.drawn) return null;
+    const x = this.x(slices.start[one]);
+    return {x, y: band.y + HEADER + depth * ROW, wide: Math.max(1, this.x(slices.start[one] + slices.dur[one]) - x)};
+  }
+
+  matches() {
+    const {context, slices, paint, view} = this, drawn = new Map();
+    const low = view.from, high = view.to;
+    for (const one of slices.matches) {
+      if (slices.start[one] > high) break;
+      if (slices.start[one] + slices.dur[one] < low) continue;
+      const box = this.boxOf(one);
+      if (!box || box.x + box.wide < (drawn.get(box.y) ?? -9) + 0.5) continue;
+      const left = Math.max(-2, box.x), wide = Math.max(2, Math.min(this.width + 2, box.x + box.wide) - left);
+      drawn.set(box.y, left + wide);
+      const fill = this.fillOf(one);
+      context.fillStyle = fill;
+      context.fillRect(left, box.y, wide, ROW - 2);
+      context.fillStyle = paint.match;
+      context.fillRect(left, box.y + ROW - 4, wide, 2);
+      if (wide > 22) this.label(slices.shownName(one), left + 4, box.y, wide - 6, fill);
+    }
+  }
+
+  arrows({selected}) {
+    this.arrowsLeft = 0;
+    if (selected === null) return;
+    const {slices, context, paint} = this, launch = slices.launchOf(selected);
+    const pairs = launch !== null ? [[launch, selected]]
+      : slices.launchedBy(selected).map(one => [slices.launchOf(one), one]);
+    this.arrowsLeft = Math.max(0, pairs.length - ARROWS_DRAWN);
+    context.strokeStyle = context.fillStyle = paint.ink;
+    context.lineWidth = 1.2;
+    for (const [from, to] of pairs.slice(0, ARROWS_DRAWN)) {
+      const a = this.boxOf(from), b = this.boxOf(to);
+      if (!a || !b) continue;
+      const x0 = a.x + Math.min(a.wide, 6) / 2, y0 = a.y + ROW - 2, x1 = b.x, y1 = b.y + ROW / 2;
+      context.globalAlpha = pairs.length > 20 ? 0.35 : 0.9;
+      context.beginPath();
+      context.moveTo(x0, y0);
+      context.bezierCurveTo(x0, y0 + 30, x1 - 30, y1, x1 - 5, y1);
+      context.stroke();
+      context.beginPath();
+      context.moveTo(x1, y1);
+      context.lineTo(x1 - 6, y1 - 3.5);
+      context.lineTo(x1 - 6, y1 + 3.5);
+      context.fill();
+    }
+    context.globalAlpha = 1;
+    const box = this.boxOf(selected);
+    if (box) {
+      context.strokeStyle = paint.ink;
+      context.lineWidth = 2;
+      context.strokeRect(Math.max(-2, box.x), box.y - 1, Math.max(3, Math.min(this.width + 4, box.wide)), ROW);
+    }
+  }
+
+  axis(state) {
+    const {context, paint, slices, view} = this, long = view.to - view.from;
+    context.fillStyle = paint.header;
+    context.fillRect(0, 0, this.width, AXIS);
+    context.fillStyle = paint.line;
+    context.fillRect(0, AXIS - 1, this.width, 1);
+    const least = long * 90 / this.width, power = 10 ** Math.floor(Math.log10(least));
+    const tick = [1, 2, 5, 10].map(one => one * power).find(one => one >= least);
+    const step = state.origin, largest = Math.max(Math.abs(view.from - step), Math.abs(view.to - step));
+    const decimalsIn = scale => Math.max(0, Math.ceil(-Math.log10(tick / 1e3 / scale) - 1e-9));
+    const wide = unitOf(largest / 1e3), unit = decimalsIn(wide.scale) > 4 ? unitOf(tick / 1e3) : wide;
+    const decimals = decimalsIn(unit.scale);
+    for (let number = Math.ceil((view.from - step) / tick); number * tick <= view.to - step; number++) {
+      const at = number * tick || 0, x = this.x(at + step);
+      context.fillStyle = paint.line;
+      context.fillRect(x, 20, 1, AXIS - 20);
+      context.fillStyle = paint.muted;
+      context.fillText(`${digits(at / 1e3 / unit.scale, decimals)} ${unit.name}`, x + 4, 33);
+    }
+    let last = -99;
+    for (const one of slices.steps) {
+      const x = this.x(one.start), end = this.x(one.end);
+      if (end < 0 || x > this.width || end - last < 1) continue;
+      const left = Math.max(0, x), wide = Math.min(this.width, end) - left;
+      last = end;
+      context.fillStyle = one === state.step ? paint.accent : paint.muted;
+      context.globalAlpha = one === state.step ? 1 : 0.45;
+      context.fillRect(left, 3, Math.max(1, wide - 1), 15);
+      context.globalAlpha = 1;
+      if (wide > 24) {
+        context.fillStyle = one === state.step ? this.inkOn(paint.accent) : paint.ink;
+        context.fillText(cut(one.name.replace(/^ProfilerStep/, "step "), Math.floor((wide - 8) / this.character)), left + 5, 11);
+      }
+    }
+  }
+
+  // What is at a point of the canvas: {slice}, {step}, {track} (its header), {gap} or nothing.
+  at(x, y, scroll) {
+    const {slices} = this, moment = this.moment(x), near = 3 * (this.view.to - this.view.from) / this.width;
+    if (y < AXIS) return {step: slices.stepAt(moment)};
+    const inside = y - AXIS + scroll, band = this.bands.find(one => inside >= one.y && inside < one.y + one.height);
+    if (!band) return {};
+    if (inside < band.y + HEADER) return band.kind === "track" ? {track: band.track} : {};
+    if (band.kind === "track") {
+      const depth = Math.floor((inside - band.y - HEADER) / ROW);
+      return depth < band.drawn ? {slice: slices.at(band.track.rows[depth], moment, near)} : {};
+    }
+    return band.kind === "idle" ? {gap: this.gapAt(moment)} : {};
+  }
+
+  gapAt(moment) {
+    for (const [cause, title] of IDLE) {
+      const gaps = this.slices.idle[cause];
+      for (let place = 0; place < gaps.length; place += 2)
+        if (moment >= gaps[place] && moment < gaps[place] + gaps[place + 1])
+          return {cause, title, start: gaps[place], dur: gaps[place + 1]};
+    }
+    return null;
+  }
+}

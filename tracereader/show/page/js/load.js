@@ -1,0 +1,41 @@
+// Reads the two blocks of data: figures as JSON, slices as packed columns of whole numbers.
+
+function figuresOf() {
+  return JSON.parse(document.getElementById("figures").textContent);
+}
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64), found = new Uint8Array(text.length);
+  for (let place = 0; place < text.length; place++) found[place] = text.charCodeAt(place);
+  return found;
+}
+
+// The description of the slices, with its columns as arrays; null where the page has none.
+async function slicesOf() {
+  const block = document.getElementById("slices"), text = block.textContent;
+  if (!text) return null;
+  const packed = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const whole = new Uint8Array(await new Response(packed).arrayBuffer());
+  block.textContent = ""; // it is unpacked: its text need not be kept
+  const length = new DataView(whole.buffer).getUint32(0, true);
+  const found = JSON.parse(new TextDecoder().decode(whole.subarray(8, 8 + length)));
+  let at = 8 + length;
+  const columns = {};
+  for (const {name, bytes: width, count} of found.columns) {
+    columns[name] = numbers(whole.subarray(at, at + width * count), width, count);
+    at += width * count;
+  }
+  return {...found, columns};
+}
+
+// From byte planes, the lowest first. Times may need more than 32 bits: doubles hold 53.
+function numbers(planes, width, count) {
+  const Kind = width === 1 ? Uint8Array : width === 2 ? Uint16Array : width === 4 ? Uint32Array : Float64Array;
+  const found = new Kind(count);
+  for (let plane = width - 1; plane >= 0; plane--) {
+    const from = plane * count;
+    for (let place = 0; place < count; place++) found[place] = found[place] * 256 + planes[from + place];
+  }
+  return found;
+}

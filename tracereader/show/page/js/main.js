@@ -1,0 +1,144 @@
+// Puts the page together: what needs no slices at once, the timeline as soon as they are unpacked.
+
+const SECTIONS = [
+  ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
+  ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
+  ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["rank-list", "Ranks"],
+  ["collectives", "Collectives"], ["changes", "What changed"],
+];
+
+function tracePage(data, root) {
+  let timeline = null, kernels = null;
+  const place = timelinePlace();
+
+  const toTimeline = () => place.scrollIntoView({behavior: "smooth", block: "start"});
+  function pickKernel(row, scroll = true) {
+    address.set({kernel: row.name, search: null, change: null});
+    kernels?.draw();
+    if (!timeline) return;
+    timeline.highlightNames([row.name], cut(row.short ?? row.name, 40));
+    if (scroll) toTimeline();
+    timeline.nextMatch(1);
+  }
+  function pickChange(one, scroll = true) {
+    address.set({change: one.change, kernel: null, search: null});
+    timeline?.highlightNames(one.kernels, `“${one.title}”`);
+    if (scroll) toTimeline();
+  }
+  function goTo(number) {
+    timeline?.goTo(number);
+    toTimeline();
+  }
+  function showKernel(name) {
+    address.set({kernel: name});
+    const filter = document.getElementById("kernels-table-filter");
+    filter.value = `^${name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&")}$`;
+    filter.dispatchEvent(new Event("input"));
+    document.getElementById("kernels").scrollIntoView({behavior: "smooth"});
+  }
+
+  kernels = kernelsSection(data, pickKernel, row => row.name === address.get("kernel"));
+  const parts = [
+    overview(data), opportunities(data, pickChange), data.hasTimeline && place, guessesSection(data), timeSection(data),
+    stepsSection(data, data.hasTimeline && goTo), kernels?.node, rooflineSection(data, pickKernel), opsSection(data, pickKernel),
+    modulesSection(data), memorySection(data), patternsSection(data), about(data),
+  ];
+  fill(root, [bar(data, parts), el("main", {}, parts)]);
+
+  withTimeline(data, place, {
+    note: "frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.",
+    showKernel, ready: made => { timeline = made; applyAddress(); },
+  });
+
+  function applyAddress() {
+    const step = address.get("step"), kernel = address.get("kernel"), search = address.get("search"), change = address.get("change");
+    const number = timeline.slices.steps.findIndex(one => one.name === `ProfilerStep#${step}`);
+    if (step !== null && number >= 0) timeline.goTo(number);
+    else if (data.head.has_steps && timeline.slices.steps.length > 1) timeline.goTo(data.head.step_index, false);
+    const row = kernel !== null && data.kernels.find(one => one.name === kernel);
+    const one = change !== null && data.opportunities.found.find(found => found.change === change);
+    if (row) pickKernel(row, false);
+    else if (one) pickChange(one, false);
+    else if (search !== null) {
+      timeline.search.value = search;
+      timeline.searchFor(search);
+    }
+    kernels?.draw();
+  }
+  addEventListener("hashchange", () => { if (timeline) applyAddress(); });
+}
+
+function timelinePlace() {
+  return el("section", {id: "timeline"}, el("h2", {}, "Timeline"), el("p", {class: "told"}, "Unpacking the slices."));
+}
+
+// Unpacks the slices and draws them; ready(timeline) is called once they are there.
+function withTimeline(data, place, {note, showKernel, ready}) {
+  if (!data.hasTimeline) {
+    document.body.dataset.ready = "true";
+    return;
+  }
+  const details = el("div", {id: "details", "aria-live": "polite"});
+  slicesOf().then(found => {
+    const slices = new Slices(found);
+    const timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]));
+    const held = `The timeline holds ${counted(slices.count, "slice")} of ${counted(slices.tracks.length, "track")}: all that the reader keeps; ${note}`;
+    fill(clear(place), [el("h2", {}, "Timeline"), el("p", {class: "told"}, held), timelineLegend(slices),
+      el("div", {class: "panes"}, timeline.node, details)]);
+    timeline.fit();
+    fill(details, [describe(slices, null, timeline, showKernel)]);
+    ready(timeline);
+    document.body.dataset.ready = "true";
+  }).catch(problem => {
+    fill(place, [el("p", {class: "warning"}, `The timeline cannot be drawn here: ${problem.message}`)]);
+    document.body.dataset.ready = "failed";
+  });
+}
+
+const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime call", module: "module",
+  span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank"};
+
+function timelineLegend(slices) {
+  const used = new Set(slices.columns.family), kinds = new Set(slices.columns.kind);
+  const idle = slices.idle ? IDLE.filter(([cause]) => slices.idle[cause].length) : [];
+  const item = (value, text) => el("li", {}, swatch(value), text);
+  return el("ul", {class: "legend small"},
+    idle.map(([cause, text]) => item(`var(--idle-${cause.replace("_", "-")})`, text)),
+    slices.families.map((family, place) => used.has(place) && slices.work > 0 && item(familyColor(family), family)),
+    slices.kinds.map((kind, place) => kinds.has(place) && !["kernel", "memcpy", "memset"].includes(kind)
+      && item(`var(--kind-${kind})`, KIND_WORDS[kind] ?? kind)));
+}
+
+// The bar at the top: file, sections, theme.
+function bar(data, parts) {
+  const here = new Set(parts.filter(Boolean).map(one => one.id));
+  const go = id => document.getElementById(id).scrollIntoView({behavior: "smooth"});
+  const root = document.documentElement;
+  const theme = el("button", {type: "button", class: "theme", id: "theme", "aria-label": "light or dark", onclick: () => {
+    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    dispatchEvent(new Event("themed"));
+  }}, "◐");
+  // Paper is white, whatever the screen is.
+  let onScreen;
+  addEventListener("beforeprint", () => { onScreen = root.dataset.theme; root.dataset.theme = "light"; dispatchEvent(new Event("themed")); });
+  addEventListener("afterprint", () => {
+    if (onScreen) root.dataset.theme = onScreen;
+    else delete root.dataset.theme;
+    dispatchEvent(new Event("themed"));
+  });
+  return el("header", {}, el("b", {class: "file"}, data.file ?? data.title),
+    el("nav", {"aria-label": "sections"}, SECTIONS.filter(([id]) => here.has(id)).map(([id, title]) =>
+      el("button", {type: "button", class: "plain", onclick: () => go(id)}, title))), theme);
+}
+
+function about(data) {
+  return el("footer", {id: "about"},
+    el("p", {}, `Written by read-trace ${data.version}. Every figure on this page is one of its report and of --json. The page asks nothing of any network.`),
+    data.holds.length > 0 && el("p", {id: "holds"}, "Before you hand it on: it holds ", data.holds.join("; "), "."));
+}
+
+const data = figuresOf(), root = document.getElementById("page");
+data.hasTimeline = Boolean(document.getElementById("slices").textContent);
+document.title = `${data.file} · read-trace`;
+({trace: tracePage, comparison: comparisonPage, ranks: ranksPage})[data.page](data, root);

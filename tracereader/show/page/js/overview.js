@@ -1,0 +1,67 @@
+// The answer first: the device, the step's time, what limits it, and what to try.
+
+const PART_COLORS = {
+  compute: "var(--part-compute)", communication: "var(--family-communication)", copy: "var(--family-copy)",
+  not_launched: "var(--idle-not-launched)", launched: "var(--idle-launched)", unknown: "var(--idle-unknown)",
+};
+
+function overview(data) {
+  const {head, time: parts} = data;
+  const word = head.regime.replace(/^./, letter => letter.toUpperCase());
+  return el("section", {class: "overview", id: "overview"},
+    el("div", {class: "answer"},
+      el("p", {class: "device"}, [head.device, head.recorded, ...head.facts].join(" · ")),
+      el("h1", {id: "regime"}, `${word}`),
+      el("p", {class: "why", id: "why"}, sentence(head.why)),
+      head.script && el("p", {class: "told"}, `Recorded by ${head.script}.`),
+      head.left_out.length > 0 && el("p", {class: "told"},
+        `Step ${head.left_out.join(", ")} is left out of every figure over all steps: it is far wider than the others.`),
+      head.warnings.map(one => el("p", {class: "warning"}, el("b", {}, "Warning: "), one))),
+    el("dl", {class: "figures"},
+      figure("step", time(head.step_us), "step_us", head.step_us),
+      head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
+      head.gpu && figure("GPU busy per step", time(head.gpu_us), "gpu_us", head.gpu_us),
+      figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
+      head.busy_share !== null && figure("GPU busy", share(head.busy_share), "busy_share", head.busy_share)),
+    parts.parts.length > 0 && el("div", {class: "wide"},
+      partsBar(coloredParts(parts.parts), parts.window_us, "time of the GPU"), legend(coloredParts(parts.parts), parts.window_us)));
+}
+
+function figure(title, text, key, value) {
+  return el("div", {}, el("dt", {}, title), el("dd", {id: key, data: {value}}, text));
+}
+
+function coloredParts(parts) {
+  return parts.map(one => ({...one, color: PART_COLORS[one.key] ?? familyColor(one.family ?? "other")}));
+}
+
+function legend(parts, wholeUs) {
+  return el("ul", {class: "legend"}, parts.map(one =>
+    el("li", {}, swatch(one.color), one.name, " ", el("b", {}, share(one.us / wholeUs, 1)), " ", el("span", {class: "told"}, time(one.us)))));
+}
+
+// pick(opportunity): highlights its kernels.
+function opportunities(data, pick) {
+  const {refused, found} = data.opportunities;
+  const section = el("section", {id: "try"}, el("h2", {}, "Try first"));
+  if (refused) return fill(section, [el("p", {}, `No change can be priced: ${refused}.`)]);
+  if (!found.length) return fill(section, [el("p", {}, "Nothing that read-trace knows saves more than 2% of this step.")]);
+  const most = found[0].saves_us;
+  return fill(section, [
+    el("p", {class: "told"}, "Each change by itself, by a replay of this trace without what the change removes. Several together do not save their sum."),
+    el("ol", {class: "opportunities"}, found.map((one, place) => {
+      const saves = `${one.basis === "bound" ? "at most " : ""}${share(one.saves_us / one.step_us)}`;
+      const shows = one.kernels.length > 0 && data.hasTimeline;
+      return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
+        el("div", {class: "gain"},
+          el("b", {}, saves), el("span", {}, `${time(one.step_us)} → ${time(one.step_us_after)}`),
+          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.saves_us / one.step_us}%`}))),
+        el("div", {},
+          el("h3", {}, `${place + 1}. ${one.title}`),
+          el("p", {}, sentence(one.evidence)),
+          el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
+          shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
+            `show its kernels in the timeline (${counted(one.kernels.length, "name")})`)));
+    })),
+  ]);
+}

@@ -1,0 +1,98 @@
+// The ranks of one run: their steps beside each other, and in each collective who waits for whom.
+
+const RANK_PARTS = [
+  ["compute_us", "compute", "var(--kind-phase)"], ["exposed_communication_us", "exposed communication", "var(--kind-collective)"],
+  ["exposed_copy_us", "exposed copies and memsets", "var(--family-copy)"], ["idle_us", "idle", "var(--idle-unknown)"],
+];
+
+function ranksPage(data, root) {
+  const place = timelinePlace();
+  let timeline = null;
+  const goTo = row => {
+    if (!timeline) return;
+    const at = timeline.slices.steps.findIndex(step => step.name === row.step);
+    if (at >= 0) timeline.goTo(at);
+    const start = Math.min(...row.starts_us), found = nearest(timeline.slices, start * 1e3, row);
+    if (found !== null) { timeline.select(found, true); timeline.zoomTo(found); timeline.zoom(3); }
+    place.scrollIntoView({behavior: "smooth"});
+  };
+  const parts = [ranksOverview(data), data.hasTimeline && place, rankSteps(data), rankTable(data), collectivesSection(data, goTo), about(data)];
+  fill(root, [bar(data, parts), el("main", {}, parts)]);
+  withTimeline(data, place, {
+    note: `on one clock: collectives of all steps, and computing in ${data.drawn ?? "no step"}.`,
+    showKernel: () => {},
+    ready: made => {
+      timeline = made;
+      const step = address.get("step");
+      const at = made.slices.steps.findIndex(one => one.name === (step === null ? data.drawn : `ProfilerStep#${step}`));
+      if (at >= 0) made.goTo(at, step !== null);
+    },
+  });
+}
+
+// The collective of a row of the table, on the rank that came last.
+function nearest(slices, start, row) {
+  const track = slices.tracks[row.ranks.indexOf(row.last)] ?? slices.tracks[0], wanted = track.rows[1];
+  const zero = slices.zero ?? 0;
+  return wanted ? slices.at(wanted, start - zero, Infinity) : null;
+}
+
+function ranksOverview(data) {
+  return el("section", {class: "comparison", id: "overview"},
+    el("p", {class: "device"}, `${data.device} · ${counted(data.ranks.length, "rank")} of ${data.world_size}`),
+    el("h1", {id: "regime"}, data.straggler === null ? "No straggler" : `Rank ${data.straggler} is the straggler`),
+    data.in_short.map(text => el("p", {}, sentence(text))),
+    data.missing.length > 0 && el("p", {class: "warning"}, `Not read: ${counted(data.missing.length, "rank")}: ${data.missing.slice(0, 12).join(", ")}.`),
+    Object.entries(data.not_read).map(([file, why]) => el("p", {class: "warning"}, `${file}: ${why}`)));
+}
+
+function rankSteps(data) {
+  const parts = rank => RANK_PARTS.map(([key, name, color]) => ({name, color, key}));
+  const steps = data.steps.slice(0, 12);
+  if (!steps.length) return null;
+  const most = Math.max(...data.ranks.flatMap(rank => rank.steps.map(step => step.us))) || 1;
+  return section("step-list", "Steps of all ranks",
+    `${data.on_gpu ? "From each step's first kernel to the next step's." : "On the lane that computes."}${data.steps.length > steps.length ? ` The first ${steps.length} of ${data.steps.length} steps.` : ""}`,
+    el("ul", {class: "legend small"}, RANK_PARTS.map(([, name, color]) => el("li", {}, swatch(color), name))),
+    steps.map(name => [
+      el("h3", {}, name.replace(/^ProfilerStep/, "step ")),
+      el("div", {class: "beside"}, data.ranks.map(rank => {
+        const step = rank.steps.find(one => one.name === name);
+        return step ? [
+          el("span", {class: rank.rank === data.straggler ? "late" : ""}, `rank ${rank.rank}`),
+          el("div", {}, el("div", {width: `${100 * step.us / most}%`}, partsBar(parts(rank).map(one => ({...one, us: step[one.key]})).filter(one => one.us > 0), step.us, `rank ${rank.rank}, ${name}`))),
+          el("span", {class: "number", data: {value: step.us}}, time(step.us))] : null;
+      })),
+    ]));
+}
+
+function rankTable(data) {
+  const rows = data.ranks.map(rank => ({...rank, name: `rank ${rank.rank}`}));
+  const keys = [["compute_us", "compute"], ["exposed_communication_us", "exposed communication"], ["idle_us", "idle"],
+    ["waited_for_others_us", "waited for others"], ["others_waited_us", "others waited for it"]];
+  const unit = columnUnit(rows.flatMap(row => keys.map(([key]) => row[key])));
+  return section("rank-list", "Ranks", `Over the window of each rank, in ${unit.name}.`, table({id: "ranks-table", rows, sort: "rank", down: false, columns: [
+    {key: "rank", title: "rank", node: row => `${row.rank}${row.rank === data.straggler ? " (straggler)" : ""}`},
+    {key: "host", title: "host"},
+    ...keys.map(([key, title]) => ({key, title, number: true, text: row => inUnit(row[key], unit)})),
+    {key: "arrived_last", title: "arrived last", number: true, text: row => whole(row.arrived_last)},
+  ]}).node);
+}
+
+function collectivesSection(data, goTo) {
+  if (!data.matched.length) return null;
+  const rows = data.matched.map((one, order) => ({...one, order, name: `${one.kind} ${one.step} rank ${one.last}`}));
+  const unit = columnUnit(rows.map(row => row.wait_us));
+  return section("collectives", "Collectives", `${counted(rows.length, "collective")} matched over the ranks${data.unmatched ? `; ${whole(data.unmatched)} not matched` : ""}. `
+    + "The wait is the longest of any rank, until the last one arrived.",
+    table({id: "collectives-table", rows, sort: "wait_us", filter: "collectives by kind, step or last rank", pick: goTo, columns: [
+      {key: "kind", title: "collective", name: true, node: row => el("button", {type: "button", class: "plain", onclick: () => goTo(row)}, row.kind)},
+      {key: "step", title: "step", text: row => row.step.replace(/^ProfilerStep/, "")},
+      {key: "bytes", title: "size", number: true, text: row => bytes(row.bytes)},
+      {key: "last", title: "last to arrive", number: true, text: row => `rank ${row.last}`},
+      {key: "wait_us", title: `longest wait ${unit.name}`, number: true, text: row => inUnit(row.wait_us, unit)},
+      {key: "lead_us", title: `behind the one before ${unit.name}`, number: true, text: row => inUnit(row.lead_us, unit)},
+      {key: "transfer_us", title: `transfer ${unit.name}`, number: true, text: row => inUnit(row.transfer_us, unit)},
+      {key: "bus_gb_s", title: "bus GB/s", number: true, text: row => rate(row.bus_gb_s, "").trim()},
+    ]}).node);
+}

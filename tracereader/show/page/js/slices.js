@@ -1,0 +1,126 @@
+// The slices as rows: which slice is where, which match a search, what launched what.
+
+class Slices {
+  constructor(found) {
+    Object.assign(this, found);
+    // Maps: a name of a trace may be that of a property which every object has.
+    this.shown = new Map(Object.entries(found.shown));
+    this.decoded = new Map(Object.entries(found.decoded));
+    const {start, name} = this.columns;
+    this.count = name.length;
+    this.start = new Float64Array(this.count);
+    this.tracks = this.placedTracks();
+    for (const track of this.tracks) {
+      let at = 0;
+      for (let one = track.first; one < track.end; one++) this.start[one] = at += start[one];
+    }
+    delete this.columns.start;
+    this.dur = this.columns.dur;
+    this.matches = new Uint32Array(0);
+  }
+
+  // By track its rows: the places of its slices, by depth and in each by start.
+  placedTracks() {
+    const {depth} = this.columns;
+    let at = 0;
+    return this.tracks.map(track => {
+      const first = at, end = at += track.slices, counts = [];
+      for (let one = first; one < end; one++) counts[depth[one]] = (counts[depth[one]] ?? 0) + 1;
+      const rows = Array.from(counts, count => new Uint32Array(count ?? 0)), next = rows.map(() => 0);
+      for (let one = first; one < end; one++) rows[depth[one]][next[depth[one]]++] = one;
+      return {...track, first, end, rows, folded: false};
+    });
+  }
+
+  nameOf(one) {
+    return this.names[this.columns.name[one]];
+  }
+
+  kindOf(one) {
+    return this.kinds[this.columns.kind[one]];
+  }
+
+  isWork(one) {
+    return one >= this.first_work && one < this.first_work + this.work;
+  }
+
+  familyOf(one) {
+    return this.families[this.columns.family[one - this.first_work]];
+  }
+
+  shownName(one) {
+    const name = this.nameOf(one);
+    return this.shown.get(name) ?? name.replace(/^(aten::|nn\.Module: |autograd::engine::evaluate_function: )/, "");
+  }
+
+  trackOf(one) {
+    return this.tracks.find(track => one >= track.first && one < track.end);
+  }
+
+  // The piece of the step that the figures speak of, and whether this slice is that very one.
+  pieceOf(one) {
+    const number = this.isWork(one) ? this.columns.piece[one - this.first_work] : 0;
+    return number ? this.pieces[number - 1] : null;
+  }
+
+  launchOf(one) {
+    const number = this.isWork(one) ? this.columns.launch[one - this.first_work] : 0;
+    return number ? number - 1 : null;
+  }
+
+  // The GPU work launched by a call, or inside an op.
+  launchedBy(one) {
+    if (this.isWork(one)) return [];
+    this.byLaunch ??= this.workByLaunch();
+    const track = this.trackOf(one), end = this.start[one] + this.dur[one], found = [];
+    for (let other = one; other < track.end && (other === one || this.start[other] < end); other++)
+      if (other === one || this.columns.depth[other] > this.columns.depth[one])
+        found.push(...this.byLaunch.get(other) ?? []);
+    return found;
+  }
+
+  workByLaunch() {
+    const found = new Map();
+    this.columns.launch.forEach((number, place) => {
+      if (!number) return;
+      if (!found.has(number - 1)) found.set(number - 1, []);
+      found.get(number - 1).push(place + this.first_work);
+    });
+    return found;
+  }
+
+  // The slices whose names pass a test, by start.
+  search(test) {
+    const wanted = this.names.map(name => test(name) || test(this.shown.get(name) ?? "")), found = [];
+    for (let one = 0; one < this.count; one++) if (wanted[this.columns.name[one]]) found.push(one);
+    this.matches = Uint32Array.from(found).sort((a, b) => this.start[a] - this.start[b]);
+    return this.matches;
+  }
+
+  // In a row, the first place whose slice starts at or after a time.
+  firstFrom(row, at, low = 0) {
+    let high = row.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.start[row[middle]] < at) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // The slice of a row at a time, or the nearest one within `near` ns.
+  at(row, moment, near) {
+    const place = this.firstFrom(row, moment);
+    let best = null, apart = near;
+    for (const one of [row[place - 2], row[place - 1], row[place]]) {
+      if (one === undefined) continue;
+      const off = Math.max(0, this.start[one] - moment, moment - this.start[one] - this.dur[one]);
+      if (off <= apart) [best, apart] = [one, off];
+    }
+    return best;
+  }
+
+  stepAt(moment) {
+    return this.steps.find(step => moment >= step.start && moment < step.end) ?? null;
+  }
+}

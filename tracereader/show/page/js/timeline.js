@@ -1,0 +1,332 @@
+// The timeline: zoom and pan, selection, search, steps to jump to.
+
+const TALLEST = 640, LEAST_NS = 40;
+const KEYS = "W and S zoom, A and D pan, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
+
+class Timeline {
+  constructor(slices, select) {
+    this.slices = slices;
+    this.onSelect = select;
+    this.whole = {from: -0.01 * slices.end, to: 1.01 * slices.end};
+    this.step = slices.steps[0];
+    this.state = {view: {...this.whole}, scroll: 0, selected: null, hover: null, searching: false, step: null, origin: 0};
+    this.build();
+    this.painter = new Painter(this.canvas, slices);
+    this.painter.layout();
+    this.listen();
+  }
+
+  build() {
+    const {slices} = this;
+    this.canvas = el("canvas", {tabindex: "0", role: "application", id: "canvas",
+      "aria-label": `Timeline of ${counted(slices.count, "slice")}. ${KEYS}`, "aria-describedby": "selected-text"});
+    this.search = el("input", {type: "search", id: "search", placeholder: "search: regular expression",
+      "aria-label": "search slices by name, a regular expression"});
+    this.found = el("span", {class: "told", id: "found", role: "status"});
+    this.told = el("p", {class: "told", id: "merged"});
+    this.tip = el("div", {class: "tip", "aria-hidden": "true"});
+    this.steps = el("select", {id: "steps", "aria-label": "jump to a step"},
+      el("option", {value: ""}, "whole trace"),
+      slices.steps.map((step, place) => el("option", {value: String(place)}, step.name.replace(/^ProfilerStep/, "step "))));
+    const button = (text, title, act) => el("button", {type: "button", title, "aria-label": title, onclick: act}, text);
+    this.frame = el("div", {class: "frame"}, this.canvas, this.tip);
+    this.node = el("div", {class: "timeline"},
+      el("div", {class: "tools"},
+        this.search,
+        button("‹", "previous match", () => this.nextMatch(-1)), button("›", "next match (N)", () => this.nextMatch(1)),
+        this.found,
+        el("span", {class: "space"}),
+        button("‹", "previous step", () => this.moveStep(-1)), this.steps, button("›", "next step", () => this.moveStep(1)),
+        button("+", "zoom in (W)", () => this.zoom(0.5)), button("−", "zoom out (S)", () => this.zoom(2)),
+        button("all", "show the whole trace (F)", () => this.show(this.whole))),
+      this.frame, this.told);
+  }
+
+  listen() {
+    const {canvas} = this;
+    new ResizeObserver(() => this.fit()).observe(this.frame);
+    const again = () => { this.painter.repaint(); this.draw(); };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    addEventListener("themed", () => { this.painter.repaint(); this.drawNow(); });
+    canvas.addEventListener("keydown", event => this.key(event));
+    canvas.addEventListener("wheel", event => this.wheel(event), {passive: false});
+    canvas.addEventListener("pointerdown", event => this.grab(event));
+    canvas.addEventListener("pointermove", event => this.move(event));
+    canvas.addEventListener("pointerup", event => this.drop(event));
+    canvas.addEventListener("pointercancel", () => { this.pointers.clear(); });
+    canvas.addEventListener("pointerleave", () => { this.hoverOn(null); });
+    canvas.addEventListener("dblclick", () => this.zoomTo(this.state.selected));
+    this.pointers = new Map();
+    this.search.addEventListener("input", () => this.searchFor(this.search.value));
+    this.search.addEventListener("keydown", event => {
+      if (event.key === "Enter") this.nextMatch(event.shiftKey ? -1 : 1);
+      if (event.key === "Escape") { this.search.value = ""; this.searchFor(""); canvas.focus(); }
+    });
+    this.steps.addEventListener("change", () => this.goTo(this.steps.value === "" ? null : Number(this.steps.value)));
+  }
+
+  fit() {
+    const width = this.frame.clientWidth;
+    if (!width) return;
+    this.fittedTo = width;
+    this.painter.resize(width, Math.max(160, Math.min(TALLEST, innerHeight * 0.8, this.painter.layout() + AXIS)));
+    this.scrollTo(this.state.scroll);
+  }
+
+  // Draws with the next frame, once however often it is asked for.
+  draw() {
+    if (this.asked) return;
+    this.asked = requestAnimationFrame(() => this.drawNow());
+  }
+
+  drawNow() {
+    this.asked = null;
+    if (!this.fittedTo) return;
+    const {merged, seen} = this.painter.draw(this.state);
+    this.view = this.state.view;
+    const left = this.painter.arrowsLeft ? ` ${whole(this.painter.arrowsLeft)} more arrows are not drawn.` : "";
+    this.told.textContent = (merged
+      ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors: zoom in to tell them apart.`
+      : `All ${whole(seen)} slices in view are drawn.`) + left;
+    this.canvas.dataset.from = this.state.view.from;
+    this.canvas.dataset.to = this.state.view.to;
+  }
+
+  show({from, to}) {
+    const long = Math.max(LEAST_NS, Math.min(to - from, this.whole.to - this.whole.from));
+    const middle = (from + to) / 2;
+    let start = middle - long / 2;
+    start = Math.max(this.whole.from, Math.min(start, this.whole.to - long));
+    this.state.view = {from: start, to: start + long};
+    this.draw();
+  }
+
+  zoom(factor, x = this.painter.width / 2) {
+    const {from, to} = this.state.view, at = from + x / this.painter.width * (to - from);
+    const long = Math.max(LEAST_NS, Math.min((to - from) * factor, this.whole.to - this.whole.from));
+    const start = at - x / this.painter.width * long;
+    this.show({from: start, to: start + long});
+  }
+
+  pan(shares) {
+    const {from, to} = this.state.view, by = shares * (to - from);
+    this.show({from: from + by, to: to + by});
+  }
+
+  scrollTo(y) {
+    this.state.scroll = Math.max(0, Math.min(y, this.painter.height + AXIS - this.painter.viewHeight));
+    this.draw();
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const {selected} = this.state, far = event.shiftKey ? 4 : 1;
+    const acts = {
+      w: () => this.zoom(0.7 ** far), s: () => this.zoom(1 / 0.7 ** far), a: () => this.pan(-0.15 * far),
+      d: () => this.pan(0.15 * far), f: () => this.show(this.whole), n: () => this.nextMatch(event.shiftKey ? -1 : 1),
+      "/": () => this.search.focus(), enter: () => this.zoomTo(selected), escape: () => this.select(null),
+      arrowleft: () => this.moveBy(-1), arrowright: () => this.moveBy(1), arrowup: () => this.moveUp(),
+      arrowdown: () => this.moveDown(), pageup: () => this.scrollTo(this.state.scroll - 200),
+      pagedown: () => this.scrollTo(this.state.scroll + 200), "[": () => this.moveStep(-1), "]": () => this.moveStep(1),
+    };
+    const act = acts[event.key.toLowerCase()];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  }
+
+  // Over the canvas the wheel zooms once the canvas has the focus, or with Ctrl; else the page scrolls.
+  wheel(event) {
+    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (sideways || event.shiftKey) {
+      event.preventDefault();
+      this.pan((sideways ? event.deltaX : event.deltaY) / this.painter.width);
+    } else if (document.activeElement === this.canvas || event.ctrlKey || event.metaKey) {
+      event.preventDefault();
+      this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), event.offsetX);
+    }
+  }
+
+  grab(event) {
+    this.canvas.focus({preventScroll: true});
+    this.canvas.setPointerCapture(event.pointerId);
+    this.pointers.set(event.pointerId, {x: event.offsetX, y: event.offsetY});
+    this.moved = 0;
+  }
+
+  move(event) {
+    const held = this.pointers.get(event.pointerId), x = event.offsetX, y = event.offsetY;
+    if (!held) {
+      this.hoverOn(this.painter.at(x, y, this.state.scroll), x, y);
+      return;
+    }
+    const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, one]) => one);
+    if (others.length) { // two fingers: the distance between them zooms
+      const before = Math.abs(held.x - others[0].x), after = Math.abs(x - others[0].x);
+      if (before > 10 && after > 10) this.zoom(before / after, (x + others[0].x) / 2);
+      this.moved = 99;
+    } else {
+      this.moved += Math.abs(x - held.x) + Math.abs(y - held.y);
+      if (this.moved > 4) {
+        this.pan((held.x - x) / this.painter.width);
+        if (event.pointerType === "mouse") this.scrollTo(this.state.scroll + held.y - y);
+      }
+    }
+    this.pointers.set(event.pointerId, {x, y});
+  }
+
+  drop(event) {
+    this.pointers.delete(event.pointerId);
+    if (this.moved > 4) return;
+    const {slice, step, track} = this.painter.at(event.offsetX, event.offsetY, this.state.scroll);
+    if (track) {
+      track.folded = !track.folded && track.rows.length > 1;
+      this.fit();
+    } else if (step) this.goTo(this.slices.steps.indexOf(step));
+    else this.select(slice ?? null);
+  }
+
+  hoverOn(found, x, y) {
+    const {slices, tip} = this, one = found?.slice ?? null, gap = found?.gap;
+    if (one !== this.state.hover) {
+      this.state.hover = one;
+      this.draw();
+    }
+    tip.hidden = one === null && !gap;
+    if (tip.hidden) return;
+    tip.textContent = gap ? `${gap.title} · ${time(gap.dur / 1e3)}`
+      : `${cut(slices.shownName(one), 90)} · ${time(slices.dur[one] / 1e3)}`;
+    tip.style.left = `${Math.max(0, Math.min(x + 12, this.painter.width - tip.offsetWidth - 4))}px`;
+    tip.style.top = `${y + 18}px`;
+  }
+
+  select(one, show = false) {
+    this.state.selected = one;
+    if (one !== null) {
+      const {view} = this.state, {slices} = this, start = slices.start[one], end = start + slices.dur[one];
+      const track = slices.trackOf(one);
+      if (slices.columns.depth[one] && track.folded) {
+        track.folded = false;
+        this.fit();
+      }
+      if (show && (end < view.from || start > view.to)) {
+        const half = (view.to - view.from) / 2;
+        this.show({from: (start + end) / 2 - half, to: (start + end) / 2 + half});
+      }
+      if (show) this.scrollInto(one);
+    }
+    this.onSelect(one);
+    this.draw();
+  }
+
+  scrollInto(one) {
+    this.painter.view = this.state.view;
+    const box = this.painter.boxOf(one), high = this.painter.viewHeight - AXIS;
+    if (!box) return;
+    if (box.y < this.state.scroll || box.y + ROW > this.state.scroll + high) this.scrollTo(box.y - high / 2);
+  }
+
+  zoomTo(one) {
+    if (one === null) return;
+    const {start, dur} = this.slices, room = Math.max(dur[one], LEAST_NS);
+    this.show({from: start[one] - 0.25 * room, to: start[one] + 1.25 * room});
+    this.scrollInto(one);
+  }
+
+  // The slice beside the selected one in its row.
+  moveBy(places) {
+    const {slices, state} = this;
+    if (state.selected === null) return this.selectFirst();
+    const row = slices.trackOf(state.selected).rows[slices.columns.depth[state.selected]];
+    const place = slices.firstFrom(row, slices.start[state.selected]);
+    const next = row[row.indexOf(state.selected, place) + places];
+    if (next !== undefined) this.select(next, true);
+  }
+
+  selectFirst() {
+    for (const {rows} of this.slices.tracks) {
+      const place = rows[0] ? this.slices.firstFrom(rows[0], this.state.view.from) : 0;
+      if (rows[0]?.[place] !== undefined) return this.select(rows[0][place], true);
+    }
+  }
+
+  // To what encloses the selection; of a slice that nothing encloses, to the track above.
+  moveUp() {
+    const {slices, state} = this;
+    if (state.selected === null) return this.selectFirst();
+    const track = slices.trackOf(state.selected), depth = slices.columns.depth[state.selected];
+    if (depth) return this.selectNear(track.rows[depth - 1]);
+    const above = slices.tracks[slices.tracks.indexOf(track) - 1];
+    if (above) this.selectNear(above.rows[above.folded ? 0 : above.rows.length - 1]);
+  }
+
+  moveDown() {
+    const {slices, state} = this;
+    if (state.selected === null) return this.selectFirst();
+    const track = slices.trackOf(state.selected), row = track.rows[slices.columns.depth[state.selected] + 1];
+    const inside = row && slices.at(row, slices.start[state.selected], slices.dur[state.selected]);
+    if (inside !== null && inside !== undefined) return this.select(inside, true);
+    const below = slices.tracks[slices.tracks.indexOf(track) + 1];
+    if (below) this.selectNear(below.rows[0]);
+  }
+
+  selectNear(row) {
+    const found = row && this.slices.at(row, this.slices.start[this.state.selected], Infinity);
+    if (found !== null && found !== undefined) this.select(found, true);
+  }
+
+  // What matches, highlighted; the text is kept in the address.
+  searchFor(text) {
+    const test = text ? matcher(text) : () => false;
+    this.search.setAttribute("aria-invalid", String(!test));
+    this.highlight(test ?? (() => false), Boolean(text && test));
+    this.found.textContent = !text ? "" : test ? counted(this.slices.matches.length, "match", "matches") : "not a regular expression";
+    address.set({search: text || null});
+  }
+
+  highlight(test, on = true) {
+    this.slices.search(test);
+    this.state.searching = on;
+    this.draw();
+  }
+
+  // Slices of these very names, as a table or an opportunity names them.
+  highlightNames(names, told) {
+    const wanted = new Set(names);
+    this.search.value = "";
+    this.highlight(name => wanted.has(name), wanted.size > 0);
+    this.found.textContent = wanted.size ? `${counted(this.slices.matches.length, "slice")} of ${told}` : "";
+  }
+
+  nextMatch(places) {
+    const {matches, start} = this.slices;
+    if (!matches.length) return;
+    const at = matches.indexOf(this.state.selected);
+    let next = at + places;
+    if (at < 0) {
+      next = matches.findIndex(one => start[one] >= this.state.view.from);
+      if (places < 0) next -= 1;
+    }
+    next = (next + matches.length) % matches.length;
+    this.select(matches[next], true);
+    this.found.textContent = `${whole(next + 1)} of ${counted(matches.length, "match", "matches")}`;
+  }
+
+  goTo(place, remember = true) {
+    const step = place === null ? null : this.slices.steps[place];
+    this.state.step = step;
+    this.state.origin = step ? step.start : 0;
+    this.steps.value = place === null ? "" : String(place);
+    if (remember) address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null});
+    if (!step) return this.show(this.whole);
+    // A step's GPU work may run behind it: where the next step begins it is still shown.
+    const room = 0.02 * (step.end - step.start);
+    this.show({from: step.start - room, to: step.end + room});
+  }
+
+  moveStep(places) {
+    const at = this.slices.steps.indexOf(this.state.step);
+    const next = Math.max(0, Math.min(this.slices.steps.length - 1, at < 0 ? 0 : at + places));
+    this.goTo(next);
+  }
+}

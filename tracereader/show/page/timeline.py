@@ -1,0 +1,320 @@
+"""The slices of a trace as columns of numbers: what the page's timeline draws.
+
+A column is an array of whole numbers, packed byte plane by byte plane, so that gzip finds the many zeros in it. The
+browser unpacks it into a typed array: a million slices take a fraction of a second. Every slice that the reader keeps
+is in the columns; what is narrower than a pixel is merged when it is drawn, and the page says how much.
+"""
+
+import re
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import sub
+
+from tracereader.figures.gpu_time import gpu_parts
+from tracereader.figures.steps import typical
+from tracereader.figures.summary import window
+from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace.document import decoded
+from tracereader.trace.families import says
+from tracereader.trace.kernel_names import FAMILIES
+
+NOBODY = 0  # in a column of places that count from 1
+KINDS = (
+    "label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span", "phase", "collective", "wait",
+)  # fmt: skip
+FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
+KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
+# Numbers that tie one event to others: every slice has its own, and the timeline draws what they tie.
+IDS = re.compile(
+    rb'"(?<!\\")(?:External id|external id|correlation|Ev Idx|Record function id|Sequence number|Fwd thread id|'
+    rb'Python id|Python parent id|Python module id|cbid)"\s*:\s*-?\d+\s*,?'
+)
+LEFT_OUT = "External id, correlation, Ev Idx, Record function id, Sequence number, Fwd thread id, Python ids, cbid"
+without_ids = IDS.sub
+TRAILING = re.compile(rb",\s*}\s*$")
+# Bytes of arguments that a page holds; what is beyond it is left out, and the page says of how many slices.
+ARGUMENTS_HELD = 2_000_000
+# A stack of calls deeper than this is drawn in its last row.
+DEEPEST = 250
+
+
+class Columns:
+    """Collects columns of whole numbers from 0 up: what to call them, and their bytes."""
+
+    def __init__(self):
+        self.described: list[dict] = []
+        self.chunks: list[bytes] = []
+
+    def add(self, name: str, values: Sequence[int]) -> None:
+        most = max(values, default=0)
+        code = next(code for code in "BHIQ" if most < 1 << 8 * array(code).itemsize)
+        packed = array(code, values)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        data = packed.tobytes()
+        self.described.append({"name": name, "bytes": packed.itemsize, "count": len(packed)})
+        self.chunks += [data[place :: packed.itemsize] for place in range(packed.itemsize)]
+
+
+class _Names:
+    """Numbers strings in the order in which they come."""
+
+    def __init__(self):
+        self.numbers: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        return self.numbers.setdefault(name, len(self.numbers))
+
+
+class _Arguments:
+    """Numbers the arguments of slices, equal ones once, from 1 up; 0: a slice without any, or left out."""
+
+    def __init__(self):
+        self.numbers: dict[bytes, int] = {b"": NOBODY}
+        self.texts: list[object] = []
+        self.held = 0
+        self.left_out = 0
+
+    def __getitem__(self, raw: bytes) -> int:
+        text = without_ids(b"", raw)
+        number = self.numbers.get(text)
+        return self._new(text) if number is None else number
+
+    def _new(self, text: bytes) -> int:
+        if self.held + len(text) > ARGUMENTS_HELD:
+            self.left_out += 1
+            return NOBODY
+        found = decoded(TRAILING.sub(b"}", text))
+        if not isinstance(found, dict) or not found or _is_deep(found):
+            self.numbers[text] = NOBODY
+            self.left_out += found is not None and bool(found)
+            return NOBODY
+        self.held += len(text)
+        self.texts.append(found)
+        self.numbers[text] = len(self.texts)
+        return len(self.texts)
+
+
+class _Side:
+    """Slices of threads, or of streams: columns that grow track by track."""
+
+    def __init__(self):
+        self.tracks: list[dict] = []
+        self.columns: dict[str, list[int]] = {
+            name: [] for name in ("start", "dur", "name", "kind", "depth", "arguments", "launch", "piece", "family")
+        }
+
+
+def _is_deep(found: object) -> bool:
+    """Whether lists lie in lists deeper than any profiler writes: JSON's readers and writers recurse."""
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [
+            below
+            for one in level
+            if isinstance(one, (dict, list))
+            for below in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
+
+
+class Packing:
+    """Collects tracks of one or several traces, so that a trace need not be kept until all are read."""
+
+    def __init__(self):
+        self.names, self.arguments = _Names(), _Arguments()
+        self.cpu, self.gpu = _Side(), _Side()
+        self.end = 0
+
+    def add(self, group: str, title: str, rows: Sequence[tuple], zero: int) -> None:
+        """A track of slices with their depths, by start. zero: what times count from (ns)."""
+        side = self.gpu if group == "GPU" else self.cpu
+        slices = [one for one, _ in rows]
+        columns, names, arguments = side.columns, self.names, self.arguments
+        starts = array("q", [one.start - zero for one in slices])
+        columns["start"].extend(_deltas(starts))
+        columns["dur"].extend([one.dur for one in slices])
+        columns["name"].extend([names[one.name] for one in slices])
+        columns["kind"].extend([KIND_OF.get(one.kind, KIND_OF["module"]) for one in slices])
+        columns["depth"].extend([depth for _, depth in rows])
+        columns["arguments"].extend([arguments[one.raw] for one in slices])
+        side.tracks.append({"group": group, "title": title, "slices": len(rows)})
+        self.end = max(self.end, max((one.end for one in slices), default=zero) - zero)
+
+    def add_trace(
+        self, trace: Trace, pieces: Mapping[int, int], zero: int, steps: Sequence[Step] | None = None, run: str = ""
+    ) -> None:
+        """All tracks of a trace; of these steps alone where they are given.
+
+        pieces: by the id of a GPU activity, the number to keep of it. run: what stands before each track's title.
+        """
+        place: dict[int, int] = {}
+        for title, rows in _cpu_tracks(trace, steps):
+            first = len(self.cpu.columns["name"]) + 1
+            place.update((id(one), at) for at, (one, _) in enumerate(rows, first) if one.kind == "runtime")
+            self.add("CPU", run + title, rows, zero)
+        if trace.overheads and steps is None:
+            self.add("CPU", run + "profiler and driver overhead", _stacked(trace.overheads), zero)
+        for title, rows in _gpu_tracks(trace, steps):
+            self.add("GPU", run + title, rows, zero)
+            columns, work = self.gpu.columns, [one for one, _ in rows]
+            columns["launch"].extend([place.get(id(one.launch), NOBODY) for one in work])
+            columns["piece"].extend([pieces.get(id(one), NOBODY) for one in work])
+            columns["family"].extend([0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
+
+    def packed(self, more: dict) -> tuple[dict, list[bytes]]:
+        """What the timeline draws: a description that JSON can hold, and the columns' bytes.
+
+        Times are whole ns. Slices stand track by track, by start; `launch` of GPU work is the place of its launch call
+        among them, from 1 up.
+        """
+        columns = Columns()
+        for name in ("start", "dur", "name", "kind", "depth", "arguments"):
+            columns.add(name, self.cpu.columns[name] + self.gpu.columns[name])
+        for name in ("launch", "piece", "family"):
+            columns.add(name, self.gpu.columns[name])
+        return (
+            {
+                "end": self.end,
+                "kinds": KINDS,
+                "families": FAMILIES,
+                "names": list(self.names.numbers),
+                "arguments": self.arguments.texts,
+                "arguments_left_out": self.arguments.left_out,
+                "ids_left_out": LEFT_OUT,
+                "tracks": self.cpu.tracks + self.gpu.tracks,
+                "first_work": len(self.cpu.columns["name"]),
+                "work": len(self.gpu.columns["name"]),
+                "columns": columns.described,
+                "idle": None,
+                "memory": [],
+                **more,
+            },
+            columns.chunks,
+        )
+
+
+def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
+    """The whole of one trace: see Packing.packed(). Times count from the first slice on."""
+    packing = Packing()
+    first = [one.start for one in (*trace.work[:1], *trace.overheads[:1])]
+    zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
+    zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
+    packing.add_trace(trace, pieces, zero)
+    steps = [{"name": one.name, "start": one.start - zero, "end": one.end - zero} for one in trace.steps]
+    return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
+
+
+def _deltas(starts: array) -> array:
+    """Each start less the one before it; of the first slice, the start."""
+    found = starts[:1]
+    found.extend(map(sub, starts[1:], starts[:-1]))
+    return found
+
+
+def _tops(trace: Trace) -> list[Op]:
+    """The outermost slices of all threads, by start."""
+    tops = {}
+    for root in chain((root for step in trace.steps for root in step.roots), trace.outside):
+        while root.parent is not None:  # a label around the loop
+            root = root.parent
+        tops[id(root)] = root
+    return sorted(tops.values(), key=lambda one: one.start)
+
+
+def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
+    """Each thread's slices with their depth, by start; above a thread's calls, its modules."""
+    tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
+    threads: dict[tuple, list[tuple[Op, int]]] = {}
+    for top in tops:
+        threads.setdefault(top.track, []).extend(_below(top))
+    for track, rows in threads.items():
+        # Walked parents first, a call that outlasts its parent may start after its parent's next sibling.
+        rows.sort(key=lambda row: row[0].start)
+        modules = trace.modules.get(track, ()) if steps is None else ()
+        if modules:
+            yield f"thread {track[1]}: modules", [row for root in modules for row in _below(root)]
+        yield f"thread {track[1]}", rows
+
+
+def _below(top: Op) -> Iterator[tuple[Op, int]]:
+    """A slice and all that lies in it, with their depths, parents first."""
+    stack = [(top, 0)]
+    while stack:
+        op, depth = stack.pop()
+        yield op, min(depth, DEEPEST)
+        if op.children:
+            stack.extend([(child, depth + 1) for child in reversed(op.children)])
+
+
+def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
+    """Each stream's work, the busiest stream first; above it the annotations that its work was launched in."""
+    several = len({one.device for one in trace.work}) > 1
+    streams: dict[tuple, list[Work]] = {}
+    for one in trace.work if steps is None else [one for step in steps for one in step.work]:
+        streams.setdefault(one.track, []).append(one)
+    spans: dict[tuple, list[Work]] = {}
+    for one in sorted(trace.spans if steps is None else (), key=lambda one: (one.start, -one.dur)):
+        spans.setdefault(one.track, []).append(one)
+    for track in sorted(streams, key=lambda track: -len(streams[track])):
+        device = f"GPU {streams[track][0].device} " if several else "GPU "
+        if track in spans:
+            yield f"{device}stream {track[1]}: annotations", _stacked(spans[track])
+        yield f"{device}stream {track[1]}", _stacked(streams[track])
+
+
+def _stacked(slices: Sequence) -> list[tuple]:
+    """Slices by start, each in the first row that is free then."""
+    ends: list[int] = []
+    rows = []
+    for one in slices:
+        row = next((row for row, end in enumerate(ends) if end <= one.start), len(ends))
+        if row == len(ends) and row < DEEPEST:
+            ends.append(0)
+        ends[min(row, DEEPEST - 1)] = one.end
+        rows.append((one, min(row, DEEPEST - 1)))
+    return rows
+
+
+def _idle(trace: Trace, zero: int) -> dict | None:
+    """The gaps of the busiest device in the window that the figures speak of, by cause: [start, length, …] in ns."""
+    _, start, end = window(trace, typical(trace))
+    parts = gpu_parts(trace.work, start, end)
+    if parts is None:
+        return None
+    causes = {"not_launched": parts.not_launched, "launched": parts.launched, "unknown": parts.unknown}
+    return {
+        "device": str(parts.device),
+        "start": start - zero,
+        "end": end - zero,
+        **{
+            name: [edge for left, right in gaps for edge in (left - zero, right - left)]
+            for name, gaps in causes.items()
+        },
+    }
+
+
+# Points of the curve of memory: of more events, the largest total of each stretch is kept.
+MEMORY_POINTS = 2_000
+
+
+def _memory(trace: Trace, zero: int) -> list[dict]:
+    """What is allocated over time, by device: [time, bytes, …]."""
+    by_device: dict[int, list[tuple[int, int]]] = {}
+    for one in trace.memory:
+        by_device.setdefault(one.device, []).append((max(0, one.time - zero), one.total))
+    found = []
+    for device, points in sorted(by_device.items(), reverse=True):
+        events = len(points)
+        each = -(-events // MEMORY_POINTS)
+        if each > 1:
+            points = [max(points[at : at + each], key=lambda point: point[1]) for at in range(0, events, each)]
+        title = "CPU" if device < 0 else f"GPU {device}"
+        found.append(
+            {"device": title, "events": events, "each": each, "points": [x for point in points for x in point]}
+        )
+    return found
