@@ -16,7 +16,7 @@ from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import common_peaks
 from tracereader.figures.places import by_module_path
-from tracereader.findings import cheatsheet, steps
+from tracereader.findings import cheatsheet, recording, steps
 from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunity import Opportunity
@@ -61,6 +61,7 @@ def figures(
 
 def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
+    told = [why, recording.unprofiled(summary)]
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -85,8 +86,8 @@ def _head(summary: Summary) -> dict:
         "step": summary.chosen.number,
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
-        "regime": word,
-        "why": why,
+        "regime": word + " while it is recorded" * recording.changes_the_regime(summary),
+        "why": ". ".join(filter(None, told)).removesuffix("."),
         "facts": facts,
         "script": summary.source.facts.script or None,
         "warnings": summary.source.warnings,
@@ -101,7 +102,7 @@ def _launched(summary: Summary) -> bool:
 def _opportunities(found: Sequence[Opportunity] | Refused) -> dict:
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
-    return {"refused": None, "found": [msgspec.to_builtins(one) for one in found]}
+    return {"refused": None, "found": [msgspec.to_builtins(one) | {"share": one.share} for one in found]}
 
 
 def _guesses(summary: Summary, guesses: Sequence[Prediction]) -> list[dict]:

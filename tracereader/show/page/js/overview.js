@@ -58,6 +58,9 @@ function opportunities(data, pick) {
           el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.saves_us / one.step_us}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
+          one.unprofiled_step_us_after !== null && el("p", {},
+            `Without the profiler: ${time(one.unprofiled_step_us)} → ${time(one.unprofiled_step_us_after)}, `
+            + `which saves ${one.basis === "bound" ? "at most " : ""}${share(one.share)}.`),
           el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
           shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
