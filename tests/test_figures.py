@@ -659,3 +659,15 @@ def test_the_table_of_the_step_says_which_steps_it_is_of(name, held, capsys):
     assert cli.main([str(H200 / f"{name}.json.gz"), "--only", "gpu"]) == 0
     (head,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("where the step goes")]
     assert re.search(rf"{held}\s{{2,}}", head), head
+
+
+def test_the_table_by_family_says_that_it_has_more_than_the_steps_launched(capsys):
+    """Copies of the step before run in the window, and have no launch in the trace."""
+    file = H200 / "changes/copies/prefetched.json.gz"
+    ours = summarize(read(file))
+    in_steps, in_window = (sum(getattr(one, key) for one in some) for key, some in
+                           (("count", ours.kernels), ("pieces", ours.families)))  # fmt: skip
+    assert in_steps < in_window
+    assert cli.main([str(file)]) == 0
+    screen = capsys.readouterr().out
+    assert "all in the window, by family (kernels overlap)" in screen and "all steps, by family" not in screen

@@ -340,7 +340,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if rest:
             summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
             rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
-        title = "all steps, summed by family (kernels overlap)" if overlap(summary) else "all steps, by family"
+        # Also what earlier steps launched, and what has no launch in the trace: more than the table by name has.
+        title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
         tables.append(((title, unit.name, "of GPU work", "activities"), rows, {}))
     for number, (heads, rows, below) in enumerate(tables):
         if number:
