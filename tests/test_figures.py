@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 from collections import Counter
 from math import prod
 from statistics import mean, median
@@ -12,11 +13,11 @@ import references
 from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
 
-from tracereader import expect
+from tracereader import cli, expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
-from tracereader.findings import cheatsheet
+from tracereader.findings import cheatsheet, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
@@ -601,3 +602,72 @@ def test_the_regime_is_judged_from_step_to_step():
     ours = summarize(read(trace))
     assert ours.steady_us == about(stop - start) and ours.steady.busy_us == pytest.approx(busy, rel=1e-3)
     assert ours.waits_for == "gpu"
+
+
+@pytest.mark.parametrize("name", ["02_linear/1024x32x64_bf16_warm_eager", "05_llm/1x512_bf16_warm_eager_graph"])
+def test_the_gap_before_the_last_steps_first_activity_is_cut_by_that_activitys_launch(name):
+    file = H200 / f"{name}.json.gz"
+    events = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    ours = summarize(read(file))
+    firsts = [raw_work(events, mark)[0] for mark in raw_steps(events)[ours.after_first :]]
+    cut, idle, reached = idle_by_cause(events), Counter(), firsts[0]["ts"]
+    for e in sorted((e for e in events if e.get("cat") in GPU), key=lambda e: e["ts"]):
+        if firsts[0]["ts"] <= e["ts"] <= firsts[-1]["ts"]:
+            if e["ts"] > reached:
+                idle.update(cut(e, reached))
+            reached = max(reached, end(e))
+    assert ours.steady.idle_launched_us == pytest.approx(idle["launched"], abs=0.2)
+    assert ours.steady.idle_not_launched_us == pytest.approx(idle["not"], abs=0.2)
+
+
+@pytest.mark.parametrize("name", ["copies/prefetched", "pinned/prefetched"])
+def test_copies_that_run_a_step_ahead_do_not_set_the_pace(name):
+    """From step to step on the busiest stream, and the GPU is busy no longer than that."""
+    file = H200 / f"changes/{name}.json.gz"
+    events = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    ours = summarize(read(file))
+    kernels = [
+        [e for e in raw_work(events, mark) if e["cat"] != "gpu_memcpy"]
+        for mark in raw_steps(events)[ours.after_first :]
+    ]
+    start, stop = kernels[0][0]["ts"], kernels[-1][0]["ts"]
+    spans = [
+        (max(e["ts"], start), min(end(e), stop))
+        for e in events if e.get("cat") in GPU and e["ts"] < stop and end(e) > start
+    ]  # fmt: skip
+    assert ours.steady_us == about(stop - start)
+    assert ours.steady.busy_us == about(covered(spans))
+    assert ours.gpu_us == pytest.approx(covered(spans) / (stop - start) * ours.recorded_step_us)
+    assert ours.gpu_us < ours.recorded_step_us < ours.chosen.gpu_busy_us
+
+
+def test_the_regime_names_what_takes_most_of_the_busy_time():
+    """The copies overlap the kernels: 42% of the summed time, and 2% of the busy time."""
+    ours = summarize(read(H200 / "changes/copies/prefetched.json.gz"))
+    share = ours.steady.compute_by_family["convolution"] / ours.steady.busy_us
+    assert steps.waiting(ours)[1].endswith(f"and {share:.0%} of its time is convolution")
+    ours = summarize(read(H200 / "changes/pinned/prefetched.json.gz"))
+    products = [one.us for one in ours.gpu_work if one.family == "GEMM"]
+    assert f", {sum(products) / ours.gpu_us:.0%} of that in kernels at" in steps.waiting(ours)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("changes/vit/eager", "mean of #2 and #3"), ("01_matmul_add/4096_bf16_cold_eager", "as recorded")],
+)
+def test_the_table_of_the_step_says_which_steps_it_is_of(name, held, capsys):
+    assert cli.main([str(H200 / f"{name}.json.gz"), "--only", "gpu"]) == 0
+    (head,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("where the step goes")]
+    assert re.search(rf"{held}\s{{2,}}", head), head
+
+
+def test_the_table_by_family_says_that_it_has_more_than_the_steps_launched(capsys):
+    """Copies of the step before run in the window, and have no launch in the trace."""
+    file = H200 / "changes/copies/prefetched.json.gz"
+    ours = summarize(read(file))
+    in_steps, in_window = (sum(getattr(one, key) for one in some) for key, some in
+                           (("count", ours.kernels), ("pieces", ours.families)))  # fmt: skip
+    assert in_steps < in_window
+    assert cli.main([str(file)]) == 0
+    screen = capsys.readouterr().out
+    assert "all in the window, by family (kernels overlap)" in screen and "all steps, by family" not in screen

@@ -24,8 +24,9 @@ class GpuTime(msgspec.Struct, frozen=True):
     as copies. compute_by_family: where kernels overlap, a moment counts for the one that started first; the families
     add up to compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call
     returned: `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran
-    is all `not_launched`, as is the time after the last activity. A gap between the activities of one CUDA
-    graph is `launched`. A gap is `unknown` where the next activity has no launch in the trace.
+    is all `not_launched`, as is the time after the trace's last activity. The gap at the end of the window is cut by
+    the activity that follows the window. A gap between the activities of one CUDA graph is `launched`. A gap is
+    `unknown` where the next activity has no launch in the trace.
     """
 
     busy_us: float
@@ -72,12 +73,17 @@ class Parts:
 def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
     """The window between two stamps (ns) on the busiest device; None without work there."""
     by_device = defaultdict(list)
+    following: dict[int | str, Work] = {}
     for one in work:
-        if one.start < end and one.start + one.dur > start:
+        if one.start >= end:
+            if one.device not in following or one.start < following[one.device].start:
+                following[one.device] = one
+        elif one.start + one.dur > start:
             by_device[one.device].append(one)
     if not by_device:
         return None
-    return max((_of_device(some, start, end) for some in by_device.values()), key=lambda one: one.busy)
+    parts = (_of_device(some, start, end, following.get(device)) for device, some in by_device.items())
+    return max(parts, key=lambda one: one.busy)
 
 
 def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
@@ -111,7 +117,8 @@ def _compute_by_family(work: Sequence[Work], start: int, end: int, device: objec
     return {family: ns / 1e3 for family, ns in found.most_common()}
 
 
-def _of_device(work: list[Work], start: int, end: int) -> Parts:
+def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
+    """The window of one device. after: its first activity behind the window."""
     kinds = {"compute": [], "communication": [], "copy": []}
     for one in work:
         kind = "copy" if one.kind != "kernel" else "communication" if is_communication(one) else "compute"
@@ -119,7 +126,7 @@ def _of_device(work: list[Work], start: int, end: int) -> Parts:
     compute, communication, copy = (union(some) for some in kinds.values())
     not_copy = union([*compute, *communication])
     idle = {"not_launched": [], "launched": [], "unknown": []}
-    starts = iter(sorted(work, key=_start))
+    starts = iter([*sorted(work, key=_start), *([] if after is None else [after])])
     following = next(starts, None)
     for left, right in gaps(union([*not_copy, *copy]), start, end):
         while following is not None and following.start < right:

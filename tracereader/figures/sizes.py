@@ -51,10 +51,10 @@ def sizes_of(
         return None, size and size * (2 if within else 1), ""
     if op is None:
         return None, None, ""
-    tensors = tensors_of(op.args)
     if says.family not in ("GEMM", "attention", "convolution"):
         return None, moved(op, work.name, says) if _only_kernel(work, op) else None, ""
-    shapes, first = [one.shape for one in tensors], dtype_of(next(iter(types_of(op.args)), None))
+    asked = op.args
+    shapes, first = [one.shape for one in tensors_of(asked)], dtype_of(next(iter(types_of(asked)), None))
     item = first.bytes if first and first.is_plain else None
     found, types = None, _half(first)
     if says.family == "GEMM":

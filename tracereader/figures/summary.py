@@ -24,13 +24,13 @@ from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
-from tracereader.figures.pace import recorded_step_us, window
+from tracereader.figures.pace import on_busiest_stream, recorded_step_us, window
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.regime import waits_for
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
-from tracereader.figures.steps import StepFacts, Uneven, first_start, spanned, step_facts, typical, uneven
+from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace
@@ -145,8 +145,14 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def gpu_us(self) -> float:
-        """How long the GPU is busy in a step: the median of all."""
-        return median(one.gpu_busy_us for one in self.steps)
+        """How long the GPU is busy in a step: the median of all.
+
+        Where a step's work runs beside the next step's it is the share of the time from step to step.
+        """
+        us = median(one.gpu_busy_us for one in self.steps)
+        if us <= self.recorded_step_us or self.steady is None or not self.steady_us:
+            return us
+        return self.recorded_step_us * self.steady.busy_us / self.steady_us
 
     def count(self, kind: str) -> int:
         """Kernels, memcpys or memsets of the step spoken of."""
@@ -157,9 +163,11 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
 
     Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
-    that is much. None of a single step.
+    that is much. Of several streams the busiest one counts: on another one a step's copies run a step ahead. None of
+    a single step.
     """
-    firsts = [first for step in steps if (first := first_start(step)) is not None]
+    working = [step for step in steps if step.work]
+    firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 

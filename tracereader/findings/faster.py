@@ -92,13 +92,13 @@ def synchronizations(side: Side) -> int:
 
 def _launched(before: Side, after: Side) -> list[str]:
     """Whether the kernels are the same, and whether a CUDA graph launches them."""
-    was, now = kernels(before).total(), kernels(after).total()
+    every = [Counter(one.name for one in side.summary.kernels_of_step) for side in (before, after)]
+    was, now, shared = every[0].total(), every[1].total(), (every[0] & every[1]).total()
     common = share_in_common(before, after)
-    same = common == 1 and was
+    same = common == 1 and was == now and was
     if same:
         which = f"the same {counted(now, 'kernel')}" if now > 1 else "the same kernel"
     elif common >= ALMOST:
-        shared = (kernels(before) & kernels(after)).total()
         which = f"almost the same kernels ({shared:,} of {max(was, now):,} by name)"
     else:
         which = counted(now, "kernel")
@@ -174,7 +174,7 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     names = [Counter(one.name for one in some) for some in rows]
     old, new = map(len, rows)
     what = family_in_words(family)
-    nouns = {"copy": "copies", "memset": "memsets", "GEMM": what, "unknown": what}.get(family, f"{what} kernels")
+    nouns = {"copy": _copies(rows), "memset": "memsets", "GEMM": what, "unknown": what}.get(family, f"{what} kernels")
     if not new:
         return f"no {nouns} instead of {old:,} ({old_us} {unit})"
     if old != new:
@@ -186,6 +186,12 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     return f"{new_us} {unit} of {nouns} instead of {old_us} ({how})"
 
 
+def _copies(rows: Sequence[Sequence]) -> str:
+    """What copies of two steps are called: the driver's, those by kernels, or both."""
+    kinds = {one.kind == "kernel" for some in rows for one in some}
+    return {(False,): "copies", (True,): "copy kernels"}.get(tuple(kinds), "copies and copy kernels")
+
+
 def _other_kernels(before: Sequence, after: Sequence) -> str:
     """What most of the time of as many kernels ran on before and after, and in which types, where the names tell."""
     changed = []
@@ -193,7 +199,12 @@ def _other_kernels(before: Sequence, after: Sequence) -> str:
         was, now = (_mostly(some, lambda one, said=said: one.name_says.get(said)) for some in (before, after))
         if was and now and was != now:
             changed.append(f"{now} instead of {was}")
-    return ", ".join(changed) or (f"{len(after):,} by other kernels" if len(after) > 1 else "another kernel")
+    if changed:
+        return ", ".join(changed)
+    if any(one.kind != "kernel" for one in (*before, *after)):
+        was, now = (_mostly(some, lambda one: one.name) for some in (before, after))
+        return f"{now} instead of {was}" if was and now and was != now else f"{len(after):,} of other kinds"
+    return f"{len(after):,} by other kernels" if len(after) > 1 else "another kernel"
 
 
 def _mostly(rows: Sequence, key: Callable) -> str | None:

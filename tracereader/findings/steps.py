@@ -81,9 +81,9 @@ def waiting(summary: Summary) -> tuple[str, str]:
     elif found in ("compute", "memory"):
         roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
-        total = summary.summed_us
-        weight = sum(one.us for one in near)
-        seen = f"{busy}, {weight / total:.0%} of that in kernels at {reached(near):.0%} of {roof} by the data sheet"
+        # Of kernels that run beside others the times' sum is more than the time in which the GPU is busy.
+        share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
+        seen = f"{busy}, {min(share, 1.0):.0%} of that in kernels at {reached(near):.0%} of {roof} by the data sheet"
     else:
         seen = f"{busy}, and {_largest_family(summary)}"
     if idle > SOME_IDLE:
@@ -213,10 +213,12 @@ def bound_by(summary: Summary) -> str:
 
 
 def _largest_family(summary: Summary) -> str:
-    # Of the typical step, where it has work: the first one may have done other things.
-    times = summary.by_family or Counter({one.family: one.us for one in summary.families})
+    """The family with most of the time in which the GPU is busy: what runs beside it counts once."""
+    gpu = summary.steady
+    times = Counter(gpu.compute_by_family)
+    times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
-    return f"{us / times.total():.0%} of its time is {family_in_words(family)}"
+    return f"{us / gpu.busy_us:.0%} of its time is {family_in_words(family)}"
 
 
 @finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)

@@ -148,9 +148,11 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
     times("CPU time", [one.chosen.cpu_us for one in some])
     times("CPU, first step", [one.steps[0].cpu_us for one in some])
     if any(on_gpu):
-        busy = [one.gpu_us if there else None for one, there in zip(some, on_gpu, strict=True)]
+        one_step = title != "per step"
+        busy = [(one.chosen.gpu_busy_us if one_step else one.gpu_us) if there else None
+                for one, there in zip(some, on_gpu, strict=True)]  # fmt: skip
         times("GPU busy", busy)
-        if title == "per step":
+        if not one_step:
             idle = [max(0.0, one.recorded_step_us - us) if us is not None else None
                     for one, us in zip(some, busy, strict=True)]  # fmt: skip
             times("GPU idle", idle)

@@ -17,6 +17,7 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
+from tracereader.figures.steps import StepFacts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
 from tracereader.findings.finding import counted, duration, family_in_words, size
@@ -242,7 +243,8 @@ def _left_out_for(summary: Summary) -> str:
 
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     """The GPU's time per step, as recorded, in rows that add up to it."""
-    gpu, count = summary.steady, _steady_steps(summary)
+    gpu, held = summary.steady, _steady_steps(summary)
+    count = max(1, len(held))
     names = {"copy": "copy kernels"}
     rows = [
         (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
@@ -261,15 +263,15 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     told = [*shown, *[(others(rest), sum(us for _, us in rest))] * bool(rest)]
     cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in told]
     whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
-    mean = f", mean of {count:,}" * (count > 1)
-    title = f"where the step goes{whose}: {unit(whole)} {unit.name} as recorded{mean}"
+    between = " and " if count == 2 else " to "
+    of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else ""
+    title = f"where the step goes{whose}: {unit(whole)} {unit.name} as recorded{of}"
     print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
 
 
-def _steady_steps(summary: Summary) -> int:
-    """How many steps the steady window holds: from one step's first GPU activity to the last step's."""
-    working = [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us]
-    return max(1, len(working) - 1)
+def _steady_steps(summary: Summary) -> Sequence[StepFacts]:
+    """The steps that the steady window holds: from one step's first GPU activity to the last step's."""
+    return [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us][:-1]
 
 
 def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
@@ -338,7 +340,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if rest:
             summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
             rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
-        title = "all steps, summed by family (kernels overlap)" if overlap(summary) else "all steps, by family"
+        # Also what earlier steps launched, and what has no launch in the trace: more than the table by name has.
+        title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
         tables.append(((title, unit.name, "of GPU work", "activities"), rows, {}))
     for number, (heads, rows, below) in enumerate(tables):
         if number:

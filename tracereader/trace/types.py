@@ -1,6 +1,7 @@
 """Element types and recorded shapes: the one reader of what torch notes of an op's inputs with record_shapes."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 SHAPES = "Input Dims"
@@ -54,7 +55,12 @@ _BY_SPELLING = {_key(spelling): one for one in DTYPES for spelling in (*one.writ
 
 def dtype_of(spelling: object) -> Dtype | None:
     """The type, however it is written: c10::BFloat16, BFloat16 or bf16; None where it is not known."""
-    return _BY_SPELLING.get(_key(spelling)) if isinstance(spelling, str) else None
+    return _of_spelling(spelling) if isinstance(spelling, str) else None
+
+
+@lru_cache(256)  # every input of every op is asked for, and a trace has a handful of spellings
+def _of_spelling(spelling: str) -> Dtype | None:
+    return _BY_SPELLING.get(_key(spelling))
 
 
 class Tensor(NamedTuple):
@@ -86,7 +92,8 @@ def inputs_of(args: dict) -> list[Tensor | None]:
             found.append(None)
             continue
         same = isinstance(stride, list) and len(stride) == len(shape)
-        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if same else shape
+        expanded = same and 0 in stride
+        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if expanded else shape
         dtype = dtype_of(type_name)
         item = dtype.bytes if dtype and dtype.is_plain else None
         found.append(Tensor(shape, math.prod(distinct), item, type_name if isinstance(type_name, str) else ""))
