@@ -227,7 +227,9 @@ def test_a_slow_link_is_told_by_the_same_messages_of_other_groups():
     assert link.transfer_us == pytest.approx(took[0])
     assert link.more_us == pytest.approx(20 * (took[0] - link.others_us)) and link.others_us == pytest.approx(took[1])
     (said,) = (line for line in findings.sentences(transfers(30)) if "slow link" in line)
-    assert said.startswith("ranks 4 and 5 are probably joined by a slow link: all-gather of 10.0 MB takes them 3.0 ms")
+    assert said.startswith(
+        "ranks 4 and 5 are probably connected by a slow link: all-gather of 10.0 MB takes them 3.0 ms"
+    )
     assert findings.slow_link(transfers(1)) is None
 
 
@@ -326,7 +328,7 @@ def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
     ("asked", "said"),
     [
         (("--step", "99"), "--step 99: the ranks hold ProfilerStep#"),
-        (("--only", "names"), "--only names: of several ranks there are short, try, gpu, steps, work, lanes"),
+        (("--only", "names"), "--only names: a report on ranks has the sections short, try, gpu, steps, work, lanes"),
     ],
 )
 def test_what_the_ranks_do_not_have_is_refused(capsys, flags, asked, said):
@@ -369,7 +371,7 @@ def test_ranks_of_another_run_are_said_and_left_out(capsys):
     assert cli.main(["--ranks", str(others[0]), *map(str, RUNS["fsdp"])]) == 0
     shown = capsys.readouterr().out
     assert "114 collectives matched" in shown
-    assert re.search(r"left out: .*ddp_straggler_rank0.*of another run: rank 0 was recorded [\d.]+ s apart", shown)
+    assert re.search(r"left out: .*ddp_straggler_rank0.*from another run: rank 0 was recorded [\d.]+ s apart", shown)
 
 
 def test_other_steps_are_said_and_the_common_ones_matched(tmp_path, capsys):
@@ -516,7 +518,7 @@ def test_a_reader_that_is_ended_is_said(monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading.sys, "executable", "/bin/false")  # as one that the system ends for want of memory
     kept, why = reading.read_ranks(RUNS["fsdp"], 10**9, None)
-    assert kept == [] and set(why.values()) == {"the process that read it was ended"}
+    assert kept == [] and set(why.values()) == {"the process that read it was killed"}
 
 
 def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):

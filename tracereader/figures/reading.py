@@ -100,7 +100,7 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | str:
     try:
         trace = read(path, limit)
         if trace.rank is None:
-            return "it does not tell which rank it is of (distributedInfo)"
+            return "it does not record its rank (distributedInfo)"
         return of_rank(trace, step)
     except TraceError as problem:
         return str(problem).removeprefix(f"{path}: ")
@@ -158,7 +158,7 @@ class _Reader:
             return msgspec.msgpack.decode(self.process.stdout.read(size), type=RankTrace | str)
         except (OSError, ValueError):  # msgspec's errors are ValueErrors
             self.is_alive = False
-            return "the process that read it was ended"
+            return "the process that read it was killed"
 
     def __enter__(self) -> "_Reader":
         return self

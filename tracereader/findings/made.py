@@ -1,7 +1,7 @@
-"""Whether a second run does what the first one's report proposed, and the step that was predicted and measured.
+"""Whether a second run follows a proposal of the first run's report, with the predicted and the measured step.
 
 For each change id that two traces can decide, MADE says by what. A judge answers True only where the second trace
-shows the change, the first one does not, and the rest of the work is the same as far as the traces tell.
+shows the change, the first one does not, and the rest of the work is the same as far as the traces show it.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from tracereader.figures.side import Side
 from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
 from tracereader.findings.opportunity import Opportunity
 
-# Where so much of something or less is left, it is as good as gone.
+# If at most this share remains, the work counts as gone.
 LEFT = 0.5
 # Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
 SAME_FLOPS = 0.05
@@ -205,7 +205,7 @@ def _no_recompute(before: Side, after: Side) -> bool:
 
 
 def _overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU, and most of the time of copies with nothing beside them is gone."""
+    """As many bytes are copied to the GPU, and most of the time of exposed copies is gone."""
     was, now = (
         sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
     )

@@ -1,4 +1,4 @@
-"""Changes of a run on several GPUs, which its ranks' traces decide only together."""
+"""Changes of a run on several GPUs. Deciding on them takes the traces of all ranks."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -107,8 +107,8 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     sharded = bool(kinds & set(SHARDED))
     return Proposal(
         overlapped(case.graph, case.collectives),
-        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and computes "
-        f"nothing beside {duration(case.per_step_us(one.exposed_communication_us))} of that",
+        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and "
+        f"{duration(case.per_step_us(one.exposed_communication_us))} of that is exposed",
         "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
         "set_modules_to_backward_prefetch)"
         if sharded
@@ -158,7 +158,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     waited = duration(case.per_step_us(case.rank.waited_exposed_us))
     return Proposal(
         with_durations(case.graph, times),
-        f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, with nothing computed beside it",
+        f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, while it computes nothing",
         _how_to_balance(why),
         title=f"let rank {slow.rank} keep up with the others",
     )

@@ -49,7 +49,7 @@ def draw(
     marks: Sequence[Mark] = (),
     layers: Mapping[int, str] = MappingProxyType({}),
 ) -> list[str]:
-    """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
+    """The lines of the picture, at most `width` columns wide. Step marks have their own row, the last one.
 
     layers: names of layers by a slice's id, which come first.
 

@@ -8,7 +8,7 @@ from tracereader.figures import Summary
 from tracereader.figures.attention import Attention
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
-from tracereader.findings.finding import duration, size
+from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
 from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, unit_of
 from tracereader.show.view import View, others
@@ -154,5 +154,4 @@ def _range(shares: Sequence[float], digits: int) -> str:
 
 
 def _of_roof(one: GpuWork) -> str:
-    roofs = {"compute": "the data sheet's arithmetic peak", "memory": "the data sheet's memory bandwidth"}
-    return f", {one.of_roof:.0%} of {roofs[one.roof]}" if one.roof else ""
+    return f", {one.of_roof:.0%} of the data sheet's {ROOFS[one.roof][0]}" if one.roof else ""
