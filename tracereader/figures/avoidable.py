@@ -155,7 +155,7 @@ def _named(op: Op, names: Sequence[str]) -> bool:
 
 
 def cast_products(step: Step) -> CastProducts | None:
-    """The products of fp32 in a step whose factors were cast to it before; None where there are none.
+    """The fp32 products in a step whose factors were cast to fp32 before; None without any.
 
     Told by an op around both (a library's own casts), or by recorded types and the number of elements.
     """

@@ -261,7 +261,7 @@ def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
     for op, before, after in _replaced(first, other, Counter(found.gone), Counter(found.new)):
         old, now = _parts_of(first, before), _parts_of(other, after)
         if old == now:
-            continue  # told part by part
+            continue  # listed part by part
         left_gone -= before
         left_new -= after
         told_of |= {*old, *now}

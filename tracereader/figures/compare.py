@@ -17,7 +17,7 @@ INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 
 
 def devices_of(side: Side) -> str:
-    """The names of the devices that a run's GPU work was on."""
+    """The names of the devices that a run's GPU work ran on."""
     return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
 
 

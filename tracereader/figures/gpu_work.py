@@ -170,7 +170,7 @@ def _measured(
 
 
 def _beside_others(work: Sequence[Work]) -> set[int]:
-    """The ids of the pieces at some moment of which another ran on the same device."""
+    """The ids of activities that overlap with another one on the same device."""
     found, longest = set(), {}
     for one in sorted(work, key=lambda one: one.start):
         before = longest.get(one.device)
@@ -225,7 +225,7 @@ def mostly(by_op: Counter) -> str:
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """For each piece the innermost op around its launch; the launch's annotation where there is no op."""
+    """For each activity the innermost op around its launch; the launch's annotation where there is no op."""
     found: dict[int, Op | None] = {}  # by a call's id, each way up taken once
     asking = []
     for one in work:

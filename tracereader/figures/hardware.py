@@ -60,7 +60,7 @@ def peaks_of(device: str) -> Peaks | None:
 
 
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
-    """The arithmetic peak for the element type that a kernel's name gives; None where it tells none."""
+    """The arithmetic peak for the element type that a kernel's name gives; None if it gives none."""
     return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())
 
 

@@ -23,8 +23,8 @@ NVIDIAS_WARP = 32
 class Occupancy(msgspec.Struct, frozen=True):
     """limit: the share of warps that fit at most; limited_by: what allows no more, "" where all of them fit.
 
-    reported: by the profiler. not_estimated: the profiler's 0% is none. It asks how many blocks fit with the shared
-    memory that a block gets unasked (48 KB), so none of a larger one do: Kineto's kernelOccupancy,
+    reported: by the profiler. not_estimated: the profiler's 0% is not an estimate. It asks how many blocks fit with
+    the default shared memory of a block (48 KB), so no block with more fits: Kineto's kernelOccupancy,
     FUNC_SHMEM_LIMIT_DEFAULT. On the H200 it says 0% of all 8,892 kernels of such blocks recorded here, however
     launched, and of none below that fills the chip.
     """

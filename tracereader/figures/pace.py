@@ -71,7 +71,7 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
     if mark is not None:
         return mark.track, step.start, step.end
-    # A trace without steps: the profiler's last synchronization is none of it.
+    # A trace without steps: the profiler's last synchronization is not part of it.
     launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
     if not step.roots:
         return (), step.start, step.end

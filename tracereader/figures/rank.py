@@ -288,7 +288,7 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
 
 
 def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
-    """What the trace tells of each collective's kernel; None of one that it does not describe."""
+    """The trace's description of each collective's kernel; None without one."""
     for step in steps:
         for one in step.work:
             if not is_communication(one):
@@ -379,7 +379,7 @@ def kind_of(name: str) -> str | None:
 
 
 def _members(told: object) -> tuple[int, ...]:
-    found = decoded(told) if isinstance(told, str) else told  # long lists are cut with dots, and are none
+    found = decoded(told) if isinstance(told, str) else told  # long lists are truncated with dots and cannot be parsed
     return tuple(found) if isinstance(found, list) and all(map(_is_size, found)) else ()
 
 

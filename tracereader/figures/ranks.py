@@ -101,7 +101,7 @@ class Clocks(msgspec.Struct, frozen=True):
     ahead_us: by rank, what was taken off its stamps; all zero on one host. apart_us: how far apart the ends of
     one collective still lie in nine of ten (of kinds that all ranks leave together): closer arrivals cannot be
     distinguished. None without such collectives. not_aligned: ranks of hosts that share no collective with the
-    first's; theirs are matched with nobody's. hosts: empty where the traces do not name them.
+    first's; their collectives are not matched. hosts: empty where the traces do not name them.
     """
 
     hosts: tuple[str, ...]
@@ -215,7 +215,7 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
 
 
 def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
-    """By stamps of one clock, or of two hosts whose clocks somebody has set."""
+    """By stamps of one clock, or of two hosts whose clocks are synchronized."""
     off = CLOCKS_OFF if None not in (one.host, other.host) and one.host != other.host else 0
     return one.start < other.end + off and other.start < one.end + off
 
@@ -267,7 +267,7 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
     together = [parts for parts in found if next(iter(parts.values())).kind in LEFT_TOGETHER]
     host = {one.rank: one.host for one in ranks}
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
-        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # it does not tell, and cannot be one clock
+        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # not recorded: not one clock
     hosts = list(dict.fromkeys(host.values()))
     ahead = {hosts[0]: 0}
     while len(ahead) < len(hosts):

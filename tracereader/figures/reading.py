@@ -27,7 +27,7 @@ MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the first bytes of a file tell. broken: they are not those of a trace."""
+    """What the first bytes of a file contain. broken: they are not those of a trace."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -136,7 +136,7 @@ class _Reader:
 
     def __init__(self):
         root = str(Path(__file__).resolve().parents[2])
-        # The folder that the user stands in is no place to import from; Python 3.10 has no flag to say so.
+        # The current folder must not be imported from; Python 3.10 has no flag to say so.
         program = (
             "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
             "from tracereader.figures.reading import serve; serve()"

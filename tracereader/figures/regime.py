@@ -26,7 +26,7 @@ MUCH_KNOWN = 0.5
 def waits_for(
     steady: GpuTime | None, steady_us: float, captures: Captures | None, step: StepFacts, work: Sequence[GpuWork]
 ) -> str | None:
-    """What the steps wait for; None where the GPU is idle and no launch tells why.
+    """What the steps wait for; None where the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". Judged from step to
     step, and after a first step that stands out: it would hide what the others are like.

@@ -13,13 +13,13 @@ from tracereader.trace import Work
 
 # Two repetitions may be chance, and a stretch needs more than one activity.
 LEAST_TIMES, LEAST_PIECES = 3, 2
-# A layer multiplies something: a run of copies or of an optimizer's kernels is none.
+# A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
 AT_THE_HEART = ("GEMM", "attention", "convolution")
 # Inductor names one kernel after all the ops that it fuses and after its number: from layer to layer
 # it differs in whose sums it takes along (…_add_embedding_…_7, …_add_…_12), not in what it is.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
 # Pieces in a row that are taken together when asking how far away the same comes again; and how many
-# of the commonest answers are tried. A piece that comes once a layer tells its length.
+# of the commonest answers are tried. An activity that occurs once a layer gives the layer's length.
 TOGETHER, TRIED = (1, 2, 4, 8, 16), 6
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 

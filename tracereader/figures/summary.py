@@ -156,8 +156,8 @@ class Summary(msgspec.Struct, frozen=True):
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
 
-    Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
-    that is much. None of a single step.
+    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps
+    these idle times are a large share. None for a single step.
     """
     firsts = [first for step in steps if (first := first_start(step)) is not None]
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None

@@ -52,7 +52,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Calls in which the CPU waited for the GPU, by the op that asked, or its annotation; Python where there is none.
+    """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.
 
     cpu_us: in the calls. idle_us: of the GPU, during each call and during the next launch call after it.
     """

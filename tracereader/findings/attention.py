@@ -259,7 +259,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
         f"{makers[name].split()[0]}'s"
     )
     # Where the step waits for the GPU, the CPU's time does not matter; and beside all else that a step does a
-    # product's 29.3 of 106.7 µs are no news.
+    # product's 29.3 of 106.7 µs are not remarkable.
     much = own[name] >= MOST_OF_IT * summary.chosen.cpu_us
     cost = cost_of(summary, cpu_us=own[name]) if much else None
     return Verdict(own[name] >= MOST_OF_IT * total, seen, cost_us=cost)

@@ -134,7 +134,7 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
 
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
-    """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
+    """Bytes of the scores, and of the peak less the inputs and the result; None if the run's facts do not have them."""
     facts = summary.source.facts
     sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
     if sizes is None or facts.peak_bytes is None or dtype is None:

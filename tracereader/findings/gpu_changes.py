@@ -213,7 +213,7 @@ def _fused_attention_us(run: Sequence[Entry], forward: int, backward: int, peaks
     """The time of one kernel in place of each forward and backward of these."""
     products = _products(run)
     one, op = products[0]
-    # A mask of queries x keys is the causal one, mostly, and a fused kernel skips what it hides.
+    # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
     masked = any(op is not None and op.name in MASKS for _, _, op in run)
     passes = (forward + BACKWARD_FLOPS * backward) / (1 + masked)
     asked = next((above for above in op.above() if above.name == SDPA), op)

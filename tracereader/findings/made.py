@@ -131,7 +131,7 @@ def _tensor_cores(before: Side, after: Side) -> bool:
 
 
 def _align_shapes(before: Side, after: Side) -> bool:
-    """As many products, fewer of them with a dimension that is no multiple of 8."""
+    """As many products, fewer of them with a dimension that is not a multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
@@ -251,7 +251,7 @@ def _same_heavy(before: Side, after: Side) -> bool:
 
 
 def _same_products(before: Side, after: Side) -> bool:
-    """Whether as many ops ask for products, and as many for convolutions; of CUDA graphs, as many kernels do both."""
+    """Whether equally many ops launch products and convolutions; in CUDA graphs, equally many kernels do."""
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
     if any(map(any, calls)):
         return calls[0] == calls[1]
@@ -269,7 +269,7 @@ def _on_cuda_cores_us(side: Side) -> float:
 
 
 def _usual_type(side: Side) -> str | None:
-    """The types that most of the time of products and convolutions is in, of those whose kernels' names tell."""
+    """The types that most of the time of products and convolutions is in, of those whose kernels' names say them."""
     times = Counter()
     for one in _heavy(side):
         if said := one.name_says.get("types"):

@@ -64,7 +64,7 @@ class Proposal:
     """The graph after a change, the figures that give reason to it, and how to try it.
 
     assumed: whether a hardware limit or a typical rate is in the graph. title: where it says more than the change's.
-    shared: how many of today's batches the changed step serves; its time is told for one of them.
+    shared: how many of today's batches the changed step serves; its time is given for one of them.
     """
 
     graph: Graph

@@ -38,7 +38,7 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
 
 @finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
 def many_calls(summary: Summary) -> Verdict:
-    # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
+    # The busiest op of the rungs' MLP runs 9 times a step and is not a bottleneck.
     name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
     return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 

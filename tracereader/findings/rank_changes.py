@@ -63,7 +63,7 @@ class RankCase:
 
 @dataclass(frozen=True)
 class RankChange:
-    """One change of all ranks. replayed: the rank whose replay tells the step after it; None without a reason to."""
+    """One change of all ranks. replayed: the rank whose replay gives the step after it; None without a reason to."""
 
     name: str
     title: str
@@ -94,7 +94,7 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
 
 
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
-    """The rank that waits least for the others, where communication costs it something."""
+    """The rank that waits least for the others and has exposed communication."""
     one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
     return one if share(one, one.exposed_communication_us) > WORTH_SHOWING else None
 
@@ -140,14 +140,14 @@ def bucket_size(case: RankCase) -> Proposal | None:
 
 
 def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
-    """The slowest of the other ranks: the one that waits least. None without a straggler."""
+    """The slowest of the other ranks, which waits least. None without a straggler."""
     slow = straggler(summary)
     others = [one for one in summary.ranks if one is not slow]
     return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
 
 
 def balance_ranks(case: RankCase) -> Proposal | None:
-    """No collective waits for a rank that comes late."""
+    """Removes the waits for late ranks from all collectives."""
     slow, why = straggler(case.summary), loss(case.summary)
     times = {
         work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]

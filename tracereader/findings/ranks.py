@@ -27,9 +27,9 @@ BEYOND_THE_CLOCKS = 2
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A part of a rank's step that is longer than the others' (a key of PARTS), by how much, in µs of a step.
+    """A part of a rank's step (a key of PARTS) that is longer than the others'; more_us: by how much per step.
 
-    phase: where most of that is, and phase_us: how much of it; None where no phase has most.
+    phase: has most of the extra time, phase_us of it; None if no phase has most.
     """
 
     part: str
@@ -39,7 +39,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a rank takes longer than the others. own: without exposed communication; medians of a step, in µs."""
+    """Why a rank is slower than the others. own: without exposed communication; medians per step, in µs."""
 
     rank: int
     own_us: float
@@ -85,7 +85,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def _told_apart(summary: RanksSummary) -> bool:
-    """Whether the clocks are good enough to say who arrives last."""
+    """Whether the clocks are accurate enough to decide which rank arrives last."""
     apart = summary.clocks.apart_us
     if apart is None or not (summary.on_gpu or summary.clocks.aligned):
         return True  # one CPU's clock
@@ -112,7 +112,7 @@ PARTS: dict[str, Callable[[Times], float]] = {
 
 
 def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Callable[[Times], float]) -> float:
-    """The median over the common steps of a figure of one phase, or of the whole step."""
+    """The median over the common steps of a figure, for one phase or for the whole step."""
     found = []
     for step in rank.steps:
         if step.name in summary.steps:
@@ -128,7 +128,7 @@ def phases(summary: RanksSummary) -> list[str]:
 
 
 def loss(summary: RanksSummary) -> Loss | None:
-    """Why the rank that the others wait for takes longer than they do; None where no rank or no reason stands out."""
+    """Why the rank that the others wait for is slower; None if no rank or no reason is clear."""
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
@@ -139,7 +139,7 @@ def loss(summary: RanksSummary) -> Loss | None:
         return usual(summary, slow, phase, figure) - theirs
 
     longer = more(None, own)
-    # What it takes longer explains the waiting only if it is of its size.
+    # Its extra time explains the waiting only if it is about as long.
     waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
     if longer <= max(MOST * waited, MUCH_WAITED * usual(summary, slow, None, lambda one: one.us)):
         return None
@@ -159,7 +159,7 @@ def loss(summary: RanksSummary) -> Loss | None:
 
 
 def _most_often_last(summary: RanksSummary) -> RankFigures | None:
-    """The rank that is last in most collectives, though the others may have something to compute meanwhile."""
+    """The rank that is last in most collectives. The others may compute in the meantime."""
     if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary):
         return None
     often = max(summary.ranks, key=lambda one: one.arrived_last)
@@ -168,7 +168,7 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
 
 
 def slow_link(summary: RanksSummary) -> SlowLink | None:
-    """The group whose transfers cost it most beyond what the same messages take other groups; None without one."""
+    """The group that loses most by transfers slower than the same messages of other groups; None without one."""
     same: dict[tuple, dict[tuple, list[float]]] = {}
     for one in summary.matched:
         if one.bytes:

@@ -247,7 +247,7 @@ FAR_ABOVE = 2
 
 
 def _self_totals(summary: Summary) -> tuple[float, float]:
-    """The steps' time on the CPU and on the GPU, as the profiler table sums them up (µs)."""
+    """The steps' self times on the CPU and on the GPU, as the profiler table sums them (µs)."""
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
@@ -284,7 +284,7 @@ def records_steps(summary: Summary, first: int, count: int) -> Verdict:
 
 
 def cause(summary: Summary, step: StepFacts) -> str | None:
-    """Why a step that stands out took longer, where the trace shows it."""
+    """Why a marked step took longer, if the trace shows it; else None."""
     more = step.excess
     if more is None:
         return None
@@ -357,7 +357,7 @@ def _called(more: Excess, name: str) -> str:
 
 
 def _took(more: Excess, names: list[str]) -> str:
-    """What the slowest names took more; their shares of what the step took more, where they are shares."""
+    """The extra time of the slowest names, as shares of the step's extra time where they are shares."""
     if sum(more.slower[name] for name in names) < more.us:
         whose = [
             f"{more.slower[name]:,.0f} are " + (OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}")
@@ -370,7 +370,7 @@ def _took(more: Excess, names: list[str]) -> str:
         for name in names
     ]  # fmt: skip
     beyond = sum(more.slower[name] for name in names) - more.us
-    # Of several threads, what they took more can be more than the step did, with nothing shorter.
+    # On several threads the extra times can add up to more than the step's extra time.
     less = 1 <= beyond <= more.less_us + 1
     return ", ".join(whose) + ", other calls took less" * less
 

@@ -91,7 +91,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that tell its pace."""
+    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that decide its pace."""
 
     start: int
     end: int
@@ -439,7 +439,7 @@ def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
 
 
 def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
-    """Where a thread went on after a pause that another one had worked in: (that one, when it stopped, it, when).
+    """Hand-overs: a thread went on after a pause in which another worked: (the other, its stop, the thread, its start).
 
     Not where the other one was at work already when the pause began, or still is.
     """

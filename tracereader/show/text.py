@@ -246,7 +246,7 @@ class Unit:
 
 
 def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
-    """The one unit in which a column of times (µs) is shown, by the longest of them. ms_from: µs told as ms."""
+    """The unit for a column of times (µs), by the longest of them. ms_from: the least µs shown in ms."""
     most = max((abs(value) for value in values if value is not None), default=0.0)
     if most >= 1e7:
         return Unit("s", 1e6, 2)

@@ -135,7 +135,7 @@ def _occupancy(same: Sequence[GpuWork]) -> list[str]:
     found = [one.occupancy for one in same if one.occupancy]
     if not found:
         return []
-    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit distinguishes 12.5% from the profiler's 13.
     limits = _range([one.limit for one in found], 1)
     by = {one.limited_by for one in found}
     reported = [one.reported for one in found if one.reported is not None and not one.not_estimated]

@@ -122,7 +122,7 @@ def load(path: Path, limit: int) -> Document:
 
 
 def refuse_at_once(path: Path) -> None:
-    """Raises TraceError where the file's name or its first bytes tell that it cannot be read."""
+    """Raises TraceError where the file's name or its first bytes show that it cannot be read."""
     with _refusals(path), _opened_plain(path):
         pass
 

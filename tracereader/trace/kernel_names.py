@@ -169,7 +169,7 @@ def _label(name: str) -> str:
     if match := re.search(r"cutlass_\d+\w+", text):
         return match[0]
     if match := re.match(r"((?:Custom_)?Cijk_A[a-z]+_B[a-z]+_\w+?)_\w*?_(MT\d+x\d+x\d+(?:_MI\d+x\d+x\d+)?)", text):
-        return f"{match[1]}…{match[2]}"  # a solution's parameters, of which the tile tells most
+        return f"{match[1]}…{match[2]}"  # a solution's parameters; the tile is the most informative one
     if said.maker == "ATen":
         own = re.sub(r"^.*::", "", own)
         does = said.parts.get("does", "")
@@ -368,7 +368,7 @@ COMPOUND_OPS = (
     "constant_pad_nd", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
     "linalg_vector_norm", "var_mean",
 )  # fmt: skip
-# An op's own trailing underscore (in place: copy_) is told from the one between ops by what follows it.
+# An op's own trailing underscore (in place: copy_) is distinguished from the one between ops by what follows it.
 OPS = re.compile("|".join([*COMPOUND_OPS, r"[a-z\d]+(?:_(?=$|_(?!to_copy|unsafe|softmax|log_|scaled|native)))?"]))
 
 
