@@ -61,7 +61,7 @@ def products(*some):
 
 def test_products_by_other_kernels_are_not_the_same_things(tmp_path):
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)))
-    assert told(first, first) == "the same work on the GPU"
+    assert told(first, first) == "the same GPU work"
     other = made(tmp_path, "other", *products((OTHER_NVJET, 50), (OTHER_NVJET, 51)))
     assert told(first, other) == "other kernels for 2 x GEMM (82.0 → 101.0 µs)"
     one = made(tmp_path, "one", *products((OTHER_NVJET, 50), (NVJET, 42)))
@@ -233,7 +233,7 @@ def test_kernels_of_different_ops_replace_nothing(tmp_path):
 def test_other_ops_with_the_same_work_are_told(tmp_path, capsys):
     first = made(tmp_path, "first", *products((NVJET, 40)))
     other = made(tmp_path, "other", *products((NVJET, 40)), ("aten::t", []), ("aten::view", []), ("aten::t", []))
-    assert told(first, other) == "the same work on the GPU; ops new: 2 x aten::t, 1 x aten::view"
+    assert told(first, other) == "the same GPU work; ops new: 2 x aten::t, 1 x aten::view"
     assert cli.main([str(first), str(other), "--all"]) == 0
     printed = capsys.readouterr().out
     assert "nothing" not in printed and "ops new: aten::t, aten::view" in printed
@@ -245,6 +245,6 @@ def test_the_same_work_is_only_said_of_equal_work():
     sides = pair(*files)
     for first in sides:
         for other in sides:
-            same = compare.change(first, other).startswith("the same work on the GPU")
+            same = compare.change(first, other).startswith("the same GPU work")
             names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
             assert same == (names[0] == names[1])

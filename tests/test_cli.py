@@ -94,7 +94,7 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
 def test_missing_file_folder_and_device(tmp_path, capsys):
     assert "no such file" in refused(capsys, tmp_path / "none.json")
     assert "a folder" in refused(capsys, tmp_path)
-    assert "not a plain file" in refused(capsys, "/dev/null")
+    assert "not a regular file" in refused(capsys, "/dev/null")
     assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
 
 
@@ -385,7 +385,7 @@ def test_what_the_typed_reading_refuses_is_still_read(tmp_path):
 
 def test_a_fifo_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.json")
-    assert "not a plain file" in refused(capsys, tmp_path / "pipe.json")
+    assert "not a regular file" in refused(capsys, tmp_path / "pipe.json")
 
 
 HOSTILE = "a\x1b[31m\x00\n\u202eb:train:[/][bold]"
@@ -680,7 +680,7 @@ CAUSES = {
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
                         "of its 2,200 µs more, 1,100 are self time of aten::gelu, 1,000 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
-                           "aten::mm took 300 µs more, other calls less"),
+                           "aten::mm took 300 µs more, other calls took less"),
     "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
     "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 to 2.0 times slower"),
     "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
@@ -708,7 +708,7 @@ def test_first_use_is_said_where_the_trace_holds_it(tmp_path, capsys):
     assert f"{left_out}: it took {took} times the typical step\n" in screen
     assert "aten::mm took 4,900 µs more" in screen and "cold" not in screen
     screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL], [LOADING])), "--only", "steps")
-    assert f"it took {took} times the typical step, and paid for first use\n" in screen
+    assert f"it took {took} times the typical step, which includes cold-start cost\n" in screen
     assert "a cold start: aten::mm took 4,900 µs more (in the same step: Lazy Function Loading 20 µs)" in screen
 
 
@@ -716,7 +716,7 @@ def test_of_two_steps_none_is_odd(tmp_path, capsys):
     file = written(tmp_path, made_steps([USUAL, [("aten::mm", 300), *USUAL[1:]]]))
     assert [one.times_the_typical for one in measured(file).steps] == [None, None]
     assert "*" not in shown(capsys, file, "--only", "steps")
-    assert "2 steps are too few to tell an odd one from a trend: record 20\n" in shown(capsys, file, "--only", "series")
+    assert "2 steps are too few to tell an outlier from a trend: record 20\n" in shown(capsys, file, "--only", "series")
 
 
 def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
@@ -725,7 +725,7 @@ def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
     (mm,) = [one for one in json.loads(shown(capsys, file, "--json"))["series"] if one["name"] == "aten::mm"]
     assert mm["us"] == [100] * 8 + [130] and mm["other_calls"] == 8
     screen = " ".join(shown(capsys, file, "--only", "series").split())
-    assert "are called another number of times in 8 steps, left out of the line" in screen
+    assert "are called a different number of times in 8 steps, which the line leaves out" in screen
     assert "aten::mm is slowest in #16: 1.30 times its median" in screen
 
 

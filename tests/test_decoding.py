@@ -359,7 +359,7 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
     ("filled", "allocated", "said"),
     [
         (2.2, 4.4, "2.20 TB/s, 52% of that bandwidth; all that is allocated (4.40 GB, 2.0 times as much) would be "
-                   "4.40 TB/s, 105%: perhaps its empty rest is read, too"),
+                   "4.40 TB/s, 105%: perhaps the kernel reads the empty part, too"),
         (3.8, 4.4, "3.80 TB/s, 90% of that bandwidth"),  # little of it is empty
         (1.0, 2.0, "1.00 TB/s, 24% of that bandwidth"),  # something else is slow
         (2.2, 5.0, "2.20 TB/s, 52% of that bandwidth"),  # faster than the memory is

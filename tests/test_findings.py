@@ -202,10 +202,6 @@ def test_a_prediction_survives_being_written_down(name, given):
     assert (again.text, again.finding, json.dumps(again.record)) == (made.text, one, json.dumps(made.record))
 
 
-def test_the_cheatsheet_uses_the_fields_words():
-    assert RETIRED.findall(cheatsheet.markdown()) == []
-
-
 def test_changes_that_findings_name_exist():
     named = {one.change for one in cheatsheet.FINDINGS.values() if one.change}
     assert named <= {one.name for one in CHANGES}

@@ -179,7 +179,7 @@ def test_a_ranks_window_holds_earlier_steps_work(capsys):
         us = covered((max(e["ts"], first["ts"]), min(end(e), begin)) for e in computing
                      if e["ts"] < begin and end(e) > first["ts"])  # fmt: skip
         told.append(f"rank {len(told)} {us / 1e3:,.1f} ms")
-    assert f"no load of these steps: {', '.join(told)}" in printed(capsys, *paths, "--only", "gpu")
+    assert f"which is not part of these steps: {', '.join(told)}" in printed(capsys, *paths, "--only", "gpu")
 
 
 def test_time_in_a_library_costs_where_the_gpu_waits_for_it(capsys):

@@ -120,7 +120,7 @@ def test_a_gpus_run_against_a_cpus_has_nothing_gone_or_new_on_the_gpu(capsys):
     for order in (files, files[::-1]):
         assert cli.main([*order, "--only", "steps,short,work"]) == 0
         screen = capsys.readouterr().out
-        assert screen.count("GPU work in one of the two alone") == 2
+        assert screen.count("only one of the two has GPU work") == 2
         assert "1 x GEMM (" not in screen and "GPU work gone" not in screen and "GPU work new" not in screen
         rows = [line.split() for line in screen.splitlines() if line.startswith(("GPU busy", "launches", "kernels"))]
         assert len(rows) == 3 and all(row.count("–") == 1 for row in rows), "no GPU time, no launches of the CPU's run"

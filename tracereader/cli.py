@@ -1,4 +1,4 @@
-"""Explain one trace of PyTorch's profiler, or say what changed between several."""
+"""Explain one trace of PyTorch's profiler, or compare several."""
 
 import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
 
@@ -22,16 +22,20 @@ def main(argv=None):
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
-    parser.add_argument("--name", metavar="KERNEL", help="say what this kernel's name says, instead of reading a trace")
+    parser.add_argument("--name", metavar="KERNEL", help="explain this kernel's name instead of reading a trace")
     parser.add_argument(
-        "--json", action="store_true", help="print all that was measured of a trace, or of one run's ranks, as JSON"
-    )
-    parser.add_argument("--limit", type=positive, metavar="BYTES", help="the most JSON to read, unpacked (4 GB)")
-    parser.add_argument(
-        "--ranks", action="store_true", help="these are the ranks of one run, though their files may not look like it"
+        "--json", action="store_true", help="print everything measured of a trace, or of one run's ranks, as JSON"
     )
     parser.add_argument(
-        "--previous", action="store_true", help="set each trace against the one before it, not the first"
+        "--limit", type=positive, metavar="BYTES", help="read at most so much uncompressed JSON (default: 4 GB)"
+    )
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="read the traces as the ranks of one run, even if their files do not say so",
+    )
+    parser.add_argument(
+        "--previous", action="store_true", help="compare each trace with the one before it, not with the first"
     )
     parser.add_argument(
         "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
@@ -60,7 +64,7 @@ def main(argv=None):
     if args.html is not None:
         _refuse_beside_html(args)
     if args.ranks and (args.previous or args.against):
-        raise BadInput("--ranks sets the ranks of one run side by side: leave out --previous and --against")
+        raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
     several = len(args.traces) > 1 and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
@@ -68,13 +72,13 @@ def main(argv=None):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
     if args.previous and len(args.traces) < 3:
-        raise BadInput("--previous is for three traces and more")
+        raise BadInput("--previous needs at least three traces")
     if args.json and args.against:
         raise BadInput("--json takes one trace: leave out --against")
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
 
-    # Here, so that --help and refusals are there at once; and each only where it is used: a tenth of a
+    # Imported here, so that --help and refusals are fast, and each only where it is used: a tenth of a
     # second is a third of what reading a trace of 10 MB takes.
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
@@ -85,7 +89,7 @@ def main(argv=None):
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
-    for path in others:  # before the first is read, which may take long
+    for path in others:  # before reading the first one, which may take long
         try:
             refuse_at_once(path)
         except TraceError as problem:
@@ -135,7 +139,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
             found = opportunities(trace, summary)
             proposed.append(() if isinstance(found, Refused) else found)
         del trace
-        gc.collect()  # parents and children hold each other, and of many runs only what was measured is kept
+        gc.collect()  # frees the trace: parents and children refer to each other
         trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
         summaries.append(summary)
         if runs is not None:
@@ -224,7 +228,7 @@ def reference_of(path: Path, machine: str) -> Path:
 
     machines = references.machines()
     if not machines:
-        raise BadInput("--against: the reference traces are in the repository, and this is the reader alone")
+        raise BadInput("--against: the reference traces are in the repository, and only the reader is installed here")
     found = [name for name in machines if machine.lower() in name.lower()]
     recorded = {name: one for name in found if (one := references.of(path, name))}
     if found and not recorded:
@@ -236,7 +240,7 @@ def reference_of(path: Path, machine: str) -> Path:
 
 def entry() -> int:
     """The command read-trace."""
-    gc.disable()  # all that is made lives to the end, and looking for garbage in a large trace takes seconds
+    gc.disable()  # all objects live to the end, and garbage collection of a large trace takes seconds
     return main()
 
 

@@ -1,4 +1,4 @@
-"""What every command of the project has in common: exit statuses, one-line refusals, whole numbers, view flags."""
+"""What all commands of the project share: exit statuses, one-line errors, whole numbers, view flags."""
 
 from tracereader import interrupts  # first: it answers Ctrl-C while the rest is imported
 
@@ -19,15 +19,15 @@ SECTIONS = (
     "short", "try", "gpu", "guesses", "steps", "lanes", "training", "table", "repeats", "kernels", "cpu", "work",
     "names", "starts", "series", "chain", "patterns",
 )  # fmt: skip
-LONG_WORD = 40  # characters, of which a refusal repeats no more
+LONG_WORD = 40  # characters of an argument that an error message repeats at most
 
 
 class BadInput(Exception):
-    """Something the user can mend. Printed as one line; exit status 2."""
+    """An error that the user can fix. Printed as one line; exit status 2."""
 
 
 class RunFailed(Exception):
-    """The run finished but must not be trusted. Printed as one line; exit status 1."""
+    """The run finished, but its result is not valid. Printed as one line; exit status 1."""
 
 
 def command(
@@ -35,7 +35,7 @@ def command(
 ) -> Callable[..., int]:
     """Make `main` return an exit status: 0, 1 (RunFailed), 2 (BadInput), 128 + a signal's number or 141 (closed pipe).
 
-    advice: what to do about another error's text, where only the user can mend it: then it is a BadInput.
+    advice: maps another error's text to what the user can do about it; such an error is handled as a BadInput.
     """
 
     @functools.wraps(main)
@@ -43,8 +43,8 @@ def command(
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a console without µ or … must not end a run
-        # A reader can do nothing about a library's warnings, and they bury what the run says.
-        # What they log as an error and survive (a candidate that max-autotune drops) is no news.
+        # The user can do nothing about a library's warnings, and they hide the output.
+        # Errors that libraries log and recover from (a candidate that max-autotune drops) are hidden, too.
         before = logging.root.manager.disable
         logging.disable(logging.ERROR)
         with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def command(
                 if sys.stdout is None:
                     raise BadInput("standard output is closed: there is nowhere to print to")
                 main(argv)
-                sys.stdout.flush()  # here, where a closed pipe is still an answer and no traceback
+                sys.stdout.flush()  # here, so that a closed pipe gives an exit status and no traceback
             except interrupts.Ended as ended:
                 return _stop(interrupts.said_of(ended.number), ended.code)
             except SystemExit as stop:  # argparse: --help; rich, of a closed pipe
@@ -69,7 +69,7 @@ def command(
                 return _stop(problem, 1)
             except KeyboardInterrupt:
                 return _stop(interrupts.said_of(signal.SIGINT), 130)
-            except BrokenPipeError:  # the reader of a pipe has seen enough
+            except BrokenPipeError:  # the reader closed the pipe
                 _let_go_of(sys.stdout)
                 return 141
             except Exception as problem:
@@ -89,17 +89,17 @@ def command(
 def _stop(problem: object, status: int) -> int:
     try:
         print(f"{interrupts.program_name()}: {printable(' '.join(str(problem).split()))}", file=sys.stderr, flush=True)
-    except OSError:  # nobody can be told: the status says it
+    except OSError:  # stderr is closed, so the exit status is the only message
         _let_go_of(sys.stderr)
     return status
 
 
 def _told(problem: OSError) -> str:
-    """What the system refused, and where."""
+    """One line that says which operation the system refused, and on which file."""
     why = problem.strerror or str(problem) or type(problem).__name__
     if problem.filename:
         return f"{problem.filename}: {why}"
-    try:  # the stream itself has already forgotten what it could not write
+    try:  # the stream does not keep what it could not write, so writing is tried again
         os.write(sys.stdout.fileno(), b"\n")
     except (OSError, ValueError):
         _let_go_of(sys.stdout)
@@ -108,13 +108,13 @@ def _told(problem: OSError) -> str:
 
 
 def _let_go_of(stream: TextIO) -> None:
-    """Send what the stream still holds nowhere: Python would try again as it ends, and complain."""
-    with contextlib.suppress(OSError, ValueError):  # a test's stream is no file
+    """Discard the stream's buffer. Otherwise Python would try to write it at exit and report an error."""
+    with contextlib.suppress(OSError, ValueError):  # a test's stream is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(text: str) -> str:
-    """The text without characters that would drive a terminal: names in a trace, and of files, are somebody else's."""
+    """The text without control characters. Names in a trace and names of files are not under our control."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
@@ -131,7 +131,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, *args, **kwargs):
         parsed = super().parse_args(*args, **kwargs)
         if getattr(parsed, "lanes", False) and "lanes" not in (parsed.only or ("lanes",)):
-            raise BadInput("--lanes with an --only that leaves them out: add lanes to it, or leave out --lanes")
+            raise BadInput("--lanes: --only leaves the lanes out; add lanes to it, or leave out --lanes")
         return parsed
 
 
@@ -162,7 +162,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def _section(text: str) -> str:
-    """Sections with commas between them; checked here, so that a file's name after --only is not taken for one."""
+    """The sections of a comma-separated list. Checked here, so that a file name after --only is not taken for one."""
     chosen = text.split(",")
     for name in chosen:
         if name not in SECTIONS:
@@ -171,19 +171,21 @@ def _section(text: str) -> str:
 
 
 def add_view_flags(group) -> None:
-    """What the numbered scripts and read-trace alike show, and where."""
+    """Add the flags that the numbered scripts and read-trace share: what is shown, and where."""
     how_much = group.add_mutually_exclusive_group()
     how_much.add_argument(
         "--only",
         type=_section,
         metavar="SECTION,…",
-        help=f"of the report, only these, with commas between them: {', '.join(SECTIONS)}",
+        help=f"show only these sections of the report, separated by commas: {', '.join(SECTIONS)}",
     )
-    how_much.add_argument("--all", action="store_true", help="show every section, and each row of it")
-    group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (a typical one)")
-    group.add_argument("--lanes", action="store_true", help="draw the lanes of that step even where no terminal is")
+    how_much.add_argument("--all", action="store_true", help="show every section with all its rows")
+    group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
     group.add_argument(
-        "--open", action="store_true", help="hand the trace to Perfetto in your browser (waits 10 minutes at most)"
+        "--lanes", action="store_true", help="draw the lanes of that step even if the output is not a terminal"
+    )
+    group.add_argument(
+        "--open", action="store_true", help="open the trace in Perfetto in your browser (waits at most 10 minutes)"
     )
     group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
     group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")

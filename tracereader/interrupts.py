@@ -19,7 +19,7 @@ STATUSES = {
     if number is not None
 }
 _HERE = os.path.dirname(os.path.realpath(__file__))
-# What is done before the program ends at once, the last first.
+# What is undone before the program ends, the last first.
 _undo: list[Callable[[], None]] = []
 # Kept for good by the thread that ends the program.
 _ending = threading.RLock()
@@ -39,7 +39,7 @@ def program_name() -> str:
 
 def said_of(number: int) -> str:
     said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return said if program_name() == "read-trace" else f"{said}; files appear whole or not at all"
+    return said if program_name() == "read-trace" else f"{said}; files are written atomically"
 
 
 def answer() -> None:

@@ -1,4 +1,4 @@
-"""What this machine has left."""
+"""The memory that this machine has left."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""What a fused attention kernel computed: its sizes, its mask as far as the trace tells, FLOPs and least bytes."""
+"""Sizes, mask (if the trace shows it), FLOPs and minimum bytes of a fused attention kernel."""
 
 import re
 
@@ -24,7 +24,7 @@ CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
 
 
 class Attention(msgspec.Struct, frozen=True):
-    """softmax(q @ k.T) @ v. causal: None where the trace does not tell; FLOPs are then counted without a mask."""
+    """softmax(q @ k.T) @ v. causal: None where the trace does not show it; FLOPs are then counted without a mask."""
 
     batch: int
     heads: int
@@ -36,7 +36,7 @@ class Attention(msgspec.Struct, frozen=True):
 
     @property
     def pairs(self) -> int:
-        """Of a query with a key that it looks at."""
+        """FLOPs for one query and one key that it attends to."""
         return self.queries * (self.queries + 1) // 2 if self.causal else self.queries * self.keys
 
     @property
@@ -45,7 +45,7 @@ class Attention(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        """Of query, key, value and the result, each moved once: what a fused kernel has to move at least."""
+        """Bytes of query, key, value and the result, each moved once: the minimum for a fused kernel."""
         return 2 * self.batch * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_size
 
 
@@ -66,18 +66,18 @@ def attention(
 
 
 def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | None] | None:
-    """Where the op has its sizes and its mask."""
+    """The places of sizes and mask among the op's arguments."""
     if not FLEX.match(op):
         return ATTENTION.get(op)
-    # The kernel is given buffers as they lie in memory, whatever views of them are its query, key and value. That they
-    # lie so is told by what follows: a number for each row of the query, the softmax's sum.
+    # The kernel is given buffers as they lie in memory, whatever views query, key and value are. Their order
+    # is recognized by the next buffer, the softmax's sum: a number for each row of the query.
     query, key, value, *others = dims
     fits = others[:1] == [query[:3]] and key[:3] == value[:3] and (key[0], key[3]) == (query[0], query[3])
     return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
 
 
 def stored(told: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:
-    """What a script stored of the one attention that its step computes."""
+    """What a script stored about the only attention of its step."""
     if told is None or told.sizes is None:
         return None
     batch, heads, seq, head_size = told.sizes

@@ -1,4 +1,4 @@
-"""A step's forward, backward and optimizer, by the events of autograd: of a program that labels none of them."""
+"""Forward, backward and optimizer of a step by autograd's events, for programs that do not annotate them."""
 
 import bisect
 from collections import Counter, defaultdict
@@ -15,10 +15,10 @@ FORWARD, BACKWARD, OPTIMIZER, LOADING, REST = "forward", "backward", "optimizer"
 def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     """Times of a step's forward, backward, optimizer and DataLoader.
 
-    None of a step with two labels or more, and none where autograd's events do not tie a backward to a forward.
+    None of a step with two annotations or more, and none where autograd's events do not tie a backward to a forward.
 
     Forward reaches from the first op that the backward belongs to, or from the model's frame where stacks are
-    recorded, to the last one. Labels of torch's own do not count as labels. cpu_us add up to the step's time.
+    recorded, to the last one. Torch's own annotations do not count as labels. cpu_us add up to the step's time.
     """
     labels = {label.name for label in phases(step)}
     if len(labels) > 1 and not all(map(is_torchs_own, labels)):
@@ -41,7 +41,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
-    """When each phase goes on, in the order of a step; no two at a time."""
+    """The time intervals of each phase in order. They do not overlap."""
     backward = list(outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)))
     labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OPTIMIZERS, LOADER))))
     marks = [(op.start, op.end, BACKWARD) for op in backward]
@@ -68,7 +68,7 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
 
 
 def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
-    """The ops that the backward belongs to, and the frames of models around them; not what backward computes again."""
+    """The ops that the backward belongs to, and the frames of models around them; not what backward recomputes."""
     by_track = defaultdict(list)
     for op in backward:
         by_track[op.track].append((op.start, op.end))

@@ -1,4 +1,4 @@
-"""Work of a step that its result may not need: hidden copies, masks made anew, casts to fp32 before a product."""
+"""Work that a step may not need: hidden copies, masks that are made again, casts to fp32 before a product."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.types import dims_of, dtype_of, types_of
 
-# What makes a tensor of constants.
+# Ops that make a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
-# What stands beside it on the way to a mask.
+# Ops that accompany them when a mask is made.
 ON_THE_WAY = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
-# An op around a product that does nothing but find the right one.
+# Ops around a product that only dispatch to it.
 RESOLVES = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
 
 
@@ -54,7 +54,7 @@ class CastProducts(msgspec.Struct, frozen=True):
 
 
 def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
-    """Those of a step by the op that makes them, the costliest first."""
+    """Hidden copies of a step by the op that makes them, the costliest first."""
     copies = []
     for name, clones in cloned_inputs(step).items():
         work = [one for clone in clones for one in _below(clone)]
@@ -92,7 +92,7 @@ def _clone_of(op: Op) -> Op | None:
 
 
 def _outgrows(op: Op, in_place: Op) -> bool:
-    """Recorded shapes: its result is larger than its input (a mask of more elements), and has no room in it."""
+    """Whether recorded shapes show that the result is larger than the input, so that it cannot be written in place."""
     given, made = dims_of(op.args)[:1], dims_of(in_place.args)[:1]
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
@@ -140,7 +140,7 @@ def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
             first -= 1
         makers = [number for number in range(first, at) if _named(siblings[number], MAKES)]
         if not makers:
-            continue  # of some matrix that is no constant
+            continue  # the matrix is not a constant
         last = at + 1
         if op.parent and op.parent.name == SDPA_MATH:
             # There it goes on to -inf and 0; elsewhere a where may be of the scores themselves.
@@ -155,7 +155,7 @@ def _named(op: Op, names: Sequence[str]) -> bool:
 
 
 def cast_products(step: Step) -> CastProducts | None:
-    """The products of fp32 in a step whose factors were cast to it before; None where there are none.
+    """The fp32 products in a step whose factors were cast to fp32 before; None without any.
 
     Told by an op around both (a library's own casts), or by recorded types and the number of elements.
     """

@@ -1,4 +1,4 @@
-"""What a step records into CUDA graphs: launch calls during a stream's capture run nothing."""
+"""What a step records into CUDA graphs. Launch calls during a stream's capture run nothing."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ def captures(roots: Sequence[Op]) -> Captures | None:
 
 
 def is_launch(op: Op) -> bool:
-    """Whether it is a runtime call that launches; a label may be called so, too."""
+    """Whether it is a runtime call that launches; an annotation may be called so, too."""
     return op.kind == "runtime" and "Launch" in op.name
 
 

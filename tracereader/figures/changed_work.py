@@ -1,4 +1,4 @@
-"""What changed in the GPU work between two runs' steps: by kernel name, and in a line by what the kernels do."""
+"""Changes of the GPU work between two runs' steps: by kernel name, and in one line by what the kernels do."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def _compared(first: Side, other: Side) -> _Compared:
 
 
 def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[tuple[str, Counter, Counter]]:
-    """By op that both runs call equally often: what it launched before, and what it launches instead.
+    """For ops that both runs call equally often: what each launches in the first run and in the second.
 
     Both are taken out of `gone` and `new`. The op whose work took longest comes first.
     """
@@ -75,12 +75,12 @@ def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[tup
 
 
 def _share(side: Side, names: Counter) -> float:
-    """The GPU time of so many pieces of these names (µs)."""
+    """GPU time (µs) of the given number of activities of each name."""
     return sum(side.times[name] * count / side.work[name] for name, count in names.items())
 
 
 def _parts_of(side: Side, names: Counter) -> Counter:
-    """The same pieces by what they do."""
+    """The same activities grouped by what they do."""
     found = Counter()
     for name, count in names.items():
         found[side.parts[name]] += count
@@ -88,7 +88,7 @@ def _parts_of(side: Side, names: Counter) -> Counter:
 
 
 def _taken(counts: Counter, names: Sequence[str], count: int) -> Counter:
-    """So many of these names, which are counted there no more."""
+    """At most `count` activities of these names, which are removed from `counts`."""
     found = Counter()
     for name in names:
         found[name] = min(counts[name], count - found.total())
@@ -115,8 +115,8 @@ def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
         parts = " + ".join(f"{what(name)} {first.times[name]:,.1f}" for name in before)
         times = f", {new[after]:,} times" if new[after] > 1 else ""
         changed.append(
-            f"{parts} µs → one kernel{times}, {short(after, WIDEST)} {other.times[after]:,.1f} µs: what lay between "
-            "them no longer goes through memory"
+            f"{parts} µs → one kernel{times}, {short(after, WIDEST)} {other.times[after]:,.1f} µs: the "
+            "intermediate results no longer go through memory"
         )
         for name in before:
             del gone[name]
@@ -159,7 +159,7 @@ def _relaunched(first: Side, other: Side, name: str) -> str:
 
 
 def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]) -> Iterator[tuple[str, str]]:
-    """Pairs of GEMM kernels that differ in nothing that their names say but the epilogue, each in one pair."""
+    """Pairs of GEMM kernels whose names differ only in the epilogue. Each kernel is in at most one pair."""
 
     def but_the_epilogue(name: str) -> tuple | None:
         says = known[name]
@@ -198,7 +198,7 @@ def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[list
 
 
 def _fuses(name: str) -> Sequence[str]:
-    """The ops that a fused kernel's name tells."""
+    """The ops in a fused kernel's name."""
     said = decode(name).parts.get("fuses", "")
     if said:
         return said.removeprefix("fuses ").split(", ")
@@ -216,7 +216,7 @@ def _counted(names: Counter, shown: dict[str, str], side: Side | None = None, mo
 
 
 def _of(count: int, total: int) -> str:
-    """Times are of all pieces of a name: said where only some of them are meant."""
+    """Times are those of all activities of a name; the text says so where only some of them are meant."""
     return "" if count == total else f"of {total:,} in "
 
 
@@ -226,7 +226,7 @@ def and_more(count: int, shown: int) -> str:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """So many pieces of one step's GPU work, and by whose kernels. total, us: of all pieces of the same names."""
+    """The GPU activities of one step that do the same work. total, us: of all activities of the same names."""
 
     count: int = 0
     total: int = 0
@@ -254,14 +254,14 @@ def _by_part(side: Side, names: Counter) -> dict[str, _Pieces]:
 
 
 def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
-    """What changed, by what the kernels do, what takes longest first; and whether anything of it is gone or new."""
+    """What changed by what the kernels do, the longest first; and whether any of it is gone or new."""
     found = _compared(first, other)
     told: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by how it changed: how much GPU time that is
     left_gone, left_new, told_of = Counter(found.gone), Counter(found.new), set()
     for op, before, after in _replaced(first, other, Counter(found.gone), Counter(found.new)):
         old, now = _parts_of(first, before), _parts_of(other, after)
         if old == now:
-            continue  # told part by part
+            continue  # listed part by part
         left_gone -= before
         left_new -= after
         told_of |= {*old, *now}
@@ -302,7 +302,7 @@ def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
 
 
 def _other_times(first: Side, other: Side, told: set[str]) -> list[tuple[float, str]]:
-    """Of what both steps do as often: what makes a considerable part of the difference between them."""
+    """Work that both steps do equally often and whose time explains much of the difference between them."""
     before, after = (_by_part(side, side.work) for side in (first, other))
     much = MUCH_OF_A_STEP * max(first.summary.summed_us, other.summary.summed_us)
     return [

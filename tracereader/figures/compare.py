@@ -12,12 +12,12 @@ from tracereader.trace.labels import COMPILE_ROWS
 
 OPS_SHOWN, FEW = 40, 6
 HASH_SHOWN = 12  # letters of 52
-ONE_ALONE = "GPU work in one of the two alone"
+ONE_ALONE = "only one of the two has GPU work"
 INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
 
 
 def devices_of(side: Side) -> str:
-    """The names of the devices that a run's GPU work was on."""
+    """The names of the devices that a run's GPU work ran on."""
     return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
 
 
@@ -34,7 +34,7 @@ def told_apart(sides: Sequence[Side]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One run against another: what was asked for, GPU work and ops, each as lists in words."""
+    """A comparison of two runs: flags, GPU work and ops, each as lists of sentences."""
 
     flags_changed: tuple[str, ...]
     work_changed: tuple[str, ...]
@@ -65,7 +65,7 @@ def flags(first: Side, other: Side) -> str:
 
 
 def _flags(first: Side, other: Side) -> list[str]:
-    """The flags in which two runs of numbered scripts differ, of those that both have."""
+    """The flags that two runs of numbered scripts share and that have different values."""
     before, after = (
         {name: _value(flag) for name, flag in side.summary.source.facts.flags.items()} for side in (first, other)
     )
@@ -115,9 +115,9 @@ def _inputs(first: Side, other: Side) -> list[str]:
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
-    """That the graphs which two compiled runs called are named otherwise; the rows alone look the same of any graph.
+    """Says that two compiled runs called graphs with different hashes. Apart from these, all graphs' rows look alike.
 
-    No more is said: torch's version and settings are hashed with the graph.
+    It says no more, because torch's version and settings are part of the hash.
     """
     if not first.graphs or not other.graphs or first.graphs == other.graphs:
         return []
@@ -141,13 +141,13 @@ def setup(side: Side) -> str:
 
 
 def change(before: Side, after: Side) -> str:
-    """What one run does on the GPU that another did not, in words; by its ops where neither has GPU work."""
+    """What one run does on the GPU and another does not, as text; by ops where neither has GPU work."""
     on_gpu = before.summary.has_gpu_work and after.summary.has_gpu_work
     told, other_work = (changed_work.in_short if on_gpu else _ops_in_short)(before, after)
     if _one_alone_on_a_gpu(before, after):
         told = [ONE_ALONE, *told]
     if not told:
-        same = "the same work on the GPU" if on_gpu else "the same ops"
+        same = "the same GPU work" if on_gpu else "the same ops"
         told = [same + (", with other inputs" if _inputs(before, after) else "")]
         ops, other_work = _ops_in_short(before, after) if on_gpu else ([], False)
         told += [f"ops {text}" for text in ops]
@@ -156,7 +156,7 @@ def change(before: Side, after: Side) -> str:
 
 
 def _one_alone_on_a_gpu(first: Side, other: Side) -> bool:
-    """Where nothing of the GPU's work is gone or new: the other run had no GPU, or its trace has no lane of one."""
+    """Whether only one of the two runs has GPU work."""
     return first.summary.has_gpu_work != other.summary.has_gpu_work
 
 

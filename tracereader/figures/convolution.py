@@ -20,17 +20,17 @@ class Convolution(msgspec.Struct, frozen=True):
 
     @property
     def flops(self) -> int:
-        """Of the direct sum, as vendors count them: other algorithms do less. Each gradient costs as much."""
+        """FLOPs of the direct sum, as vendors count them. Other algorithms need fewer. Each gradient costs as much."""
         return 2 * math.prod(self.result) * math.prod(self.filter[1:])
 
     @property
     def elements(self) -> int:
-        """Of data, filter and result: two of them are read and the third is written."""
+        """Bytes of data, filter and result. Two of them are read, and the third is written."""
         return math.prod(self.data) + math.prod(self.filter) + math.prod(self.result)
 
 
 def convolution(op: str, shapes: Sequence[list[int]], concrete: list) -> Convolution | None:
-    """By the op's tensor shapes and its other arguments as text; None where these do not tell."""
+    """By the op's tensor shapes and its other arguments as text; None where these do not show it."""
     if op == "aten::convolution_backward" and len(shapes) >= 3:
         result, data, weight = shapes[:3]
         if _flag(concrete, 7):
@@ -62,5 +62,5 @@ def _numbers(concrete: object, place: int) -> list[int]:
 
 
 def _flag(concrete: object, place: int) -> bool:
-    # Not recorded is taken for transposed: less is said then.
+    # If it was not recorded, assume transposed, which claims less.
     return not (len(concrete) > place and concrete[place] == "False")

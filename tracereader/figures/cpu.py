@@ -1,4 +1,4 @@
-"""What the CPU did in a step: the dispatch chain, the times of its ops and runtime calls, the annotation around it."""
+"""What the CPU did in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from tracereader.trace import Step, Trace
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One line of the step's dispatch chain, parents first.
+    """One line of the step's call tree, parents first.
 
     launched: the names of the work that this call put on a GPU. reaches_gpu: it or a call below did.
     """
@@ -45,7 +45,7 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
-    """The CPU's side of the step spoken of. work and outside_ops: only of a trace without GPU work in its steps.
+    """The CPU's side of the reported step. work and outside_ops are set only if the steps have no GPU work.
 
     inputs: shapes of the ops' inputs, each with how often it came; empty without recorded shapes.
     runtime: calls of the CUDA runtime API, synchronizations among them. outside_ops: the share of the step in which

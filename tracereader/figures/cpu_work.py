@@ -1,4 +1,4 @@
-"""What the ops of a step multiply and move, and how fast: of a run on the CPU, where no kernel tells it."""
+"""What the ops of a CPU run compute and move, and how fast."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +14,9 @@ from tracereader.trace.facts import Roofs, RunFacts
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
 from tracereader.trace.types import dtype_of, tensors_of
 
-# Times the measured roof: so far above it a rate says that the roof is none.
+# If a rate exceeds the measured limit by this factor, the limit was not measured properly.
 MUCH_FASTER = 1.1
-# Bytes that a cache may hold: what a pointwise op moves at which rate then says nothing of the memory.
+# Bytes that a cache may hold. The rate of a smaller pointwise op says nothing about the memory.
 CACHED = 2**25
 WRITTEN_BY_INDUCTOR = "cpp_fused"
 
@@ -43,7 +43,7 @@ class CpuWork(msgspec.Struct, frozen=True):
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
-    """The share of a step in which no op is open on any thread, and no label of torch's own that works or waits.
+    """The share of a step in which no op is open on any thread, and no annotation of torch's own that works or waits.
 
     None of a step without an op.
     """
@@ -57,12 +57,12 @@ def outside_ops(trace: Trace, step: Step) -> float | None:
 
 
 def _is_recorded(label: str) -> bool:
-    """Whether torch works or waits in a label of its own: in a collective, for a DataLoader's next batch."""
+    """Whether torch works or waits in one of its own annotations: a collective, or a DataLoader's next batch."""
     return label.startswith(LOADER) or COLLECTIVE.match(label) is not None
 
 
 def is_op(call: Op) -> bool:
-    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as a label."""
+    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as an annotation."""
     return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
 
 
@@ -87,12 +87,12 @@ def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork
 
 
 def covered_us(work: Sequence[CpuWork]) -> float:
-    """How long any of these ops ran: what several threads do beside each other counts once."""
+    """The time (µs) in which at least one of these ops ran. Concurrent threads count once."""
     return length(union((one.start_us, one.start_us + one.us) for one in work))
 
 
 def _made_of_others(step: Step) -> set[int]:
-    """The ids of ops whose work others do, or nobody (on the meta device), or on fewer elements than the shapes say."""
+    """The ids of ops whose work another op does, that do none (meta device), or that use only some elements."""
     found = set()
     for op in step.walk():
         if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty":
@@ -136,11 +136,11 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
 
 
 def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[CpuWork]:
-    """Each with its share of the roof that it meets first: below the ridge the memory's, else the arithmetic one."""
+    """The same ops, each with its share of the limit that applies: memory below the ridge point, else arithmetic."""
     of_type = [one.tflops for one in found if one.tflops and _is_of(one.type, dtype)]
-    # A roof that the run itself breaks was measured while something else ran.
+    # If the run exceeds a measured limit, something else ran while it was measured.
     holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
-    # Factors that a cache cannot hold together are read from memory in every step, small as each may be.
+    # If a cache cannot hold all factors together, each is read from memory in every step, however small it is.
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
     for one in found:
         known = _is_of(one.type, dtype) and not (one.attention and one.attention.causal is None)

@@ -1,4 +1,4 @@
-"""What a language model's step reads and how often: its run's facts, its weights, and work that it could do without."""
+"""What a language model's step reads and how often: stored facts, weights, and work that may be unnecessary."""
 
 import math
 import re
@@ -27,20 +27,20 @@ EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_d
 MUCH_BUSY = 0.5
 # Of a product's bytes the weight's share, from which on reading the weight is what it does.
 MOSTLY_WEIGHT = 0.8
-# A step of fewer launches gains little by a graph: on the H200 reduce-overhead made a step of 2 slower (claim 19).
+# A step with fewer launches gains little from a graph: on the H200 reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
-COMPARED = 2  # steps whose shapes are set against the first one's; by name all are
+COMPARED = 2  # steps whose shapes are compared with the first one's; by name all are
 DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
-LOOKED_AT = 20_000  # pieces of a step; more are not compared with another step's, shape by shape
+LOOKED_AT = 20_000  # activities of a step; a larger step's shapes are not compared with another step's
 
 
 class Decoding(msgspec.Struct, frozen=True):
-    """A language model's step against the least that it has to take.
+    """A language model's step compared with its minimum time.
 
     step_us: from one step to the next, on the CPU's lane where the GPU is mostly idle, else on the one that takes
     longer. gb_s: by which read_us, what reading weights and cache once takes, is reckoned; measured: by the run
     itself, else the data sheet's. flops: of the products with the weights; tflops: the data sheet's for the run's
-    type, by which multiply_us is reckoned. None where the run does not tell its type, or the data sheet is not known.
+    type, by which multiply_us is reckoned. None where the run does not record its type, or the data sheet is not known.
     """
 
     facts: ModelFacts
@@ -56,7 +56,7 @@ class Decoding(msgspec.Struct, frozen=True):
 
     @property
     def least_us(self) -> float | None:
-        """What a step takes at least, as far as is known: reading and arithmetic may go on beside each other."""
+        """The minimum time of a step (µs), as far as it is known. Reading and arithmetic may overlap."""
         return max(self.read_us, self.multiply_us or 0.0) if self.read_us else None
 
 
@@ -81,7 +81,7 @@ class WeightReads(msgspec.Struct, frozen=True):
 
 
 class Unneeded(msgspec.Struct, frozen=True):
-    """What a step does that it may do without; a part is None where there is nothing of it.
+    """Work that a step may not need. A part is None if the step has none of it.
 
     expanded: keys and values written out once for each query head that shares them, before attention.
     key_heads: heads of the keys before that, or as attention gets them; with shapes only.
@@ -93,7 +93,7 @@ class Unneeded(msgspec.Struct, frozen=True):
 
 
 def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decoding | None:
-    """The step as tokens a second, and the least that it takes, where the run told what it reads.
+    """The step as tokens per second and its minimum time, if the run stored what the step reads.
 
     steps: what was measured of the trace's.
     """
@@ -111,7 +111,7 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decodin
     peaks = common_peaks(trace.devices)
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
-    # Each weight that is read multiplies and adds once for each token. Whether fp32 is multiplied as TF32 is not told.
+    # One multiplication and addition per weight and token. Whether fp32 is multiplied as TF32 is not recorded.
     of_two_bytes = facts.weight_bytes and run.dtype in ("bf16", "fp16")
     flops = 2 * (facts.weight_bytes // 2) * facts.tokens if of_two_bytes else None
     tflops = peak_tflops(peaks, run.dtype) if peaks and flops else None
@@ -130,7 +130,7 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decodin
 
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
-    """By their rows, the products of a step that do little but read weights, what takes longest first; with shapes."""
+    """Matrix products that mostly read weights, by their rows, the longest first. Needs recorded shapes."""
     peaks = common_peaks(trace.devices)
     launched: dict[int, list[GpuWork]] = {}  # by the op: split K is two kernels, one product
     for op, one in zip(asking_ops(step.work), measured, strict=True):

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes: exact, and adding up to the window."""
+"""Where the GPU's time goes. The parts add up exactly to the window."""
 
 import bisect
 from collections import Counter, defaultdict
@@ -51,9 +51,9 @@ class FamilyTime(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Parts:
-    """A window of one device cut up: compute, the exposed parts and the three kinds of idleness add up to it.
+    """A device's window in parts: compute, exposed communication, exposed copies and three kinds of idle time.
 
-    communication: all of it, also where something is computed beside it.
+    communication: all of it, exposed or not.
     """
 
     compute: Intervals
@@ -155,7 +155,7 @@ def is_communication(work: Work) -> bool:
 
 
 def launched_by(following: Work, left: int, right: int) -> int:
-    """When the launch call of the activity that ends a gap had returned, at the earliest the gap's start (ns)."""
+    """When the launch call of the activity after a gap returned (ns), but not before the gap's start."""
     launch = following.launch
     if launch.work[0].start < following.start:
         return left  # a later activity of a CUDA graph that runs already
@@ -179,7 +179,7 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
 
 
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
-    """What the launching thread was in while the GPU was idle for want of a launch, in a step (µs), the largest first.
+    """What the launching thread was in while the GPU waited for a launch, per step (µs), the largest first.
 
     The gaps before each activity of the step, the first one's from the end of the work before it (in the first
     step, or where there is none, from the step's start), each up to the return of the activity's launch call.
@@ -209,12 +209,12 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 
 
-# Of the time in Python, what a function must hold, with all that it calls, to be named.
+# A Python function is named if it and its calls take at least this share of the time in Python.
 WORTH_NAMING = 0.1
 
 
 def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals]) -> Counter:
-    """Some time (ns) by Python function: each moment goes to the innermost function that holds a tenth of the time.
+    """The given time (ns) by Python function. Each moment counts for the innermost function with a tenth of the time.
 
     between: stretches of each thread that do not overlap. A built-in function counts for its caller, whose file and
     line the trace has. What lies in no function is left out.
@@ -233,7 +233,7 @@ class _Calls:
         self.children: dict[tuple[int, str], int] = {}
 
     def add(self, frames: Sequence[Frame], stretches: Intervals) -> None:
-        """Count what some stretches of a thread have of its frames."""
+        """Add the time that each frame has in some stretches of a thread."""
         if not stretches:
             return
         inside = Lengths(stretches)

@@ -1,4 +1,4 @@
-"""Each piece of GPU work of a step: its time, who asked for it, what it multiplied or moved, and how fast."""
+"""Each GPU activities of a step: its time, who asked for it, what it multiplied or moved, and how fast."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from tracereader.trace.kernel_names import KernelName
 
 
 class GpuWork(msgspec.Struct, frozen=True):
-    """One kernel, copy or memset of the step spoken of, measured over all steps that have it.
+    """One kernel, copy or memset of the reported step, measured over all steps that have it.
 
-    us: the median, low_us and high_us the extremes. None: the trace has nothing to tell it by.
+    us is the median, low_us and high_us the extremes. A field is None if the trace does not show it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     low_us: float
     high_us: float
     steps: int
-    ran_alone: bool  # nothing else on its device at any moment of it, in no step
+    ran_alone: bool  # whether nothing else ran on its device at the same time, in any step
     launched_by: str
     launch_to_start_us: float | None  # in this step
     occupancy_queries: int
@@ -55,7 +55,7 @@ class GpuWork(msgspec.Struct, frozen=True):
 
     @property
     def says(self) -> KernelName:
-        """What is known of it, as one."""
+        """Sizes, FLOPs and bytes as one struct."""
         return KernelName(self.family, self.maker, self.name_says)
 
 
@@ -117,13 +117,13 @@ def _measured(
     facts: RunFacts,
 ) -> GpuWork:
     args, says = one.args, families.says(one)
-    # Sizes and rates come from this very piece of work: another step may have done another size here.
+    # Sizes and rates are those of this activity. Another step may have another size here.
     shape, moved, types = sizes_of(one, op, args, says, facts)
     flops = shape.flops if shape else None
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    # Attention of a mask that the trace does not tell has no share of a roof: a causal one halves its FLOPs.
+    # Attention of a mask that the trace does not record has no share of a roof: a causal one halves its FLOPs.
     # Nor has a copy over the bus: it never meets the memory's bandwidth.
     not_told = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and says.parts.get("does") != kernel_names.COPIES["DtoD"]
@@ -131,7 +131,7 @@ def _measured(
     if peaks and not not_told and not over_the_bus:
         met = roof_met(tflops, gb_s, peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s)
     if met and met[1] > 1:
-        # Faster than the device can be: it worked on less, or out of a cache. No rate is a fact then.
+        # The rate exceeds the device's peak, so it used less data or a cache. No rate is reported then.
         tflops, gb_s, met = None, None, None
     roof, of_roof = met or (None, None)
     registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
@@ -170,7 +170,7 @@ def _measured(
 
 
 def _beside_others(work: Sequence[Work]) -> set[int]:
-    """The ids of the pieces at some moment of which another ran on the same device."""
+    """The ids of activities that overlap with another one on the same device."""
     found, longest = set(), {}
     for one in sorted(work, key=lambda one: one.start):
         before = longest.get(one.device)
@@ -225,7 +225,7 @@ def mostly(by_op: Counter) -> str:
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """For each piece the innermost op around its launch; the launch's label where there is no op."""
+    """For each activity the innermost op around its launch; the launch's annotation where there is no op."""
     found: dict[int, Op | None] = {}  # by a call's id, each way up taken once
     asking = []
     for one in work:

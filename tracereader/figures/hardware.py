@@ -1,4 +1,4 @@
-"""What a device can do at most, by its data sheet: dense rates, without sparsity.
+"""Peak rates of devices by their data sheets: dense rates, without sparsity.
 
 Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce
 Ada and Blackwell), AMD's of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has
@@ -60,14 +60,14 @@ def peaks_of(device: str) -> Peaks | None:
 
 
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
-    """The arithmetic peak for the element type that a kernel's name tells; None where it tells none."""
+    """The arithmetic peak for the element type that a kernel's name gives; None if it gives none."""
     return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())
 
 
 def roof_met(
     tflops: float | None, gb_s: float | None, peak_tflops: float | None, peak_gb_s: float
 ) -> tuple[str, float] | None:
-    """Which of two peaks work meets first, memory or compute, and the share of it that it reaches."""
+    """The peak that limits the work (memory or compute) and the achieved share of it."""
     shares = {"memory": gb_s / peak_gb_s} if gb_s else {}
     if tflops and peak_tflops:
         shares["compute"] = tflops / peak_tflops
@@ -75,5 +75,5 @@ def roof_met(
 
 
 def common_peaks(devices: Sequence[str]) -> Peaks | None:
-    """Of devices that are all of one name; of different ones no peak is that of all."""
+    """The peaks of devices that share one name; None for different devices."""
     return peaks_of(devices[0]) if len(set(devices)) == 1 else None

@@ -1,4 +1,4 @@
-"""What the ops of a step were called with: the types and sizes of their tensors, as torch recorded them."""
+"""The types and sizes of the tensors that the ops of a step were called with, as torch recorded them."""
 
 from collections import Counter, defaultdict
 from itertools import groupby

@@ -8,7 +8,7 @@ Intervals = list[tuple[int, int]]  # disjoint, in order
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """What at least one of them covers."""
+    """The union of the intervals."""
     merged: Intervals = []
     start = end = None
     for one_start, one_end in sorted(intervals):
@@ -24,7 +24,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def minus(one: Intervals, other: Intervals) -> Intervals:
-    """What the first covers and the second does not."""
+    """The first set of intervals without the second."""
     left = []
     index = 0
     for start, end in one:
@@ -53,18 +53,18 @@ def clipped(intervals: Iterable[tuple[int, int]], start: int, end: int) -> Itera
 
 
 def gaps(covered: Intervals, start: int, end: int) -> Intervals:
-    """What lies between the covered intervals of a window."""
+    """The gaps between the covered intervals of a window."""
     edges = [start, *(edge for one in covered for edge in one), end]
     return [(left, right) for left, right in list(pairwise(edges))[::2] if right > left]
 
 
 def both(one: Intervals, other: Intervals) -> Intervals:
-    """What both cover."""
+    """The intersection of both."""
     return minus(one, minus(one, other))
 
 
 class Lengths:
-    """How much of any stretch disjoint intervals cover, for two bisections a question."""
+    """How much of a given stretch disjoint intervals cover. Each query takes two bisections."""
 
     def __init__(self, intervals: Intervals):
         self.starts = [start for start, _ in intervals]

@@ -1,4 +1,4 @@
-"""The names that a model has for its matrix products, where the run stored them in the trace."""
+"""A model's names of its matrix products, if the run stored them in the trace."""
 
 from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS
@@ -8,7 +8,7 @@ from tracereader.trace.labels import HOLDS_MANY_LAYERS
 
 
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:
-    """By the id of an op or a piece of GPU work of the step: the layer that it belongs to.
+    """By the id of an op or a GPU activities of the step: the layer that it belongs to.
 
     The run's fact "layers" names the matrix products of a step in the order in which the forward pass calls
     them. An op has a name where it holds that one product alone: the outermost such op. Empty where the

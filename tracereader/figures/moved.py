@@ -69,7 +69,7 @@ REDUCES = {
 
 
 def moved(op: Op, kernel: str, says: KernelName) -> int | None:
-    """What the only kernel of an op has to move, in bytes; None where the record does not tell."""
+    """The bytes that the only kernel of an op has to move; None if the record does not show them."""
     args = op.args
     inputs = inputs_of(args)
     tensors = [one for one in inputs if one is not None]
@@ -230,7 +230,7 @@ def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int]
 
 
 def _cat(args: dict, kernel: str, says: KernelName) -> int | None:
-    """Of a list of tensors the record has the shapes; their type is told by the kernel that copies them."""
+    """Of a list of tensors the record has the shapes; their type follows from the kernel that copies them."""
     dims = shapes_as_recorded(args)
     shapes = dims[0] if dims and isinstance(dims[0], list) else []
     if not shapes or not all(one and is_shape(one) for one in shapes):

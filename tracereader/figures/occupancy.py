@@ -1,4 +1,4 @@
-"""How many of a multiprocessor's warps a kernel can fill: what registers, shared memory and threads allow.
+"""The share of a multiprocessor's warps that a kernel can occupy, limited by registers, shared memory and threads.
 
 NVIDIA's rules (CUDA C++ Programming Guide, compute capabilities): registers are handed out by warp in
 units of 256 from one of the multiprocessor's four parts, a block's shared memory costs 1 KB more from compute
@@ -23,8 +23,8 @@ NVIDIAS_WARP = 32
 class Occupancy(msgspec.Struct, frozen=True):
     """limit: the share of warps that fit at most; limited_by: what allows no more, "" where all of them fit.
 
-    reported: by the profiler. not_estimated: the profiler's 0% is none. It asks how many blocks fit with the shared
-    memory that a block gets unasked (48 KB), so none of a larger one do: Kineto's kernelOccupancy,
+    reported: by the profiler. not_estimated: the profiler's 0% is not an estimate. It asks how many blocks fit with
+    the default shared memory of a block (48 KB), so no block with more fits: Kineto's kernelOccupancy,
     FUNC_SHMEM_LIMIT_DEFAULT. On the H200 it says 0% of all 8,892 kernels of such blocks recorded here, however
     launched, and of none below that fills the chip.
     """
@@ -38,7 +38,7 @@ class Occupancy(msgspec.Struct, frozen=True):
 def occupancy(
     device: dict, registers: int | None, shared: int | None, block: list[int] | None, reported: object
 ) -> Occupancy | None:
-    """Of a kernel's launch on a device, by the trace's own deviceProperties; None where they do not tell."""
+    """Of a kernel's launch on a device, by the trace's own deviceProperties; None where they do not show it."""
     names = ("warpSize", "maxThreadsPerMultiprocessor", "regsPerMultiprocessor", "sharedMemPerMultiprocessor")
     limits = [device.get(name) for name in names]
     if None in (registers, shared, block) or not all(type(one) is int and one > 0 for one in limits):

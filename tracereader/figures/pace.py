@@ -13,7 +13,7 @@ FAR_WIDER = 10
 
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
-    """The steps spoken of, and from where to where they reach on both lanes (ns). usual: the typical step."""
+    """The steps that are measured, and their first start and last end on both lanes (ns). usual: the typical step."""
     far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
     spoken_of = trace.steps[far_wider:]
     ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
@@ -23,7 +23,7 @@ def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
 def pace(starts: Sequence[int], end: int) -> int:
     """From one step's start to the next one's, the upper median; of the last step its length counts, up to its end.
 
-    Of an even number the upper one in the middle: a time that was taken, where the mean of two need not be any step's.
+    The upper median is a measured time; the mean of the two middle ones need not be any step's time.
     """
     return median_high([*(after - before for before, after in pairwise(starts)), end - starts[-1]])
 
@@ -45,7 +45,7 @@ def recorded_step_us(trace: Trace, usual: Step) -> float:
 
 
 def working_steps(trace: Trace, usual: Step) -> list[Step]:
-    """The steps that count: not a first one that is far wider, nor stubs behind the loop's last call.
+    """The steps that count. A far longer first step and the stub after the loop's last call are left out.
 
     usual: the typical step.
     """
@@ -71,7 +71,7 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
     if mark is not None:
         return mark.track, step.start, step.end
-    # A trace without steps: the profiler's last synchronization is none of it.
+    # A trace without steps: the profiler's last synchronization is not part of it.
     launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
     if not step.roots:
         return (), step.start, step.end

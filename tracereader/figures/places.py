@@ -1,4 +1,4 @@
-"""Where in the program a step's time goes: by its labels (phases), and by the modules that asked for the work."""
+"""A step's time by place in the program: by annotations (phases) and by modules."""
 
 import bisect
 import re
@@ -16,8 +16,8 @@ NUMBER = re.compile(r"_\d+$")  # which of its class a module is
 
 
 class Place(msgspec.Struct, frozen=True):
-    """GPU time of the work launched there. cpu_us: of a label's own slices; of a module in a step without GPU work, of
-    the ops there, else None. pieces: of GPU work, else ops.
+    """GPU time of the work launched there. cpu_us: of an annotation's slices; of a module's ops in a step without
+    GPU work; else None. pieces: the number of GPU activities, or of ops without GPU work.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def innermost(ops: Sequence[Op], time: int) -> list[Op]:
-    """What encloses a moment on one thread, outermost first. ops: its roots, by start."""
+    """The ops that enclose a moment on one thread, outermost first. ops: the thread's root ops, by start."""
     found = []
     while ops:
         index = bisect.bisect_right(ops, time, key=_start) - 1
@@ -39,10 +39,10 @@ def innermost(ops: Sequence[Op], time: int) -> list[Op]:
 
 
 def by_label(step: Step) -> tuple[Place, ...]:
-    """The outermost labels of a step in the order of their starts, where there are two or more of them.
+    """The outermost annotations of a step in the order of their starts, where there are two or more of them.
 
-    Where one label encloses all others, those right inside it. Work launched from another thread (backward's) counts
-    where it was launched in time.
+    Where one annotation encloses all others, those directly inside it. Work that another thread (backward's) launched
+    counts by the time of its launch.
     """
     labels = phases(step)
     if len({label.name for label in labels}) < 2:
@@ -61,9 +61,9 @@ def by_label(step: Step) -> tuple[Place, ...]:
 
 
 def phases(step: Step) -> list[Op]:
-    """The outermost labels by start that mark phases; where one encloses all others, those right inside it.
+    """The outermost annotations by start that mark phases; where one encloses all others, those right inside it.
 
-    Of the thread that runs the steps, where the trace tells: labels of several overlap in time.
+    Of the thread that runs the steps, where the trace shows it: labels of several overlap in time.
     """
     mark = next((root for root in step.roots if root.name == step.name), None)
     ops = [root for root in step.roots if mark is None or root.track == mark.track]
@@ -166,7 +166,7 @@ def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
     for op in (launch, *launch.above()):
         if forward := trace.forward_of.get((op.track, op.start)):
             again = innermost(trace.modules.get(track, ()), time)
-            if again and again[-1].start >= op.start:  # inside backward a module computes again (checkpointing)
+            if again and again[-1].start >= op.start:  # inside backward a module recomputes (checkpointing)
                 return again, False
             track, time, backward = *forward, True
             break

@@ -1,4 +1,4 @@
-"""What the profiler itself cost, as far as the trace shows it."""
+"""The profiler's own overhead, as far as the trace shows it."""
 
 from collections import Counter
 

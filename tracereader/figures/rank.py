@@ -1,6 +1,6 @@
-"""One rank's trace: what each of its steps takes, and its part in every collective.
+"""One rank's trace: the times of its steps, and its part in every collective.
 
-What joined() in ranks.py needs to set the ranks against each other, and no more: many are read, each in a process.
+It keeps only what joined() in ranks.py needs to compare the ranks, because many are read, each in its own process.
 """
 
 import bisect
@@ -56,7 +56,7 @@ class Times(msgspec.Struct, frozen=True):
 class RankStep(Times, frozen=True):
     """One step on the lane that computes: on a GPU from its first kernel to the next step's first.
 
-    phases: its labels, in order; each from its first kernel to the next label's.
+    phases: its annotations, in order; each from its first kernel to the next annotation's.
     """
 
     phases: tuple[Times, ...] = ()
@@ -84,7 +84,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class RankTrace(msgspec.Struct, frozen=True):
-    """What is kept of one trace. Times in ns since 1970, by its own clock."""
+    """The data kept of one trace. Times in ns since 1970, by its own clock."""
 
     path: str
     rank: int
@@ -98,8 +98,8 @@ class RankTrace(msgspec.Struct, frozen=True):
     steps: tuple[RankStep, ...]
     left_out: tuple[str, ...]  # steps so much wider that they would hide what the rest is like
     parts: tuple[Part, ...]
-    exposed: tuple[tuple[int, int], ...]  # communicating with nothing computed beside it
-    late: tuple[tuple[int, int], ...]  # of that, while the next kernel was not launched yet
+    exposed: tuple[tuple[int, int], ...]  # exposed communication
+    late: tuple[tuple[int, int], ...]  # the part of it before the next kernel's launch
     unnamed: int  # collectives' kernels of the steps that the trace does not describe
     lane: Lane | None
 
@@ -181,7 +181,7 @@ def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
 def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
     """A window of a run on the CPU: ops on any thread, collectives on their backend's own threads.
 
-    Handing a collective over, waiting for one, and making the next batch are no computing.
+    Starting a collective, waiting for one and loading the next batch do not count as compute.
     """
     computed, handed, communication = defaultdict(list), defaultdict(list), []
     for step in steps:
@@ -237,17 +237,17 @@ def _kernels_by_launch(device: object) -> Starts:
 
 
 def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
-    """A step's stretch cut at its labels; with `starts`, at the first kernel that each launched."""
+    """A step's stretch cut at its annotations; with `starts`, at the first kernel that each launched."""
     labels = phases(step)
     if starts is None:
-        bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE))]
+        bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE_ANNOTATIONS))]
     else:
         bounds, launched = [], starts(step)
         for label in labels:
             first = bisect.bisect_left(launched, (label.start, 0))
             if first < len(launched) and launched[first][0] < label.end:
                 bounds.append((launched[first][1], label.name))
-    found, at, name = [], start, OUTSIDE
+    found, at, name = [], start, OUTSIDE_ANNOTATIONS
     for bound, following in bounds:
         bound = min(max(bound, at), end)
         found.append((name, at, bound))
@@ -259,11 +259,13 @@ def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) ->
     by_name: dict[str, list[Times]] = {}
     for name, left, right in _stretches(step, start, end, starts):
         by_name.setdefault(name, []).append(cut.times(name, left, right))
-    phases = tuple(_summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE} else ()
+    phases = (
+        tuple(_summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
+    )
     return RankStep(**msgspec.structs.asdict(cut.times(step.name, start, end)), phases=phases)
 
 
-OUTSIDE = "outside the labels"
+OUTSIDE_ANNOTATIONS = "outside the annotations"
 
 
 def _summed(name: str, some: Sequence[Times]) -> Times:
@@ -286,7 +288,7 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
 
 
 def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
-    """What the trace tells of each collective's kernel; None of one that it does not describe."""
+    """The trace's description of each collective's kernel; None without one."""
     for step in steps:
         for one in step.work:
             if not is_communication(one):
@@ -331,7 +333,7 @@ def _described(one: Work) -> tuple[str, dict]:
 
 
 def _is_size(found: object) -> bool:
-    """Whether it can be a number of ranks, or a rank's."""
+    """Whether the value can be a number of ranks or a rank's number."""
     return type(found) is int and 0 <= found < 2**31
 
 
@@ -345,7 +347,7 @@ def _everyone(rank: Rank) -> tuple[int, ...]:
 
 
 def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
-    known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not tell its group
+    known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not record its group
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = collective_on_cpu(op.name)
@@ -377,7 +379,7 @@ def kind_of(name: str) -> str | None:
 
 
 def _members(told: object) -> tuple[int, ...]:
-    found = decoded(told) if isinstance(told, str) else told  # long lists are cut with dots, and are none
+    found = decoded(told) if isinstance(told, str) else told  # long lists are truncated with dots and cannot be parsed
     return tuple(found) if isinstance(found, list) and all(map(_is_size, found)) else ()
 
 

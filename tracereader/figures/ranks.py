@@ -1,4 +1,4 @@
-"""Several traces of one run: its ranks' times set against each other, their collectives matched."""
+"""Several traces of one run: the times of its ranks, and their matched collectives."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import msgspec
 from tracereader.figures.intervals import Lengths, both, length, minus, union
 from tracereader.figures.rank import Part, RankStep, RankTrace
 
-# What the bus moves of each byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
+# Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {
     "all-reduce": lambda n: 2 * (n - 1) / n, "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n, "all-to-all": lambda n: (n - 1) / n,
@@ -32,8 +32,8 @@ class RankFigures(msgspec.Struct, frozen=True):
     waiting_us: the same, counted once where several wait at a time. waited_exposed_us, together_exposed_us:
     exposed in these until then, and after. others_waited_us: the waits
     of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
-    not counting the wait. late_us: of its exposed communication, while its next kernel was not launched yet.
-    hidden: collectives that had something computed beside them for half of their time or more.
+    not counting the wait. late_us: the part of its exposed communication before the launch of its next kernel.
+    hidden: collectives that overlap with compute for at least half of their time.
     """
 
     rank: int
@@ -96,12 +96,12 @@ class KindTimes(msgspec.Struct, frozen=True):
 
 
 class Clocks(msgspec.Struct, frozen=True):
-    """How the ranks' stamps were set against each other.
+    """How the ranks' time stamps were aligned.
 
     ahead_us: by rank, what was taken off its stamps; all zero on one host. apart_us: how far apart the ends of
     one collective still lie in nine of ten (of kinds that all ranks leave together): closer arrivals cannot be
-    told apart. None without such collectives. not_aligned: ranks of hosts that share no collective with the
-    first's; theirs are matched with nobody's. hosts: none where the traces do not name theirs.
+    distinguished. None without such collectives. not_aligned: ranks of hosts that share no collective with the
+    first's; their collectives are not matched. hosts: empty where the traces do not name them.
     """
 
     hosts: tuple[str, ...]
@@ -136,9 +136,9 @@ class RanksSummary(msgspec.Struct, frozen=True):
 
 
 def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -> RanksSummary:
-    """The ranks of one run set against each other. not_read: by path, why one could not be.
+    """The ranks of one run, compared. not_read: by path, why a trace could not be read.
 
-    What is not of the same run is left out, and said: another world size, a rank that is there already, a
+    Traces of other runs are left out, with the reason: another world size, a rank that is already there, or a
     recording at another time.
     """
     ranks, not_read = _of_one_run(ranks, dict(not_read or {}))
@@ -186,7 +186,9 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
     kept: list[RankTrace] = []
     for one in ranks:
         if one.world_size != size:
-            not_read[one.path] = f"of another run: rank {one.rank} of {one.world_size}, the others are of {size}"
+            not_read[one.path] = (
+                f"from another run: rank {one.rank} of {one.world_size}, but the others have {size} ranks"
+            )
     # What was not recorded at one time is not one run.
     rest = [one for one in ranks if one.path not in not_read]
     clusters: list[list[RankTrace]] = []
@@ -200,18 +202,20 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
     for one in rest:
         if one not in largest:
             apart = min(abs(one.start - other.start) for other in largest) / 1e9
-            not_read[one.path] = f"of another run: rank {one.rank} was recorded {apart:,.1f} s apart from the others"
+            not_read[one.path] = (
+                f"from another run: rank {one.rank} was recorded {apart:,.1f} s earlier or later than the others"
+            )
     for one in sorted(largest, key=lambda one: one.rank):
         there = next((other for other in kept if other.rank == one.rank), None)
         if there:
-            not_read[one.path] = f"rank {one.rank} a second time: {there.path} is read"
+            not_read[one.path] = f"another trace of rank {one.rank}: {there.path} is read instead"
         else:
             kept.append(one)
     return kept, not_read
 
 
 def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
-    """By stamps of one clock, or of two hosts whose clocks somebody has set."""
+    """By stamps of one clock, or of two hosts whose clocks are synchronized."""
     off = CLOCKS_OFF if None not in (one.host, other.host) and one.host != other.host else 0
     return one.start < other.end + off and other.start < one.end + off
 
@@ -263,7 +267,7 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
     together = [parts for parts in found if next(iter(parts.values())).kind in LEFT_TOGETHER]
     host = {one.rank: one.host for one in ranks}
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
-        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # it does not tell, and cannot be one clock
+        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # not recorded: not one clock
     hosts = list(dict.fromkeys(host.values()))
     ahead = {hosts[0]: 0}
     while len(ahead) < len(hosts):
@@ -297,7 +301,7 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
 
 
 def _of_two_clocks(together: Sequence[dict[int, Part]], on_gpu: bool) -> bool:
-    """Whether the stamps themselves show that they are not of one clock.
+    """Whether the time stamps show that they come from different clocks.
 
     In most collectives a rank is done before another begins; or, on GPUs, where all leave one together, a
     rank's ends are off by far more than on one host.

@@ -27,7 +27,7 @@ MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the first bytes of a file tell. broken: they are not those of a trace."""
+    """What the first bytes of a file contain. broken: they are not those of a trace."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -100,7 +100,7 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | str:
     try:
         trace = read(path, limit)
         if trace.rank is None:
-            return "it does not tell which rank it is of (distributedInfo)"
+            return "it does not record its rank (distributedInfo)"
         return of_rank(trace, step)
     except TraceError as problem:
         return str(problem).removeprefix(f"{path}: ")
@@ -136,7 +136,7 @@ class _Reader:
 
     def __init__(self):
         root = str(Path(__file__).resolve().parents[2])
-        # The folder that the user stands in is no place to import from; Python 3.10 has no flag to say so.
+        # The current folder must not be imported from; Python 3.10 has no flag to say so.
         program = (
             "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
             "from tracereader.figures.reading import serve; serve()"
@@ -158,7 +158,7 @@ class _Reader:
             return msgspec.msgpack.decode(self.process.stdout.read(size), type=RankTrace | str)
         except (OSError, ValueError):  # msgspec's errors are ValueErrors
             self.is_alive = False
-            return "the process that read it was ended"
+            return "the process that read it was killed"
 
     def __enter__(self) -> "_Reader":
         return self

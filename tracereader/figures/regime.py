@@ -1,4 +1,4 @@
-"""What limits the steps, decided once: its words are in findings/steps.py."""
+"""What limits the steps. It is decided here only; the words for it are in findings/steps.py."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ MUCH_EXPOSED = 0.3
 # Near a roof: of the data sheet's peak the H200's large bf16 products reach 70 to 83%, its pointwise
 # kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
 NEAR_THE_ROOF = 0.5
-# So much of a step's GPU time must be known by FLOPs and bytes before it is said what bounds it.
+# The regime is compute- or memory-bound only if FLOPs and bytes are known for this share of a step's GPU time.
 MUCH_KNOWN = 0.5
 
 
 def waits_for(
     steady: GpuTime | None, steady_us: float, captures: Captures | None, step: StepFacts, work: Sequence[GpuWork]
 ) -> str | None:
-    """What the steps wait for; None where the GPU is idle and no launch tells why.
+    """What the steps wait for; None where the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". Judged from step to
     step, and after a first step that stands out: it would hide what the others are like.
-    steady, steady_us: the GPU's time over that window, and its length. step, work: of the step spoken of.
+    steady, steady_us: the GPU's time over that window, and its length. step, work: of the reported step.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
     if idle and _captures(captures, step):
@@ -51,12 +51,12 @@ def _captures(found: Captures | None, step: StepFacts) -> bool:
 
 
 def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
-    """The GPU's idle time (µs) by what it waited for; None: not known."""
+    """The GPU's idle time (µs) by cause; the key None is unknown."""
     return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
 
 
 def _roof_met(work: Sequence[GpuWork]) -> str:
-    """compute or memory where most of the step's GPU time is known to be near that roof, else gpu."""
+    """compute or memory if most of the step's GPU time is known to be near that peak, else gpu."""
     near = Counter()
     for one in work:
         if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:

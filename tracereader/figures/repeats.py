@@ -11,21 +11,21 @@ import msgspec
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.trace import Work
 
-# Twice may be chance, and one piece is no stretch.
+# Two repetitions may be chance, and a stretch needs more than one activity.
 LEAST_TIMES, LEAST_PIECES = 3, 2
-# A layer multiplies something: a run of copies or of an optimizer's kernels is none.
+# A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
 AT_THE_HEART = ("GEMM", "attention", "convolution")
 # Inductor names one kernel after all the ops that it fuses and after its number: from layer to layer
 # it differs in whose sums it takes along (…_add_embedding_…_7, …_add_…_12), not in what it is.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
 # Pieces in a row that are taken together when asking how far away the same comes again; and how many
-# of the commonest answers are tried. A piece that comes once a layer tells its length.
+# of the commonest answers are tried. An activity that occurs once a layer gives the layer's length.
 TOGETHER, TRIED = (1, 2, 4, 8, 16), 6
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 
 
 class Repeat(msgspec.Struct, frozen=True):
-    """`times` equal stretches of `pieces` pieces each. µs: summed GPU time of a stretch.
+    """`times` equal stretches of `pieces` GPU activities each. µs: summed GPU time of a stretch.
 
     start: the place of the first piece in the step's GPU work. inside: what fills most of one stretch and
     repeats there in turn, as the layers of a token; places as in the first stretch. replays: the places of each
@@ -55,7 +55,7 @@ class Repeat(msgspec.Struct, frozen=True):
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """A piece, or a run of equal stretches that is looked at as one."""
+    """A GPU activity, or a run of equal stretches that counts as one."""
 
     kind: Hashable
     start: int
@@ -65,7 +65,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, ...]:
-    """What repeats in a step's GPU work, in order. measured: the same work, measured over all steps."""
+    """The repetitions in a step's GPU work, in order. measured: the same activities, measured over all steps."""
     nodes = [_Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)]
     found = [node.repeat for node in _folded(nodes, work, measured) if node.repeat]
     for replayed in _replays(nodes, work, measured):
@@ -76,7 +76,7 @@ def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, 
 
 
 def _shared(one: Repeat, other: Repeat) -> int:
-    """How many pieces are in both."""
+    """The number of GPU activities in both."""
     inside = {place for places in other.places for place in places}
     return sum(place in inside for places in one.places for place in places)
 
@@ -118,7 +118,7 @@ def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
 
 
 def _kind(one: GpuWork) -> Hashable:
-    """What two pieces of one kind share: the name, but for what a tensor's place in memory and in the model changes."""
+    """The part of a name that two activities of one kind share. The rest depends on a tensor's place."""
     if one.family == "pointwise" and one.maker == "ATen" and "does" in one.name_says:
         return one.family, one.name_says["does"]  # vectorized where the tensor is aligned, else not
     return one.family, INDUCTOR.sub(r"\1", one.name)
@@ -191,7 +191,7 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
     numbers: dict[Hashable, int] = {}
     kinds = [numbers.setdefault(node.kind, len(numbers)) for node in nodes]
     hearts = list(accumulate((node.has_heart for node in nodes), initial=0))
-    found = []  # pieces covered, runs
+    found = []  # activities covered, runs
     for period in _distances(kinds):
         runs, covered, reached = [], 0, 0
         for start, end in _periodic(kinds, period):

@@ -1,4 +1,4 @@
-"""The same piece of work over the steps: how its time moves."""
+"""How the time of the same GPU activity varies over the steps."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Series, ...]:
-    """Of every piece of the step's GPU work, the costliest first; of a run on the CPU, of its ops' own time by name.
+    """Of every GPU activity of the step, the costliest first; of a run on the CPU, of its ops' self time by name.
 
     left_out: steps that are left out for ops: a kernel does in them what it always does, an op does not. An
     op's time is that of all its calls: only of steps that make as many as `step`.

@@ -1,4 +1,4 @@
-"""One run's step, as it is set against another's."""
+"""One run's step, as input of a comparison."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class Side:
 
     @cached_property
     def parts(self) -> dict[str, str]:
-        """What each name of GPU work does, in a word or two."""
+        """A few words on what each GPU activity does, by name."""
         return {one.name: _part(one) for one in self.summary.gpu_work}
 
     @cached_property
@@ -98,7 +98,7 @@ class Side:
 
 
 def what(name: str) -> str:
-    """What a kernel does, in a word where its name tells."""
+    """What a kernel does, in a word where its name says so."""
     says = decode(name)
     does = says.parts.get("does") or short(name)
     return f"{says.family} {does}" if does in ("forward", "backward") else does

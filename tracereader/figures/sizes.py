@@ -1,4 +1,4 @@
-"""What a piece of GPU work computed and moved at least, by the shapes that torch recorded of its op."""
+"""FLOPs and minimum bytes of a GPU activity, by the shapes that torch recorded for its op."""
 
 import math
 import re
@@ -73,7 +73,7 @@ def sizes_of(
 
 
 def _only_kernel(work: Work, op: Op) -> bool:
-    # Of an op with several kernels the shapes do not tell what each of them reads and writes.
+    # Of an op with several kernels the shapes do not show what each of them reads and writes.
     return all(one is work for call in op.children for one in call.work if one.kind != "memset")
 
 
@@ -87,13 +87,13 @@ def _convolves(work: Work) -> bool:
 
 
 def _half(dtype: Dtype | None) -> str:
-    """Its name, if it is multiplied as what it is. Of fp32 only the kernel's name tells whether it is as TF32."""
+    """Its name, if it is multiplied as what it is. Of fp32 only the kernel's name gives whether it is as TF32."""
     return dtype.name if dtype and dtype.name in ("bf16", "fp16") else ""
 
 
 def _alone(work: Work, op: Op, says: KernelName) -> bool:
     # Forward, towards the data or towards the weights: an op that starts two kernels of one kind has
-    # split the work between them, and the trace does not tell how.
+    # split the work between them, and the trace does not show how.
     others = [
         families.says(one)
         for call in op.children
@@ -126,5 +126,5 @@ def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
 
 
 def count_of(value: object) -> int | None:
-    """A number of things, as somebody's file has it; None if it is none."""
+    """The value as a count; None if the file holds something else."""
     return value if type(value) is int and 0 <= value < 2**53 else None

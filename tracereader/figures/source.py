@@ -56,11 +56,13 @@ def _warnings(trace: Trace) -> list[str]:
     """What is wrong with the trace itself."""
     found = []
     if trace.zeroed:
-        found.append(f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481): left out")
+        found.append(
+            f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481); they are left out"
+        )
     if trace.crossing:
         names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
         found.append(
-            f"{trace.crossing.total()} slices cross another of their track instead of nesting, and Perfetto drops "
+            f"{trace.crossing.total()} slices overlap another slice of their track without nesting, and Perfetto drops "
             f"such slices: {names}"
         )
     if other := _table_of_another_run(trace):
@@ -71,12 +73,12 @@ def _warnings(trace: Trace) -> list[str]:
             found.append(f"{slices} on a device of a category not known here, {category}: {what}")
     if not trace.work and _launches(trace):
         found.append(
-            "there are launches on the CPU lane and no GPU work: the GPU's records are missing from this trace"
+            "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         )
     if trace.unlaunched:
         several = f"{trace.unlaunched:,} GPU activities have"
         activities = several if trace.unlaunched > 1 else "one GPU activity has"
-        found.append(f"{activities} no launch in the trace: in no step, tied to no op")
+        found.append(f"{activities} no launch in the trace, and so neither a step nor an op")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What lies between a launch and its start, and between one piece of GPU work and the next."""
+"""The time from a launch call to its activity's start, and the gaps between GPU activities."""
 
 from collections import Counter, defaultdict
 from operator import attrgetter
@@ -11,7 +11,7 @@ from tracereader.trace import Op, Step, Trace, Work
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One piece of GPU work. Times in µs; None: no launch in the trace, or nothing before it.
+    """One GPU activity. Times in µs; None if the trace has no launch of it or no activity before it.
 
     gap_us: the device was idle so long before it, since the work before it (of this step or an earlier one).
     gap_in: what the launching thread was in meanwhile, the largest first. wait_us: from the start of its launch
@@ -30,7 +30,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
-    """Each piece of a step's GPU work, in order."""
+    """Each GPU activity of a step, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
     roots = roots_by_track(near)

@@ -1,4 +1,4 @@
-"""Each recorded step measured on both lanes, and what a wide one did that the others did not."""
+"""Each recorded step, measured on CPU and GPU, and what a long step did that the others did not."""
 
 import bisect
 import json
@@ -12,25 +12,25 @@ from tracereader.figures.intervals import Lengths, length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
 
-# A step that took this many times the typical one is pointed at. On the H200 the first recorded
+# A step that took this many times the typical one is marked. On the H200 the first recorded
 # step takes 1.7 to 3.4 times the others, and the others differ among each other by up to 1.4.
 STANDS_OUT = 1.5
 # A step whose GPU work took this many times the median step's is marked, too: kernels vary by 9% at most.
 GPU_STANDS_OUT = 1.3
 # Calls shorter than this in the typical step say nothing about what all calls became.
 TELLING_US = 2.0
-# The name under which a step's own time is kept: "ProfilerStep#3" is never the same in two steps.
-OUTSIDE = "outside every call"
+# The name under which a step's self time is kept: "ProfilerStep#3" is never the same in two steps.
+OUTSIDE_CALLS = "outside every call"
 
 
 class Excess(msgspec.Struct, frozen=True):
-    """Where a step's time over the typical step's went, by the names' own (self) time.
+    """Where the extra time of a step went, compared with the typical step, by self time per name.
 
-    before_first_op_us: what its way from the label to the first op took more. first_calls: time in
+    before_first_op_us: what its way from the annotation to the first op took more. first_calls: time in
     calls that the typical step does not make, by name. slower: what each name took more, the largest
     first; less_us: what the others took less, in all. more_calls: of names called more often, their calls
     here and in the typical step, and what the added ones take at the typical step's time of one, the
-    costliest first; runtime: those of them that are calls of the driver. times_low to times_high: how many
+    costliest first; runtime: those of them that are CUDA runtime API calls. times_low to times_high: how many
     times as long one call took, of most names common to both; None where too few are long enough to tell.
     alike_us: so much of us is calls up to times_high as long.
     """
@@ -52,7 +52,7 @@ class Uneven(msgspec.Struct, frozen=True):
     """Two steps that make the same calls (_calls), of which one took much longer. Places among the trace's steps.
 
     more_us: by name, what each took more by its self time, the largest first. python_us: of that, what lies in no
-    call but a label. overheads_us: the profiler's and the driver's own slices in the longer one.
+    call but an annotation. overheads_us: the profiler's and the driver's own slices in the longer one.
     """
 
     short: int
@@ -67,7 +67,7 @@ class StepFacts(msgspec.Struct, frozen=True):
 
     name: str
     cpu_us: float
-    label_to_first_op_us: float | None  # from the step's start, without a label
+    label_to_first_op_us: float | None  # from the step's start, without an annotation
     launches: int
     gpu_busy_us: float
     gpu_span_us: float
@@ -94,7 +94,7 @@ def typical(trace: Trace) -> Step:
         most = max(amounts)
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
-        # A step that compiles makes many times the others' calls; of two, nothing tells which one is odd.
+        # A step that compiles makes many times the others' calls; of two, nothing shows which one is odd.
         most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     working = [step for step in working if step.us] or working
@@ -120,7 +120,7 @@ def spanned(work: Sequence[Work]) -> tuple[int, int]:
 
 
 def label_of(step: Step) -> Op | None:
-    """The step's own annotation: the outermost label in it that torch itself did not set."""
+    """The step's own annotation: the outermost annotation in it that torch itself did not set."""
     return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
@@ -133,7 +133,7 @@ def self_us(op: Op) -> float:
 
 
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
-    """Every step, measured against the typical one."""
+    """Every step, compared with the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
@@ -166,7 +166,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
-                # Of two steps nothing tells which one is odd.
+                # With two steps, neither can be called the outlier.
                 times_the_typical=ratio if wide and len(trace.steps) > 2 else None,
                 excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
@@ -182,7 +182,7 @@ SEVERAL, BEYOND_A_COLD_START = 3, 10
 
 
 def uneven(trace: Trace) -> Uneven | None:
-    """Of steps that make the same calls, the pair that differs most, if by several times.
+    """The pair of steps with the same calls whose times differ most, if they differ by several times.
 
     The first step is none of the longer ones: it may be wide because it is the first. None without such a pair.
     """
@@ -256,7 +256,7 @@ def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -
 def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
     """From each step's first GPU work to that of the next step with any: no two overlap, however far the CPU is ahead.
 
-    Of the last one nothing tells where it ends: None, but where it is the only one with work: all of it on both lanes.
+    Of the last one nothing shows where it ends: None, but where it is the only one with work: all of it on both lanes.
     """
     working = [step for step in steps if step.work]
     if len(working) == 1:
@@ -283,7 +283,7 @@ def compilations(step: Step) -> list[Op]:
 
 
 def _label_gap_us(step: Step) -> float | None:
-    """From the label's start (the step's, without one) to the start of the first op in it."""
+    """From the annotation's start (the step's, without one) to the start of the first op in it."""
     label = label_of(step)
     ops = label.walk() if label else step.walk()
     first = next((op for op in ops if op.kind == "op"), None)
@@ -338,7 +338,7 @@ def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
 
 
 class _Own:
-    """All calls of one name in a step: their own time (µs), how many, and of which kinds."""
+    """All calls of one name in a step: their self time (µs), how many, and of which kinds."""
 
     __slots__ = ("calls", "kinds", "us")
 
@@ -349,7 +349,7 @@ class _Own:
 def _self_by_name(step: Step) -> dict[str, _Own]:
     times = defaultdict(_Own)
     for op in step.walk():
-        one = times[OUTSIDE if op.name.startswith(STEP) else op.name]
+        one = times[OUTSIDE_CALLS if op.name.startswith(STEP) else op.name]
         one.us += self_us(op)
         one.calls += 1
         one.kinds.add(op.kind)

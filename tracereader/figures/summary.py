@@ -1,4 +1,4 @@
-"""Everything measured of one trace, in one object: report, findings, comparison and --json are made of it."""
+"""Everything measured of one trace, in one object. Report, findings, comparison and --json use it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -71,10 +71,10 @@ class LanguageModel(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """All that is known of one trace. Times in µs, shares from 0 to 1; None: nothing to tell it by.
+    """Everything measured of one trace. Times in µs, shares from 0 to 1; None if the trace does not show it.
 
     typical_step: the name of the step that gpu_work, cpu, places and attention speak of. gpu and families: over the
-    window, from the first step spoken of (see left_out) to the end of the last step or of the last GPU work launched
+    window, from the first step that counts (see left_out) to the end of the last step or of the last GPU work launched
     in the steps.
     """
 
@@ -84,7 +84,7 @@ class Summary(msgspec.Struct, frozen=True):
     left_out: list[str]  # steps so much wider that they would hide what the rest is like
     typical_step: str
     typical_index: int  # its place among the trace's steps: a name may be there twice
-    cpu_us: float  # of the typical step, whichever one is spoken of
+    cpu_us: float  # of the typical step, whichever step is reported
     window_us: float
     recorded_step_us: float  # the step's time while it was recorded: see pace.py
     unprofiled_step_us: float | None  # the same without the profiler, where the run measured it
@@ -99,9 +99,9 @@ class Summary(msgspec.Struct, frozen=True):
     kernels: tuple[KernelTimes, ...]
     repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
-    idle_in: dict[str, float]  # the step's GPU time idle for want of a launch, by what the launching thread was in
+    idle_in: dict[str, float]  # the step's GPU idle time before launches, by what the launching thread was in
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
-    idle_python: dict[str, float]  # of that, what lies in Python between ops, by function; empty without stacks
+    idle_python: dict[str, float]  # the part of it in Python between ops, by function; empty without stacks
     cpu: Cpu
     places: Places
     training: Training
@@ -112,7 +112,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> StepFacts:
-        """The step spoken of: a typical one, or the one asked for."""
+        """The reported step: a typical one, or the one asked for."""
         return self.steps[self.typical_index]
 
     @property
@@ -122,12 +122,12 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def kernels_of_step(self) -> list[GpuWork]:
-        """Of the GPU work of the step spoken of, what is no copy and no memset."""
+        """Of the GPU work of the reported step, what is no copy and no memset."""
         return [one for one in self.gpu_work if one.kind == "kernel"]
 
     @property
     def summed_us(self) -> float:
-        """The times of that GPU work together, also where pieces ran beside each other."""
+        """The summed times of that GPU work; overlapping activities count in full."""
         return sum(one.us for one in self.gpu_work)
 
     @property
@@ -155,16 +155,16 @@ class Summary(msgspec.Struct, frozen=True):
         return self.recorded_step_us * self.steady.busy_us / self.steady_us
 
     def count(self, kind: str) -> int:
-        """Kernels, memcpys or memsets of the step spoken of."""
+        """Kernels, memcpys or memsets of the reported step."""
         return sum(one.kind == kind for one in self.gpu_work)
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
 
-    Before it the GPU waits for the recording's first launch, behind it nobody launches any more: of a few steps
-    that is much. Of several streams the busiest one counts: on another one a step's copies run a step ahead. None of
-    a single step.
+    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps
+    these idle times are a large share. Of several streams the busiest one counts: on another one a step's copies run a
+    step ahead. None for a single step.
     """
     working = [step for step in steps if step.work]
     firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []

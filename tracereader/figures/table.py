@@ -1,4 +1,4 @@
-"""torch's profiler table, from the trace: every name's own and total time on both sides, over the whole recording."""
+"""torch's profiler table, from the trace: every name's self and total time on both sides, over the whole recording."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """The second row that torch's own table has for a label: from its first to its last kernel, idle gaps included."""
+    """The second row of an annotation in torch's own table: from its first to its last kernel, idle gaps included."""
 
     name: str
     calls: int
@@ -51,7 +51,7 @@ class Table(msgspec.Struct, frozen=True):
     label_spans: tuple[LabelSpan, ...]
     self_cpu_us: float
     self_gpu_us: float
-    label: str | None  # the first label below the steps' marks
+    label: str | None  # the first annotation below the steps' marks
     label_calls: dict[str, float]  # what it calls directly, by name: total CPU µs
 
 
@@ -147,7 +147,7 @@ def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
 def _all(trace: Trace) -> Iterator[Op]:
     tops = {}
     for root in (*(root for step in trace.steps for root in step.roots), *trace.outside):
-        while root.parent is not None:  # a label around the loop
+        while root.parent is not None:  # an annotation around the loop
             root = root.parent
         tops[id(root)] = root
     for top in tops.values():
@@ -155,7 +155,7 @@ def _all(trace: Trace) -> Iterator[Op]:
 
 
 def _label(nodes: Sequence[Op], parents: Sequence[int | None]) -> tuple[str | None, dict[str, float]]:
-    """The first label below the steps, and what all slices of its name call, by name."""
+    """The first annotation below the steps, and what all slices of its name call, by name."""
     name = next((op.name for op in nodes if op.kind == "label" and not op.name.startswith(STEP)), None)
     inside = Counter()
     for op, parent in zip(nodes, parents, strict=True):

@@ -1,4 +1,4 @@
-"""What a training step is made of beyond its kernels: backward by forward op, what is computed again, the optimizer,
+"""Parts of a training step: backward by forward op, recomputation, the optimizer,
 synchronizations, the wait for the loader, memory."""
 
 import bisect
@@ -52,7 +52,7 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Calls in which the CPU waited for the GPU, by the op that asked, or its label; Python where there is none.
+    """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.
 
     cpu_us: in the calls. idle_us: of the GPU, during each call and during the next launch call after it.
     """
@@ -67,7 +67,7 @@ class Sync(msgspec.Struct, frozen=True):
 class Loading(msgspec.Struct, frozen=True):
     """The step's wait for the DataLoader's next batch.
 
-    idle_us: of that, with the GPU idle, without what a synchronization in it is charged; None without a GPU lane.
+    idle_us: GPU idle time in it, without what is charged to a synchronization; None without a GPU lane.
     """
 
     us: float
@@ -94,7 +94,7 @@ class MemoryCurve(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """Of the step spoken of."""
+    """Of the reported step."""
 
     backward_of: tuple[Place, ...]  # GPU time of backward by the forward op that it belongs to, the largest first
     recomputed: Recomputed | None
@@ -168,7 +168,7 @@ def _ids(ops: Sequence[Op]) -> set[int]:
 def recomputed_ops(step: Step) -> list[Op]:
     """Ops that autograd records inside a backward that it does not record itself: forward ops, run once more.
 
-    Of a backward that is to be differentiated (create_graph) it records every op, and nothing tells which of
+    Of a backward that is to be differentiated (create_graph) it records every op, and nothing shows which of
     them ran before: of those none is counted.
     """
     found = []
@@ -277,7 +277,7 @@ def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op
 
 
 def _waits_in(op: Op) -> bool:
-    """A call of the driver that returns only when the GPU is done; a copy to memory that is not pinned is one, too."""
+    """Whether a runtime API call returns only when the GPU is done, as a copy to memory that is not pinned does."""
     if op.kind != "runtime":
         return False
     if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
@@ -314,7 +314,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
 
 
 def asking(call: Op) -> str:
-    """The outermost of the aten ops right around a call, as aten::item; else the innermost op, or label."""
+    """The outermost of the aten ops right around a call, as aten::item; else the innermost op, or annotation."""
     name = label = None
     for op in call.above():
         if op.kind == "label":
@@ -358,7 +358,7 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
     around = list(_around(step, peak.track, peak.time))
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
     labels = _labels(around)
-    if not labels:  # backward's own thread: the label that is open then on the step's
+    if not labels:  # backward's own thread: the annotation that is open then on the step's
         main = next((root.track for root in step.roots if root.name == step.name), None)
         labels = _labels(_around(step, main, peak.time))
     ops = [op.name for op in around if op.kind == "op"]

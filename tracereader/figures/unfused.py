@@ -1,4 +1,4 @@
-"""Attention that is not fused: a softmax between two batched products, and what its matrix of scores costs."""
+"""Attention that is not fused: a softmax between two batched products, and the cost of its scores."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ SDPA = "aten::scaled_dot_product_attention"
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The matrix [batch x heads, queries, keys], as recorded shapes tell of it.
+    """The matrix [batch x heads, queries, keys], as recorded shapes describe it.
 
-    written and read: how often as a whole, by the pieces of work from the first product to the second.
-    moved: the bytes of that. at_least: of query, key, value and the result, all that a fused kernel has to move.
+    written and read: how often as a whole, by the GPU activities from the first product to the second.
+    moved: the bytes written and read. at_least: the bytes of query, key, value and result, which a fused kernel moves.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class Scores(msgspec.Struct, frozen=True):
 class Unfused(msgspec.Struct, frozen=True):
     """One such attention. us: of the GPU work between its two products (of the ops there, on a CPU).
 
-    pieces: of that work; 0 on a CPU. scores: only of a GPU, and with recorded shapes.
+    pieces: the number of GPU activities; 0 on a CPU. scores: only on a GPU with recorded shapes.
     """
 
     us: float
@@ -118,7 +118,7 @@ def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
     if scores is None or result is None:
         return True
     rows = scores.batch * scores.m
-    # Compiled, the softmax is among other ops of a kernel, and its shape is not told from theirs.
+    # Compiled, the softmax is among other ops of a kernel, and its shape is not recorded from theirs.
     of = dims_of(softmax.args)[:1] if softmax is not None and softmax.name == SOFTMAX else []
     # A learned sink (gpt-oss) is one key more, for the softmax only.
     if of and math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)):

@@ -1,11 +1,23 @@
-"""Findings about attention, and about what eager code around it does unasked: copies, masks, casts, old code."""
+"""Findings about attention and about hidden work of eager code around it: copies, masks, casts, old kernels."""
 
 import re
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.findings.finding import CPU, GPU, TREE, Verdict, activities, counted, duration, finding, listed, size
+from tracereader.findings.finding import (
+    CPU,
+    GPU,
+    ROOFS,
+    TREE,
+    Verdict,
+    activities,
+    counted,
+    duration,
+    finding,
+    listed,
+    size,
+)
 from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
@@ -19,8 +31,8 @@ BACKENDS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
     "aten::_scaled_dot_product_attention_math_for_mps": "math",
 }
-# Less of a step's GPU time is not worth a line: the fp32 product of a rotary embedding takes 0.1% of eager prefill on
-# the H200, the math backend's two take 36%.
+# A smaller share of a step's GPU time is not reported: the fp32 product of a rotary embedding takes 0.1% of eager
+# prefill on the H200, the math backend's two take 36%.
 WORTH_A_LINE = 0.01
 # Below it occupancy is called low: 12.5% of FlashAttention's and flex_attention's kernels on the H200. At 19% nvjet's
 # products reach 83% of the arithmetic peak.
@@ -62,7 +74,7 @@ def unfused(summary: Summary) -> Verdict:
 
 
 def _moved(found: Sequence) -> str:
-    """What the matrices of scores cost in bytes, by the recorded shapes."""
+    """The bytes that the matrices of scores cost, by the recorded shapes."""
     first = found[0].scores
     alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
     matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({size(first.bytes)}) are written "
@@ -82,7 +94,7 @@ def _moved(found: Sequence) -> str:
 def hidden_copy(summary: Summary) -> Verdict:
     found = summary.attention.hidden_copies
     if not found:
-        return Verdict(False, "no op of the step clones its input to spare it")
+        return Verdict(False, "no op of the step clones its input first")
     gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
     us = cost_of(summary, gpu_us, cpu_us)
     first = found[0]
@@ -107,7 +119,7 @@ def mask_remade(summary: Summary) -> Verdict:
     if made is None:
         return Verdict(False, "no tril or triu of constants in the step")
     if len(summary.steps) < 2:
-        return Verdict(None, "a mask is made, and there is one step only: whether in each is not to be told")
+        return Verdict(None, "the step makes a mask, but one step does not show whether every step does")
     gpu = f", {duration(made.gpu_us)} of GPU time in {activities(made.pieces)}" if made.pieces else ""
     names = listed(name.removeprefix("aten::") for name in made.ops)
     times = f"{made.times:,} times" if made.times > 1 else "once"
@@ -132,7 +144,7 @@ def mask_remade(summary: Summary) -> Verdict:
 def cast_before_product(summary: Summary) -> Verdict:
     found = summary.attention.cast_products
     if found is None:
-        return Verdict(False, "no product of fp32 whose factors were cast to it")
+        return Verdict(False, "no fp32 product whose factors were cast to fp32")
     seen = (
         f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
         f"fp32 of {duration(found.products_us)}"
@@ -175,8 +187,8 @@ def for_an_older_gpu(summary: Summary) -> Verdict:
     own = summary.source.compute_capability or ""
     told = [(one, _written_for(one)) for one in summary.gpu_work]
     if not own.isdigit() or not any(sm for _, sm in told):
-        return Verdict(None, "no kernel whose name says what it was written for")
-    # What came later and matters here: wgmma and TMA on sm 90, the fifth tensor cores on sm 100.
+        return Verdict(None, "no kernel whose name gives the GPU generation")
+    # Instructions that came later and matter here: wgmma and TMA on sm 90, the fifth tensor cores on sm 100.
     older = [one for one, sm in told if sm and sm // 10 < int(own) // 10 and 90 <= int(own) < 120]
     us = sum(one.us for one in older)
     if us <= 0.1 * summary.summed_us:
@@ -188,7 +200,7 @@ def for_an_older_gpu(summary: Summary) -> Verdict:
 
 
 def _written_for(one: GpuWork) -> int | None:
-    """The architecture that a product's or an attention kernel's name tells."""
+    """The architecture that a product's or an attention kernel's name gives."""
     if one.family not in ("GEMM", "attention"):
         return None
     told = one.name_says.get("for") or one.maker.rpartition(", ")[2]
@@ -209,7 +221,7 @@ def _written_for(one: GpuWork) -> int | None:
 )
 def low_occupancy(summary: Summary) -> Verdict:
     one = max(summary.gpu_work, key=lambda one: one.us, default=None)
-    # Asked of the kernel that is most of the step: of one among many, the step's time says nothing.
+    # Only for the kernel that takes most of the step.
     if one is None or one.occupancy is None or one.us < 0.5 * summary.summed_us:
         return Verdict(None, "no kernel with a known footprint that takes half of the step's GPU time")
     limit = f"{one.occupancy.limit:.1%}".replace(".0%", "%")
@@ -223,8 +235,7 @@ def low_occupancy(summary: Summary) -> Verdict:
 def _its_rate(one: GpuWork) -> str:
     if one.of_roof is None:
         return ""
-    roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[one.roof]
-    return f"; at {one.of_roof:.0%} of {roof}"
+    return f"; at {one.of_roof:.0%} of the {ROOFS[one.roof][0]}"
 
 
 @finding(
@@ -242,13 +253,13 @@ def time_in_a_library(summary: Summary) -> Verdict:
     total = sum(call.self_us for call in summary.cpu.chain if call.kind in ("op", "runtime"))
     name = max(own, key=own.get, default=None)
     if name is None or not total:
-        return Verdict(None, "no op whose kernel is a library's")
+        return Verdict(None, "no op that launches a library's kernel")
     seen = (
         f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; its kernel is "
         f"{makers[name].split()[0]}'s"
     )
-    # Where the step waits for the GPU, the CPU's time costs it nothing; and beside all else that a step does a
-    # product's 29.3 of 106.7 µs are no news.
+    # Where the step waits for the GPU, the CPU's time does not matter; and beside all else that a step does a
+    # product's 29.3 of 106.7 µs are not remarkable.
     much = own[name] >= MOST_OF_IT * summary.chosen.cpu_us
     cost = cost_of(summary, cpu_us=own[name]) if much else None
     return Verdict(own[name] >= MOST_OF_IT * total, seen, cost_us=cost)

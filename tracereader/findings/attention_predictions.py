@@ -1,4 +1,4 @@
-"""What the attention rungs guess beside what attention.py finds: a step's pieces in order, one kernel, its memory."""
+"""Further predictions of the attention rungs: a step's GPU activities in order, one kernel, its memory."""
 
 import math
 
@@ -15,7 +15,7 @@ WORKSPACE_BYTES = 32 * 2**20
 
 
 def _word(one: GpuWork) -> str:
-    """What a GPU activity is, in a word."""
+    """One word for a GPU activity."""
     if one.kind != "kernel":
         return "copy" if one.kind == "memcpy" else one.kind
     if one.family in ("GEMM", "attention"):
@@ -68,7 +68,7 @@ def occupancy_not_estimated(summary: Summary) -> Verdict:
     kernels = summary.kernels_of_step
     one = kernels[0] if len(kernels) == 1 else None
     if one is None or one.occupancy is None:
-        return Verdict(None, "not one kernel with its footprint")
+        return Verdict(None, "the step is not one kernel with recorded registers and shared memory")
     seen = (
         f"{one.registers} registers a thread and {one.shared_memory:,} B shared memory a block of "
         f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}"
@@ -122,7 +122,7 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
         return Verdict(None, "no peak memory in this trace")
     scores, rest = known
     if scores <= WORKSPACE_BYTES:
-        return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are lost in what libraries keep")
+        return Verdict(None, f"scores of {scores / 1e6:,.1f} MB are smaller than the memory that libraries keep")
     seen = (
         f"{rest / 1e6:,.0f} MB at the peak besides query, key, value and result, {rest / scores:.1f} times "
         f"the scores' {scores / 1e6:,.0f} MB"
@@ -134,7 +134,7 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
 
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
-    """Bytes of the scores, and of the peak less the inputs and the result; None where the run's facts do not tell."""
+    """Bytes of the scores, and of the peak less the inputs and the result; None if the run's facts do not have them."""
     facts = summary.source.facts
     sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
     if sizes is None or facts.peak_bytes is None or dtype is None:

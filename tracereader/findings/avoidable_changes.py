@@ -1,4 +1,4 @@
-"""Changes that leave work out: memory that is allocated, copies that are made and code that is compiled anew."""
+"""Changes that remove work: memory allocation, copies, masks and recompilation in the steps."""
 
 from collections import Counter
 from collections.abc import Sequence

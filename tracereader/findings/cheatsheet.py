@@ -11,7 +11,7 @@ from tracereader.findings import attention, attention_predictions, decoding, gpu
 from tracereader.findings.finding import WHERE, Finding, Verdict
 
 MODULES = (steps, ops, gpu_work, attention, attention_predictions, decoding, training)
-# By name. Whatever one of these modules declares is here: a new finding is listed nowhere else.
+# By name. A finding that one of these modules declares is included without further registration.
 FINDINGS = {one.name: one for module in MODULES for one in vars(module).values() if isinstance(one, Finding)}
 PREDICTABLE = {name: one for name, one in FINDINGS.items() if one.predicts}
 CHEATSHEET = sorted((one for one in FINDINGS.values() if one.where), key=lambda one: WHERE.index(one.where))
@@ -25,12 +25,12 @@ def found(summary: Summary) -> list[Shown]:
     return sorted((one for one in verdicts if one[1].holds), key=lambda one: -(one[1].cost_us or 0))
 
 
-# A finding that costs less of a step is not worth a line of the answer.
+# A finding that costs a smaller share of a step is not part of the answer.
 WORTH_TELLING = 0.05
 
 
 def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
-    """Of the findings that a trace shows, the one or two that cost a step most."""
+    """The one or two findings that cost a step most, of those that a trace shows."""
     step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
     return [one for one in shown if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
 
@@ -42,7 +42,7 @@ def what_to_do(summary: Summary) -> str:
 
 
 def reveals(summary: Summary) -> list[str]:
-    """What a trace shows most, a line each: the findings that cost a step most, else one that is telling."""
+    """One line for each of the findings that cost a step most; if none has a cost, one characteristic finding."""
     shown = found(summary)
     most = costliest(summary, shown) or [one for one in shown if one[0].telling][:1]
     return [f"{one.see}: {verdict.evidence}" for one, verdict in most]

@@ -1,4 +1,4 @@
-"""Changes of what the CPU does: launches, waits, Python, the loader, the optimizer's loop."""
+"""Changes of the CPU's work: launches, synchronizations, Python, the DataLoader, the optimizer."""
 
 import bisect
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ READY_BATCH_US = 80
 PAUSE_US = 500
 # Of the functions in it so many are named, and only those with this share of their time.
 FUNCTIONS_NAMED, A_SHARE = 3, 0.1
-# Ops that do nothing but bring a value from the GPU.
+# Ops that only copy a value from the GPU.
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 # An index by a mask asks how many elements the mask chooses.
 CHOOSES = "aten::nonzero"
@@ -164,7 +164,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
     better = "fused" if one.name in FUSED_OPTIMIZERS else "foreach"
     return Proposal(
         graph,
-        f"{one.name} as a {one.how}: {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time",
+        f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time",
         f"torch.optim.{one.name}(…, {better}=True)",
         assumed=True,
         title=f"use the {better} {one.name}",

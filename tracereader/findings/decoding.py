@@ -1,4 +1,4 @@
-"""Findings about a language model's steps: tokens a second and their roof, and work that it may do without."""
+"""Findings about a language model's steps: tokens per second, the roofline, and work that may be unnecessary."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
 from tracereader.findings.steps import cost_of
 
-# What takes less of a step, on the lane that it waits for, is not worth a word: of the H200's traces
+# A smaller share of a step, on the lane that it waits for, is not reported. In the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
 WORTH_A_WORD = 0.025
 # Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
@@ -22,7 +22,7 @@ FAR_BELOW, NEAR = 2 / 3, 0.85
 
 
 def in_words(summary: Summary) -> list[str]:
-    """Tokens a second, and the roof, where the run told what its step reads."""
+    """Tokens per second and the roofline, if the run stored what its step reads."""
     found = summary.llm.decoding
     if found is None:
         return []
@@ -39,15 +39,15 @@ def in_words(summary: Summary) -> list[str]:
         ridge = ridge_rows(common_peaks(summary.source.devices))
         if ridge and rows >= ridge:
             lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
-    # Prefill multiplies each weight by many tokens: its roof is no reading.
+    # Prefill multiplies each weight by many tokens, so reading the weights does not limit it.
     if facts.phase == "decode" and found.least_us and found.least_us <= found.step_us:
         lines += [_roof(found), *_products(summary), *_attention(summary)]
     return lines
 
 
 def _roof(found: Decoding) -> str:
-    """Of reading and arithmetic what takes longer. Where arithmetic is not known, reading allows so much, and no more
-    is said."""
+    """The longer of reading and arithmetic. If the arithmetic is not known, the text names reading only
+    and claims no more."""
     facts, least = found.facts, found.least_us
     read = f"weights ({size(facts.weight_bytes)})"
     if facts.cache_bytes:
@@ -103,7 +103,7 @@ def _attention(summary: Summary) -> list[str]:
     if far_below and not empty_cache.ask(summary).holds:
         said += (
             f"; all that is allocated ({size(whole)}, {whole / filled:.1f} times as much) would be "
-            f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps its empty rest is read, too"
+            f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps the kernel reads the empty part, too"
         )
     return [said]
 
@@ -192,7 +192,7 @@ def casts_alone(summary: Summary) -> Verdict:
 
 
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
-    """Holds where it is worth a word on the lane that the step waits for."""
+    """Holds if the cost is large enough on the lane that the step waits for."""
     step, total = summary.chosen, summary.summed_us
     on_cpu = summary.waits_for == "overhead" and found.cpu_us
     much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)

@@ -1,4 +1,4 @@
-"""How much faster one run's step is than another's, and why, as far as the two traces decide it."""
+"""How much faster one run's step is than another's, and why, as far as the two traces show the reason."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from tracereader.figures.side import Side
 from tracereader.findings.finding import counted, family_in_words, in_one_unit, listed
 
-# Steps whose times differ by less are equally fast: the same program recorded twice differs by that much.
+# Steps whose times differ by less are equally fast. Two recordings of the same program differ by that much.
 ALIKE = 0.05
-# What explains at least this share of the difference between two steps is named as a reason.
+# A reason is named if it explains at least this share of the difference between two steps.
 CONSIDERABLE = 0.15
 MOSTLY = 0.5
 REASONS = 3
@@ -18,13 +18,13 @@ FUSABLE = ("pointwise", "normalization", "reduction", "copy")
 
 
 def step_us(side: Side, chosen: bool = False) -> float:
-    """The step's time (µs) from start to start. chosen: of the step spoken of alone, on the lane that takes longer."""
+    """The step's time (µs) from start to start. chosen: of the reported step alone, on the lane that takes longer."""
     one = side.summary.chosen
     return max(one.cpu_us, one.gpu_span_us) if chosen else side.summary.recorded_step_us
 
 
 def pace(before_us: float, after_us: float, than: str = "") -> str:
-    """is 7.8 times as fast: 0.747 ms per step instead of 5.80. than: what it is set against, where several could be."""
+    """For example "is 7.8 times as fast: 0.747 ms per step instead of 5.80". than: names the other run."""
     unit, (was, now) = in_one_unit((before_us, after_us))
     times = f"{now} {unit} per step instead of {was}"
     against = f" as {than}" if than else ""
@@ -42,7 +42,7 @@ def is_alike(one_us: float, other_us: float) -> bool:
 
 
 def reasons(before: Side, after: Side) -> list[str]:
-    """Why the second step takes another time than the first, the launches first; empty where the traces do not tell."""
+    """Why the times of two steps differ, launches first; empty if the traces do not show it."""
     first, second = before.summary, after.summary
     if first.source.devices != second.source.devices:
         return []
@@ -193,7 +193,7 @@ def _copies(rows: Sequence[Sequence]) -> str:
 
 
 def _other_kernels(before: Sequence, after: Sequence) -> str:
-    """What most of the time of as many kernels ran on before and after, and in which types, where the names tell."""
+    """What most of the time of as many kernels ran on before and after, and in which types, where the names say so."""
     changed = []
     for said in ("on", "types"):
         was, now = (_mostly(some, lambda one, said=said: one.name_says.get(said)) for some in (before, after))
@@ -217,7 +217,7 @@ def _mostly(rows: Sequence, key: Callable) -> str | None:
 
 
 def _by_op(before: Side, after: Side, difference: float) -> list[str]:
-    """The ops whose own time explains much of the difference between two steps on the CPU."""
+    """The ops whose self time explains much of the difference between two steps on the CPU."""
     was, now = (side.summary.cpu.ops for side in (before, after))
     found = []
     for name in {**was, **now}:

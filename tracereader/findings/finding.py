@@ -19,7 +19,7 @@ TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane
 
 @dataclass(frozen=True)
 class Verdict:
-    """holds: None where this trace cannot tell. why_not: shown only where it does not hold.
+    """holds: None if the trace does not decide it. why_not: shown only if it does not hold.
 
     cost_us: what it costs each step, where that is known.
     """
@@ -32,7 +32,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a trace can show, and the function that judges whether it does.
+    """A pattern that a trace can show, and the function that judges whether it does.
 
     name: the judge's, which the records of predictions and `--json` hold.
     where, see, means: its row of the cheatsheet; a finding without them shows as a prediction only.
@@ -113,7 +113,7 @@ def read_record(record: dict, findings: dict[str, Finding]) -> Prediction | None
                 else:
                     positional.append(value)
         return made(*positional, **named)
-    except Exception:  # a file may hold anything, and no prediction is worth the report
+    except Exception:  # the file may hold anything, and a bad record must not stop the report
         return None
 
 
@@ -152,6 +152,13 @@ def significant(value: float) -> str:
 def tokens_s(a_second: float) -> str:
     """Tokens a second: a large model on a CPU writes less than one."""
     return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
+
+
+# What limits a kernel or an op, by a data sheet and as a run measured it: (peak, best rate).
+ROOFS = {
+    "compute": ("arithmetic peak", "best arithmetic rate"),
+    "memory": ("memory bandwidth", "best memory rate"),
+}
 
 
 def family_in_words(family: str) -> str:

@@ -1,4 +1,4 @@
-"""Changes of the GPU's work: what can be fused, aligned, laid out in another way, or left out."""
+"""Changes of the GPU's work: fusion, tensor cores, alignment, layout, copies, recomputation, block counts."""
 
 import math
 from collections import defaultdict
@@ -52,7 +52,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for one in fusable):
-        return None  # the model is compiled: what is left lies outside of it
+        return None  # the model is already compiled; what remains is outside of it
     chains = _chains(case)
     if not chains:
         return None
@@ -213,7 +213,7 @@ def _fused_attention_us(run: Sequence[Entry], forward: int, backward: int, peaks
     """The time of one kernel in place of each forward and backward of these."""
     products = _products(run)
     one, op = products[0]
-    # A mask of queries x keys is the causal one, mostly, and a fused kernel skips what it hides.
+    # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
     masked = any(op is not None and op.name in MASKS for _, _, op in run)
     passes = (forward + BACKWARD_FLOPS * backward) / (1 + masked)
     asked = next((above for above in op.above() if above.name == SDPA), op)

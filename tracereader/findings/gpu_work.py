@@ -21,13 +21,13 @@ from tracereader.findings.finding import (
 from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import short
 
-# Summed times of a step this many times what the GPU was busy: 2.4 on the H200 where each kernel starts during the one
+# The ratio of a step's summed times to its busy time: 2.4 on the H200 where each kernel starts during the one
 # before, 1.3 beside collectives that wait; 1.0 in training, where a memset runs beside a kernel now and then.
 OVERLAPS = 1.1
 
 
 def overlap(summary: Summary) -> bool:
-    """Whether a step's kernels run beside each other, so that their times' sum is more than the time they take."""
+    """Whether a step's kernels overlap, so that the sum of their times exceeds the busy time."""
     total = summary.summed_us
     beside = not all(one.ran_alone for one in summary.gpu_work)
     return beside and total > OVERLAPS * summary.chosen.gpu_busy_us
@@ -64,7 +64,7 @@ def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
 def occupancy_asked_once(summary: Summary) -> Verdict:
     asking = [step for step in summary.steps if step.occupancy_queries]
     if not asking:
-        return Verdict(True, f"none in {_span(summary)}: if asked at all, then before they were recorded")
+        return Verdict(True, f"none in {_span(summary)}: any query came before the recorded steps")
     first = asking[0]
     seen = f"{first.occupancy_queries} in step {first.number}"
     if len(asking) > 1:
@@ -104,7 +104,7 @@ def gemm_is_heavy(summary: Summary) -> Verdict:
         kind = "GEMM" if one.family == "GEMM" else "other"
         prints.setdefault(kind, (one.registers, one.shared_memory))
     if set(prints) != {"GEMM", "other"} or None in [*prints["GEMM"], *prints["other"]]:
-        return Verdict(None, "not a GEMM and another kernel with their footprints")
+        return Verdict(None, "the trace does not have both kernels with their registers and shared memory")
     (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
     seen = (
         f"GEMM {registers} registers a thread and {shared:,} B shared memory a block; "
@@ -139,7 +139,7 @@ def duration_varies(summary: Summary) -> Verdict:
         default=None,
     )
     if widest is None:
-        return Verdict(None, "nothing of 5 µs or more that ran alone in three steps")
+        return Verdict(None, "no kernel of at least 5 µs that ran alone in three steps")
     seen = (
         f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
         f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
@@ -204,12 +204,12 @@ def name_says_transposed(summary: Summary) -> Verdict:
     gemms = _gemms(summary)
     layouts = {one.name_says.get("layout", "") for one in gemms}
     if not gemms or layouts == {""}:
-        return Verdict(None, f"no GEMM whose name tells its layout: {listed({one.name for one in gemms})}")
+        return Verdict(None, f"no GEMM's name gives its layout: {listed({one.name for one in gemms})}")
     return Verdict(all("t" in layout.lower() for layout in layouts), f"layout {listed(sorted(layouts))}")
 
 
 @finding(
-    predicts="gate and up use the same kernel; down has equal arithmetic and gets a faster one",
+    predicts="gate and up use the same kernel; down has the same FLOPs and uses a faster one",
     needs_gpu=True,
     claims="30",
 )
@@ -224,7 +224,7 @@ def down_proj_has_another_tile(summary: Summary) -> Verdict:
 
 
 @finding(
-    predicts=lambda m, k, n: f"batch and sequence flatten to {m} rows, and the GEMMs do equal arithmetic",
+    predicts=lambda m, k, n: f"batch and sequence flatten to {m} rows, and the GEMMs have the same FLOPs",
     needs_gpu=True,
     claims="30",
 )

@@ -1,7 +1,7 @@
-"""Whether a second run does what the first one's report proposed, and the step that was predicted and measured.
+"""Whether a second run follows a proposal of the first run's report, with the predicted and the measured step.
 
 For each change id that two traces can decide, MADE says by what. A judge answers True only where the second trace
-shows the change, the first one does not, and the rest of the work is the same as far as the traces tell.
+shows the change, the first one does not, and the rest of the work is the same as far as the traces show it.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from tracereader.figures.side import Side
 from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
 from tracereader.findings.opportunity import Opportunity
 
-# Where so much of something or less is left, it is as good as gone.
+# If at most this share remains, the work counts as gone.
 LEFT = 0.5
 # Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
 SAME_FLOPS = 0.05
@@ -131,7 +131,7 @@ def _tensor_cores(before: Side, after: Side) -> bool:
 
 
 def _align_shapes(before: Side, after: Side) -> bool:
-    """As many products, fewer of them with a dimension that is no multiple of 8."""
+    """As many products, fewer of them with a dimension that is not a multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
@@ -205,7 +205,7 @@ def _no_recompute(before: Side, after: Side) -> bool:
 
 
 def _overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU, and most of the time of copies with nothing beside them is gone."""
+    """As many bytes are copied to the GPU, and most of the time of exposed copies is gone."""
     was, now = (
         sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
     )
@@ -251,7 +251,7 @@ def _same_heavy(before: Side, after: Side) -> bool:
 
 
 def _same_products(before: Side, after: Side) -> bool:
-    """Whether as many ops ask for products, and as many for convolutions; of CUDA graphs, as many kernels do both."""
+    """Whether equally many ops launch products and convolutions; in CUDA graphs, equally many kernels do."""
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
     if any(map(any, calls)):
         return calls[0] == calls[1]
@@ -269,7 +269,7 @@ def _on_cuda_cores_us(side: Side) -> float:
 
 
 def _usual_type(side: Side) -> str | None:
-    """The types that most of the time of products and convolutions is in, of those whose kernels' names tell."""
+    """The types that most of the time of products and convolutions is in, of those whose kernels' names say them."""
     times = Counter()
     for one in _heavy(side):
         if said := one.name_says.get("types"):

@@ -1,4 +1,4 @@
-"""What to try first, and what it would save: every change that a trace gives reason to, the largest saving first."""
+"""What to try first and what it would save: all changes that a trace suggests, the largest saving first."""
 
 import msgspec
 

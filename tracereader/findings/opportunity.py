@@ -20,7 +20,7 @@ from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import AUTOGRAD
 
-# What is saved of a step has to be more than this share of it to be shown.
+# A change is shown only if it saves more than this share of the step.
 WORTH_SHOWING = 0.02
 
 
@@ -64,7 +64,7 @@ class Proposal:
     """The graph after a change, the figures that give reason to it, and how to try it.
 
     assumed: whether a hardware limit or a typical rate is in the graph. title: where it says more than the change's.
-    shared: how many of today's batches the changed step serves; its time is told for one of them.
+    shared: how many of today's batches the changed step serves; its time is given for one of them.
     """
 
     graph: Graph
@@ -87,7 +87,7 @@ class Change:
 def priced(
     name: str, title: str, proposal: Proposal | None, unprofiled: "Unprofiled | None" = None
 ) -> Opportunity | None:
-    """What a proposal saves; None of none. name, title: the change's."""
+    """The opportunity that a proposal gives; None without a proposal. name, title: those of the change."""
     if proposal is None:
         return None
     before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared

@@ -1,4 +1,4 @@
-"""Findings about the ops of a step: the profiler's table and the dispatch chain, eager and compiled."""
+"""Findings about the ops of a step: the profiler's table and the call tree, eager and compiled."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
 
 @finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
 def many_calls(summary: Summary) -> Verdict:
-    # The busiest op of the rungs' MLP runs 9 times a step and is no bottleneck.
+    # The busiest op of the rungs' MLP runs 9 times a step and is not a bottleneck.
     name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
     return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
@@ -58,7 +58,7 @@ def cost_in_children(summary: Summary) -> Verdict:
 )
 def annotation_twice(summary: Summary) -> Verdict:
     label, step = summary.cpu.label, summary.chosen
-    # Of several labels in a step, none has the step's span.
+    # If a step has several annotations, none of them spans the step.
     if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
         return Verdict(False, "")
     return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work")
@@ -194,7 +194,7 @@ def recompiled(summary: Summary) -> Verdict:
     seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
     spoken_of = [one for one in steps if one.name not in summary.left_out]
     us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
-    # While the CPU compiles for so long, either lane waits.
+    # While the CPU compiles, both lanes wait.
     cost = cost_of(summary, us, us) if us else None
     return Verdict(
         bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]), cost_us=cost

@@ -1,4 +1,4 @@
-"""Changes of a run on several GPUs, which its ranks' traces decide only together."""
+"""Changes of a run on several GPUs. Deciding on them takes the traces of all ranks."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class RankCase:
 
 @dataclass(frozen=True)
 class RankChange:
-    """One change of all ranks. replayed: the rank whose replay tells the step after it; None without a reason to."""
+    """One change of all ranks. replayed: the rank whose replay gives the step after it; None without a reason to."""
 
     name: str
     title: str
@@ -94,7 +94,7 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
 
 
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
-    """The rank that waits least for the others, where communication costs it something."""
+    """The rank that waits least for the others and has exposed communication."""
     one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
     return one if share(one, one.exposed_communication_us) > WORTH_SHOWING else None
 
@@ -107,8 +107,8 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     sharded = bool(kinds & set(SHARDED))
     return Proposal(
         overlapped(case.graph, case.collectives),
-        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and computes "
-        f"nothing beside {duration(case.per_step_us(one.exposed_communication_us))} of that",
+        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and "
+        f"{duration(case.per_step_us(one.exposed_communication_us))} of that is exposed",
         "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
         "set_modules_to_backward_prefetch)"
         if sharded
@@ -140,14 +140,14 @@ def bucket_size(case: RankCase) -> Proposal | None:
 
 
 def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
-    """The slowest of the other ranks: the one that waits least. None without a straggler."""
+    """The slowest of the other ranks, which waits least. None without a straggler."""
     slow = straggler(summary)
     others = [one for one in summary.ranks if one is not slow]
     return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
 
 
 def balance_ranks(case: RankCase) -> Proposal | None:
-    """No collective waits for a rank that comes late."""
+    """Removes the waits for late ranks from all collectives."""
     slow, why = straggler(case.summary), loss(case.summary)
     times = {
         work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]
@@ -158,7 +158,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     waited = duration(case.per_step_us(case.rank.waited_exposed_us))
     return Proposal(
         with_durations(case.graph, times),
-        f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, with nothing computed beside it",
+        f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, while it computes nothing",
         _how_to_balance(why),
         title=f"let rank {slow.rank} keep up with the others",
     )

@@ -1,35 +1,35 @@
-"""What the figures of several ranks mean: who keeps whom waiting, where it loses, and why communication is exposed."""
+"""What the figures of several ranks mean: who waits for whom, why, and why communication is exposed."""
 
 from collections.abc import Callable
 from statistics import median
 
 import msgspec
 
-from tracereader.figures.rank import OUTSIDE, Times
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, Times
 from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.findings.finding import counted, size
 
-# Of a rank's time, waiting for others with nothing computed beside it. On two H200s: 31% in FSDP with a CPU that
-# launches late, 8% with a rank that computes more, 0.5% in plain DDP.
+# Share of a rank's time in exposed waiting for other ranks that is worth naming. On two H200s: 31% in FSDP with a CPU
+# that launches late, 8% with a rank that computes more, 0.5% in plain DDP.
 MUCH_WAITED = 0.02
-# Of all that is waited, what one rank must have caused to be named: all of it in the three runs above; where two
+# Share of all waiting that one rank must cause to be named. It caused all of it in the three runs above; where two
 # ranks on two cores of a laptop took turns, 56%.
 CAUSES_IT = 2 / 3
 MOST = 0.5
-# Of what a rank takes longer, a part that is worth naming as a reason.
+# A reason is named if it explains at least this share of a rank's extra time.
 A_REASON = 0.2
-# Of a reason's time, what one phase has, to speak of that phase alone.
+# A phase is named alone if it has at least this share of a reason's time.
 NEARLY_ALL = 0.9
 # Times the others' transfers of one message: on two H200s the same message takes up to 1.3 times the median.
 MUCH_SLOWER = 2
-# Arrivals nearer than this many times what the clocks may be off tell nothing.
+# Arrivals closer than this multiple of the clocks' error are not ordered.
 BEYOND_THE_CLOCKS = 2
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A part of a rank's step that is longer than the others' (a key of PARTS), by how much, in µs of a step.
+    """A part of a rank's step (a key of PARTS) that is longer than the others'; more_us: by how much per step.
 
-    phase: where most of that is, and phase_us: how much of it; None where no phase has most.
+    phase: has most of the extra time, phase_us of it; None if no phase has most.
     """
 
     part: str
@@ -39,7 +39,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a rank takes longer than the others. own: without exposed communication; medians of a step, in µs."""
+    """Why a rank is slower than the others. own: without exposed communication; medians per step, in µs."""
 
     rank: int
     own_us: float
@@ -67,14 +67,14 @@ def share(one: RankFigures, us: float) -> float:
 
 
 def ms(us: float) -> str:
-    """Always in ms, so that the ranks' figures can be set against each other at a glance."""
+    """Always in ms, so that the ranks' figures can be compared with each other at a glance."""
     if 0 < us < 1:
         return "under 0.001 ms"
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 
 def straggler(summary: RanksSummary) -> RankFigures | None:
-    """The rank that most of the others' waiting is for, where that waiting costs them something."""
+    """The rank that the others wait for most, if the waiting costs them enough."""
     total = sum(one.others_waited_us for one in summary.ranks)
     if not total:
         return None
@@ -85,7 +85,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def _told_apart(summary: RanksSummary) -> bool:
-    """Whether the clocks are good enough to say who arrives last."""
+    """Whether the clocks are accurate enough to decide which rank arrives last."""
     apart = summary.clocks.apart_us
     if apart is None or not (summary.on_gpu or summary.clocks.aligned):
         return True  # one CPU's clock
@@ -93,7 +93,7 @@ def _told_apart(summary: RanksSummary) -> bool:
 
 
 def own(one: Times) -> float:
-    """A stretch without the communication that nothing hides."""
+    """Time without exposed communication."""
     return one.us - one.exposed_communication_us
 
 
@@ -112,7 +112,7 @@ PARTS: dict[str, Callable[[Times], float]] = {
 
 
 def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Callable[[Times], float]) -> float:
-    """The median over the common steps of a figure of one phase, or of the whole step."""
+    """The median over the common steps of a figure, for one phase or for the whole step."""
     found = []
     for step in rank.steps:
         if step.name in summary.steps:
@@ -128,7 +128,7 @@ def phases(summary: RanksSummary) -> list[str]:
 
 
 def loss(summary: RanksSummary) -> Loss | None:
-    """Why the rank that the others wait for takes longer than they do; None where no rank or no reason stands out."""
+    """Why the rank that the others wait for is slower; None if no rank or no reason is clear."""
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
@@ -139,7 +139,7 @@ def loss(summary: RanksSummary) -> Loss | None:
         return usual(summary, slow, phase, figure) - theirs
 
     longer = more(None, own)
-    # What it takes longer explains the waiting only if it is of its size.
+    # Its extra time explains the waiting only if it is about as long.
     waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
     if longer <= max(MOST * waited, MUCH_WAITED * usual(summary, slow, None, lambda one: one.us)):
         return None
@@ -159,7 +159,7 @@ def loss(summary: RanksSummary) -> Loss | None:
 
 
 def _most_often_last(summary: RanksSummary) -> RankFigures | None:
-    """The rank that is last in most collectives, though the others may have something to compute meanwhile."""
+    """The rank that is last in most collectives. The others may compute in the meantime."""
     if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary):
         return None
     often = max(summary.ranks, key=lambda one: one.arrived_last)
@@ -168,7 +168,7 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
 
 
 def slow_link(summary: RanksSummary) -> SlowLink | None:
-    """The group whose transfers cost it most beyond what the same messages take other groups; None without one."""
+    """The group that loses most by transfers slower than the same messages of other groups; None without one."""
     same: dict[tuple, dict[tuple, list[float]]] = {}
     for one in summary.matched:
         if one.bytes:
@@ -190,7 +190,7 @@ def slow_link(summary: RanksSummary) -> SlowLink | None:
 
 
 def sentences(summary: RanksSummary) -> list[str]:
-    """The answer: who waits for whom, where the time is lost, and what communication costs."""
+    """The answer's sentences: who waits for whom, where time is lost, and what communication costs."""
     if not summary.matched:
         return [_nothing_matched(summary)]
     slow = straggler(summary)
@@ -204,12 +204,12 @@ def sentences(summary: RanksSummary) -> list[str]:
 
 def _nothing_matched(summary: RanksSummary) -> str:
     if summary.unmatched or summary.unnamed:
-        return "the collectives of these ranks cannot be matched: who waits for whom is not told"
+        return "the collectives of these ranks cannot be matched, so it is not known who waits for whom"
     if len(summary.ranks) == 1:
-        return f"only rank {summary.ranks[0].rank} could be read: there is nothing to set it against"
+        return f"only rank {summary.ranks[0].rank} could be read, so there is no rank to compare it with"
     if any(one.communication_us for one in summary.ranks):
-        return "these ranks send to each other and receive in the steps: who waits for whom is not told"
-    return "no collective in the steps: these ranks work side by side, and wait for nobody"
+        return "these ranks send and receive point to point in the steps, so it is not known who waits for whom"
+    return "no collective in the steps, so no rank waits for another"
 
 
 def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
@@ -219,8 +219,9 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
     last = f"it is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
     if not _told_apart(summary):
         return [
-            f"who arrives last cannot be told: by {_us(median(one.lead_us for one in summary.matched))} in the median, "
-            f"and the clocks may be {_us(summary.clocks.apart_us)} off"
+            "it is not known which rank arrives last: the last one is later than the one before it by a median of "
+            f"{_us(median(one.lead_us for one in summary.matched))}, and the clocks may be off by "
+            f"{_us(summary.clocks.apart_us)}"
         ]
     waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
@@ -233,7 +234,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
         mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if cost <= MUCH_WAITED:
-        return [f"nobody loses much by waiting: {waits}", f"rank {often.rank} {last.removeprefix('it ')}"]
+        return [f"no rank loses much time by waiting: {waits}", f"rank {often.rank} {last.removeprefix('it ')}"]
     return [f"the ranks wait for each other: {waits}", f"rank {often.rank} {last.removeprefix('it ')}, the most often"]
 
 
@@ -248,17 +249,17 @@ def _why(why: Loss, summary: RanksSummary) -> str:
         figures = f"{ms(why.own_us)} a step against {ms(why.others_us)}"
         return f"rank {why.rank} is slower than {them}: {figures} without exposed communication"
     says = {
-        "computes": "it computes {} longer a step",
-        "copies": "its copies take {} longer a step",
-        "launches late": "its CPU launches late: the GPU waits {} longer a step for launches",
-        "waits for data": "it waits {} longer a step for the DataLoader",
-        "idle": "its GPU is idle {} longer a step for another reason"
+        "computes": "it computes {} longer per step",
+        "copies": "its copies take {} longer per step",
+        "launches late": "its CPU launches late: the GPU waits {} longer per step for launches",
+        "waits for data": "it waits {} longer per step for the DataLoader",
+        "idle": "its GPU is idle {} longer per step for another reason"
         if summary.on_gpu
-        else "it runs no op for {} longer a step",
+        else "it runs no op for {} longer per step",
     }
     told = []
     for one in why.reasons:
-        place = one.phase if one.phase in (OUTSIDE, None) else f"in {one.phase}"
+        place = one.phase if one.phase in (OUTSIDE_ANNOTATIONS, None) else f"in {one.phase}"
         if place is None:
             told.append(says[one.part].format(ms(one.more_us)))
         elif one.phase_us > NEARLY_ALL * one.more_us:  # more than all of it, where other phases are shorter
@@ -271,14 +272,14 @@ def _why(why: Loss, summary: RanksSummary) -> str:
 def _of_link(link: SlowLink) -> str:
     ranks = f"{', '.join(map(str, link.ranks[:-1][:8]))} and {link.ranks[-1]}"
     return (
-        f"ranks {ranks} are probably joined by a slow link: {link.kind} of {size(link.bytes)} takes them "
-        f"{_us(link.transfer_us)} once all of them are there, other groups {_us(link.others_us)}; that costs them "
+        f"ranks {ranks} are probably connected by a slow link: {link.kind} of {size(link.bytes)} takes them "
+        f"{_us(link.transfer_us)} after the last one arrives, other groups {_us(link.others_us)}; this costs them "
         f"{ms(link.more_us)} a step"
     )
 
 
 def _exposed(summary: RanksSummary) -> list[str]:
-    """What communication costs the rank that it costs most, and why it is not hidden."""
+    """The cost of exposed communication on the rank with the most of it, and why it is exposed."""
     worst = max(summary.ranks, key=lambda one: share(one, one.exposed_communication_us))
     exposed = worst.exposed_communication_us
     if not worst.communication_us:
@@ -295,13 +296,16 @@ def _exposed(summary: RanksSummary) -> list[str]:
     if together > 0.05 * exposed:
         last = ""
         if one_bucket(summary, worst):
-            last = " (one all-reduce a step, nothing computed beside it)"
+            last = " (one all-reduce per step, while nothing is computed)"
         elif worst.exposed_in_last_us > MOST * together:
             last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
-        why.append(f"{ms(together)} once all ranks were there{last}")
+        why.append(f"{ms(together)} after the last rank arrived{last}")
     if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
         known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
-        why.append(f"{ms(rest)} in " + ("what was launched outside the steps" if known else "what is not matched"))
+        why.append(
+            f"{ms(rest)} in "
+            + ("collectives launched outside the steps" if known else "collectives that are not matched")
+        )
     if worst.late_us > MOST * exposed:
         why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
     if why:
@@ -310,7 +314,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
 
 
 def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:
-    """One all-reduce a step with nothing beside it: it began when the last gradient was there."""
+    """Whether each step has one exposed all-reduce, which begins when the last gradient is ready."""
     mine = [each for each in summary.matched if one.rank in each.ranks]
     return (
         len(mine) == len(summary.steps) == len({each.step for each in mine})

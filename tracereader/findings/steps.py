@@ -1,4 +1,4 @@
-"""Findings about steps: what they wait for, which of them stand out, and what the profiler itself costs."""
+"""Findings about steps: what limits them, which of them stand out, and the profiler's own overhead."""
 
 import re
 from collections import Counter, defaultdict
@@ -10,19 +10,30 @@ from tracereader.figures.cpu_work import CpuWork, covered_us
 from tracereader.figures.gpu_time import GpuTime
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.regime import MOST, MUCH_IDLE, MUCH_KNOWN, NEAR_THE_ROOF, idle_by_cause
-from tracereader.figures.steps import OUTSIDE, STANDS_OUT, Excess, StepFacts
-from tracereader.findings.finding import CPU, GPU, TABLE, Verdict, counted, duration, family_in_words, finding, listed
+from tracereader.figures.steps import OUTSIDE_CALLS, STANDS_OUT, Excess, StepFacts
+from tracereader.findings.finding import (
+    CPU,
+    GPU,
+    ROOFS,
+    TABLE,
+    Verdict,
+    counted,
+    duration,
+    family_in_words,
+    finding,
+    listed,
+)
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
-# Less does not name the step, and is worth a word from here on: who could mend it is somebody else.
+# From this share on, idle time is mentioned although it does not decide the regime.
 SOME_IDLE = 0.1
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
 FAR_FROM_A_ROOF = 0.05
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
-    "capture": "CUDA graph capture", None: "idle, for a reason that the trace does not hold",
+    "capture": "CUDA graph capture", None: "idle for a reason that the trace does not show",
 }  # fmt: skip
 BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
@@ -41,7 +52,7 @@ ALIKE_SPREAD = 3
 def cost_of(
     summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
 ) -> float | None:
-    """How much shorter a step would be without something (µs); None where the trace does not tell.
+    """How much shorter a step would be without something (µs); None where the trace does not show it.
 
     gpu_us, cpu_us: the GPU work and the CPU time that it would save. idle_us: the GPU's idle time that it causes.
     A step that waits for launches is no shorter with less GPU work, and one that waits for the GPU is no shorter with
@@ -53,12 +64,12 @@ def cost_of(
 
 
 def regime(summary: Summary) -> str:
-    """What the steps wait for, in a word of WORDS."""
+    """The regime, as one of WORDS."""
     return WORDS[summary.waits_for]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:
-    """What the steps wait for, in a word, and the figures that decide it."""
+    """The regime as one word, and the figures that decide it."""
     gpu, found, word = summary.steady, summary.waits_for, regime(summary)
     if found == "capture":
         recorded, ran = summary.captures, summary.chosen.launches
@@ -68,7 +79,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
         if summary.source.devices:
-            return word, "the trace holds GPU work, and none of it in the steps"
+            return word, "the trace has GPU work, but none in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
@@ -79,11 +90,13 @@ def waiting(summary: Summary) -> tuple[str, str]:
     if found == "communication":
         seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it in exposed communication"
     elif found in ("compute", "memory"):
-        roof = {"compute": "the arithmetic peak", "memory": "the memory bandwidth"}[found]
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         # Of kernels that run beside others the times' sum is more than the time in which the GPU is busy.
         share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
-        seen = f"{busy}, {min(share, 1.0):.0%} of that in kernels at {reached(near):.0%} of {roof} by the data sheet"
+        seen = (
+            f"{busy}, {min(share, 1.0):.0%} of that in kernels at {reached(near):.0%} of the {ROOFS[found][0]} "
+            f"by the data sheet"
+        )
     else:
         seen = f"{busy}, and {_largest_family(summary)}"
     if idle > SOME_IDLE:
@@ -97,8 +110,8 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
     part = f"{'all' if share == '100%' else share} of the idle time"
     return {
         "overhead": f"{part} is the GPU waiting for CPU launches",
-        "gpu-side": f"for {part} the next activity had been launched, and had not started",
-        None: f"for {part} the trace does not hold the launch of the next activity",
+        "gpu-side": f"for {part} the next activity had been launched but had not started",
+        None: f"for {part} the trace does not have the launch of the next activity",
     }[cause]
 
 
@@ -118,7 +131,7 @@ def _untraced(summary: Summary) -> str:
 
 
 def reached(work: Sequence[GpuWork | CpuWork]) -> float:
-    """The mean share of a roof, by time, of work that meets one."""
+    """The mean achieved share of the peak, weighted by time, of work with a known limit."""
     return sum(one.of_roof * one.us for one in work) / sum(one.us for one in work)
 
 
@@ -134,20 +147,19 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
     for (near, roof), ops in groups.items():
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
-            best = {"compute": "arithmetic", "memory": "reading and writing memory"}[roof]
             share = reached(ops)
-            took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the best rate of {best}"
-            small = ": small ops, or cores that others use, too" if share < FAR_FROM_A_ROOF else ""
+            took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the {ROOFS[roof][1]}"
+            small = ": the ops are small, or other programs use the cores, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
     if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
         where = "in Python, in the profiler, or in code not recorded"
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
-    asked = "; --record-shapes adds the rates that tell what limits the step" if could else ""
+    asked = "; --record-shapes adds the rates that show what limits the step" if could else ""
     return "cpu-only", f"the trace has no GPU activity{asked}"
 
 
-# In these the CPU waits for something that is no other program: the GPU, other ranks, the loader's workers, memory.
+# In these the CPU waits for something else than other programs: the GPU, other ranks, loader workers, memory.
 WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
 # Of what a step took more, what explains it.
 EXPLAINS = 1 / 3
@@ -228,7 +240,7 @@ def regime_is(summary: Summary, name: str) -> Verdict:
     holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
     sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
     if name in ("compute-bound", "memory-bound") and found == "GPU-bound" and not summary.source.shapes_recorded:
-        return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that tell which")
+        return Verdict(None, f"{found}: {figures}; --record-shapes adds the FLOPs and bytes that show which")
     return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
 
@@ -237,7 +249,7 @@ FAR_ABOVE = 2
 
 
 def _self_totals(summary: Summary) -> tuple[float, float]:
-    """The steps' time on the CPU and on the GPU, as the profiler table sums them up (µs)."""
+    """The steps' self times on the CPU and on the GPU, as the profiler table sums them (µs)."""
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
@@ -274,7 +286,7 @@ def records_steps(summary: Summary, first: int, count: int) -> Verdict:
 
 
 def cause(summary: Summary, step: StepFacts) -> str | None:
-    """Why a step that stands out took longer, where the trace shows it."""
+    """Why a marked step took longer, if the trace shows it; else None."""
     more = step.excess
     if more is None:
         return None
@@ -300,7 +312,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         if us > more.us / 2:
             return f"{cold}{_took(more, slowest)}{beside}"
     if more.before_first_op_us > more.us / 3:
-        return f"{more.before_first_op_us:,.0f} of its {more.us:,.0f} µs more lie before its first op{beside}"
+        return f"{more.before_first_op_us:,.0f} of its {more.us:,.0f} extra µs lie before its first op{beside}"
     if slowest and more.slower[slowest[0]] > more.us / 3:
         return f"{cold}{_took(more, slowest[:1])}{beside}"
     if sum(more.overheads.values()) > more.us / 4:
@@ -347,22 +359,22 @@ def _called(more: Excess, name: str) -> str:
 
 
 def _took(more: Excess, names: list[str]) -> str:
-    """What the slowest names took more; their shares of what the step took more, where they are shares."""
+    """The extra time of the slowest names, as shares of the step's extra time where they are shares."""
     if sum(more.slower[name] for name in names) < more.us:
         whose = [
-            f"{more.slower[name]:,.0f} are " + ("outside every call" if name == OUTSIDE else f"self time of {name}")
+            f"{more.slower[name]:,.0f} are " + (OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}")
             for name in names
         ]
-        return f"of its {more.us:,.0f} µs more, {', '.join(whose)}"
+        return f"of its {more.us:,.0f} extra µs, {', '.join(whose)}"
     whose = [
-        f"{more.slower[name]:,.0f} µs more lie outside every call" if name == OUTSIDE
+        f"{more.slower[name]:,.0f} µs more lie {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
         else f"{name} took {more.slower[name]:,.0f} µs more"
         for name in names
     ]  # fmt: skip
     beyond = sum(more.slower[name] for name in names) - more.us
-    # Of several threads, what they took more can be more than the step did, with nothing shorter.
+    # On several threads the extra times can add up to more than the step's extra time.
     less = 1 <= beyond <= more.less_us + 1
-    return ", ".join(whose) + ", other calls less" * less
+    return ", ".join(whose) + ", other calls took less" * less
 
 
 @finding(
@@ -391,7 +403,7 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         wider = "not much" if more > 0 else "it is not"
         return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
     seen = (
-        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} more, {max(0.0, gap_more):,.1f} are in "
+        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} extra, {max(0.0, gap_more):,.1f} are in "
         f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
     )
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
@@ -456,7 +468,7 @@ def long_final_sync(summary: Summary) -> Verdict:
         return Verdict(None, "no synchronization after the last step")
     busy = summary.gpu.busy_us if summary.gpu else 0.0
     seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
-    short = "here it only waits for the last kernel: it measures no idleness"
+    short = "here it only waits for the last kernel, so it does not show idle time"
     return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 

@@ -1,17 +1,17 @@
-"""Findings about a training step: its phases, the optimizer's launches, a slow loader, what it sends to other ranks."""
+"""Findings about a training step: phases, optimizer launches, a slow DataLoader, communication."""
 
 from tracereader.figures import Summary
 from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
 from tracereader.findings.steps import cost_of
 
-# Of a step, waiting for its batch: below that, taking a batch from a queue that is never empty.
+# Share of a step spent waiting for its batch. Below it, the batch comes from a queue that is never empty.
 MUCH_LOADING = 0.1
-# Launches of a for-loop optimizer: with fewer, foreach would save nothing that shows.
+# With fewer launches of a for-loop optimizer, foreach would not save a measurable time.
 MANY_LAUNCHES = 20
 # A product's backward is two products of its size. Of a decoder's whole step on an H200: 1.9 to 2.0.
 ABOUT_TWICE = (1.7, 2.3)
-# Of the busy time, collectives with nothing beside them: 1% in DDP on two H200s, 12 to 28% with a slow rank.
-MUCH_WAITED = 0.05
+# Share of the busy time in exposed collectives: 1% in DDP on two H200s, 12 to 28% with a slow rank.
+MUCH_EXPOSED = 0.05
 
 
 @finding(
@@ -76,13 +76,14 @@ def starving(summary: Summary) -> Verdict:
 
 
 @finding(
-    predicts="the backward takes about twice as long as the forward: it has two matrix products for each one",
+    predicts="the backward takes about twice as long as the forward: it has two matrix products for each one of "
+    "the forward",
     needs_gpu=True,
 )
 def backward_is_twice_the_forward(summary: Summary) -> Verdict:
     gpu_us = {place.name: place.gpu_us for place in summary.places.by_label}
     if not gpu_us.get("forward") or "backward" not in gpu_us:
-        return Verdict(None, "the step has no labels forward and backward with GPU work")
+        return Verdict(None, "the step has no annotations forward and backward with GPU work")
     least, most = ABOUT_TWICE
     times = gpu_us["backward"] / gpu_us["forward"]
     seen = f"{gpu_us['backward'] / 1e3:.2f} against {gpu_us['forward'] / 1e3:.2f} ms of GPU work, x {times:.2f}"
@@ -94,12 +95,12 @@ def backward_is_twice_the_forward(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def communication_is_hidden(summary: Summary, hidden: bool) -> Verdict:
-    """For the most part; or that it is not."""
+    """hidden: whether most of the communication is expected to be hidden, or not."""
     total = _communication_us(summary)
     if not total:
         return Verdict(None, "no collective on the GPU in the steps")
     exposed = summary.gpu.exposed_communication_us
-    seen = f"of {total / 1e3:.1f} ms of collectives in the steps, {exposed / 1e3:.1f} with nothing computed beside"
+    seen = f"of {total / 1e3:.1f} ms of collectives in the steps, {exposed / 1e3:.1f} ms exposed"
     return Verdict((exposed < total / 2) == hidden, seen)
 
 
@@ -110,8 +111,8 @@ def busy_while_waiting(summary: Summary) -> Verdict:
         return Verdict(None, "no collective on the GPU in the steps")
     exposed, busy = summary.gpu.exposed_communication_us, summary.gpu.busy_us
     looks_busy = summary.waits_for in ("communication", "compute", "memory", "gpu")
-    seen = f"busy {summary.busy_share:.0%} of the time, and {exposed / busy:.0%} of that in collectives alone"
-    return Verdict(looks_busy and exposed > MUCH_WAITED * busy, seen)
+    seen = f"busy {summary.busy_share:.0%} of the time, and {exposed / busy:.0%} of that in exposed communication"
+    return Verdict(looks_busy and exposed > MUCH_EXPOSED * busy, seen)
 
 
 def _communication_us(summary: Summary) -> float:

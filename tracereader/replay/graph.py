@@ -16,7 +16,7 @@ What is modelled:
 - Launches: an activity starts after its launch call and after the activity before it on its stream.
 - A CUDA graph: one launch, many activities. Those on one stream follow each other.
 - A call that waits (cudaStreamSynchronize and its kin, a copy of pageable memory): it returns after the activity
-  that ended last before it returned. Its own time is at most that of a call that need not wait.
+  that ended last before it returned. Its self time is at most that of a call that need not wait.
 - A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity.
 - Waits between streams: the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows
   such a call, or that started late for no other reason, waits for the activity of another stream that ended last.
@@ -25,7 +25,7 @@ What is modelled:
 - Collectives: their recorded time includes waiting for peers, and stays as recorded.
 
 What is not modelled:
-- The profiler's own time: a step is priced as it would be recorded.
+- The profiler's self time: a step is priced as it would be recorded.
 - The CPU's speed: after a wait for the GPU, and beside busy data loaders, the same op takes up to twice as long.
 - Contention: kernels beside each other, clocks, the GIL. An activity's duration stays as it was.
 - Memory allocation, other ranks, a launch queue that only the changed step would fill, and the order that the legacy
@@ -75,7 +75,7 @@ class Reason(Enum):
     NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
     NO_CPU_SLICES = "a step with GPU work has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
-    NOT_REPRODUCED = "the replay of the unchanged trace does not give back the recorded step"
+    NOT_REPRODUCED = "the replay of the unchanged trace does not reproduce the recorded step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class Refused:
     off: float | None = None
 
     def __str__(self) -> str:
-        return self.reason.value + (f" (it gives {self.off:.0%} of it)" if self.off is not None else "")
+        return self.reason.value + (f" (it takes {self.off:.0%} of it)" if self.off is not None else "")
 
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that tell its pace."""
+    """One step: the nodes of its start and its end on the CPU, and of the GPU activities that decide its pace."""
 
     start: int
     end: int
@@ -439,7 +439,7 @@ def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
 
 
 def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
-    """Where a thread went on after a pause that another one had worked in: (that one, when it stopped, it, when).
+    """Hand-overs: a thread went on after a pause in which another worked: (the other, its stop, the thread, its start).
 
     Not where the other one was at work already when the pause began, or still is.
     """

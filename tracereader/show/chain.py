@@ -19,7 +19,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
     """Every call of a small step; of a large one the costliest names at each level, and what the slowest call calls."""
     folded = not view.all and len(summary.cpu.chain) > LINES_SHOWN
     step = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
-    path = f"call tree along the slowest path, {step}: the {CALLS_SHOWN} costliest names a level"
+    path = f"call tree along the slowest path, {step}: the {CALLS_SHOWN} costliest names per level"
     out.print(head(path if folded else f"call tree of {step}", "chain"))
     if folded:
         _folded_chain(out, summary.cpu.chain, 0, len(summary.cpu.chain))

@@ -26,7 +26,7 @@ def side_by_side(
     previous: bool = False,
     proposed: Sequence[Sequence[Opportunity]] = (),
 ) -> None:
-    """Several runs, each set against the first, or against the one before it.
+    """Several runs, each compared with the first, or with the one before it.
 
     Of a report's sections, short has the pace and the reason, steps the figures, gpu the time by family, cpu the ops'
     self time, work what changed in the GPU work and chain in the ops. proposed: what each run's report proposes, where
@@ -34,7 +34,7 @@ def side_by_side(
     """
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
-        raise BadInput(f"--only {','.join(view.only)}: of several traces there are {', '.join(SECTIONS)}")
+        raise BadInput(f"--only {','.join(view.only)}: a comparison has the sections {', '.join(SECTIONS)}")
     on_gpu = any(one.has_gpu_work for one in summaries)
     if not view.only and not view.all:
         wanted = ["short", "steps", "gpu" if on_gpu else "cpu"]
@@ -58,7 +58,7 @@ def side_by_side(
         sections[name]()
     if view.only and "gpu" in view.only and not on_gpu:
         out.print()
-        out.print("gpu: nothing of it in these traces (no GPU work)")
+        out.print("gpu: not in these traces (no GPU work)")
     if not view.only and not view.all:
         out.print()
         out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")

@@ -10,7 +10,7 @@ from tracereader.trace import Op, Step, Work, kernel_names
 # Depth past which nesting is no longer drawn: the rungs need 9.
 MAX_ROWS = 12
 COUNTED = len(" +9999 too short")  # at the end of a row
-LEAST = 16  # columns: below, a lane tells nothing
+LEAST = 16  # columns: in fewer, a lane shows nothing
 
 
 # What a collective is drawn with while it waits for another rank.
@@ -49,7 +49,7 @@ def draw(
     marks: Sequence[Mark] = (),
     layers: Mapping[int, str] = MappingProxyType({}),
 ) -> list[str]:
-    """The lines of the picture, at most `width` wide; marks have a row of their own, the last.
+    """The lines of the picture, at most `width` columns wide. Step marks have their own row, the last one.
 
     layers: names of layers by a slice's id, which come first.
 

@@ -185,9 +185,9 @@ def hand_over(
         try:
             # Inside, since Ctrl-C may come as soon as its last line is read.
             out.print()
-            paragraph(out, f"{plain(shown_path(trace))} waits at {server.url}", "[bold]Perfetto[/bold]   ")
+            paragraph(out, f"{plain(shown_path(trace))} is served at {server.url}", "[bold]Perfetto[/bold]   ")
             if not _browser(server.url):
-                out.print("no browser here: on the machine where yours is, type")
+                out.print("no browser here: on the machine with your browser, run")
                 out.print(
                     f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} {_user()}@{socket.gethostname()}"
                 )

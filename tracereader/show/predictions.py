@@ -49,7 +49,7 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
 def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
     """How many predictions the trace bears out."""
     holds = [verdict.holds for _, verdict in answers]
-    unknown = f"; {holds.count(None)} cannot be told" if None in holds else ""
+    unknown = f"; {holds.count(None)} cannot be decided" if None in holds else ""
     broken = {0: "", 1: "; this one does not:"}.get(holds.count(False), "; these do not:")
     several = "predictions hold" if len(holds) > 1 else "prediction holds"
     return f"{holds.count(True)} of {len(holds)} {several}{unknown}{broken}"

@@ -37,7 +37,7 @@ MUCH_BEFORE = 0.02
 def opened(
     paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
-    """The ranks set against each other, and what is drawn of them. Raises BadInput.
+    """The ranks compared with each other, and what is drawn of them. Raises BadInput.
 
     forced: also where at most one of them is of the same run as the others; else None then.
     """
@@ -62,7 +62,7 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
     """The sections that are asked for. Raises BadInput where there is none of them, or not the step."""
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
-        raise BadInput(f"--only {','.join(view.only)}: of several ranks there are {', '.join(SECTIONS)}")
+        raise BadInput(f"--only {','.join(view.only)}: a report on ranks has the sections {', '.join(SECTIONS)}")
     if view.step is not None and f"{STEP}{view.step}" not in summary.steps:
         held = f"{summary.steps[0]} to {summary.steps[-1]}" if summary.steps else "no step in common"
         raise BadInput(f"--step {view.step}: the ranks hold {held}")
@@ -150,7 +150,7 @@ def notes(summary: RanksSummary) -> list[str]:
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
-        found.append(f"not here: {missing}: who waits for them is not known")
+        found.append(f"missing: {missing}; who waits for them is not known")
     found += [f"left out: {shown_path(Path(path))}: {why}" for path, why in list(summary.not_read.items())[:5]]
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
@@ -160,12 +160,12 @@ def notes(summary: RanksSummary) -> list[str]:
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unnamed:
-        pieces = counted(summary.unnamed, "piece")
-        found.append(f"not matched: {pieces} of communication; the traces do not tell the collective or its group")
+        pieces = counted(summary.unnamed, "communication kernel")
+        found.append(f"not matched: {pieces}; the traces do not name the collective or its group")
     clocks = summary.clocks
     if clocks.not_aligned:
         apart = _numbers(clocks.not_aligned, len(clocks.not_aligned))
-        found.append(f"not matched: {apart}, whose host's clock no collective ties to ours")
+        found.append(f"not matched: {apart}; no collective aligns that host's clock with the others")
     if clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
         whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
@@ -218,12 +218,18 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     heads = ("in the window, ms", "window", "compute", "exposed", "hidden", "copies", "idle", "waited", "last")
     _print(out, heads, rows)
     if len(shown) < len(summary.ranks):
-        out.print(f"… and {len(summary.ranks) - len(shown):,} more; these are waited for most, or wait most")
+        out.print(
+            f"{len(summary.ranks) - len(shown):,} more ranks are not shown; the shown ones cause most waiting "
+            "or wait most"
+        )
     # fsum: before Python 3.12 sum() leaves a rest where there is none.
     before = {one.rank: max(0.0, one.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown}
     if summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
-        said = f"the window's compute holds work launched before the first step, no load of these steps: {told}"
+        said = (
+            f"the window's compute includes work launched before the first step, which is not part of these "
+            f"steps: {told}"
+        )
         paragraph(out, said, "  ", "  ")
 
 
@@ -247,7 +253,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
         return
     _print(out, heads, rows)
     if len(names) > STEPS_SHOWN and not view.all:
-        out.print(f"… and {len(names) - STEPS_SHOWN} more steps")
+        out.print(f"{len(names) - STEPS_SHOWN} more steps are not shown")
     rows = []
     for phase in _shown_phases(summary, view):
         for one in shown:
@@ -313,10 +319,10 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
     heads = ("collective, medians", "message", "times", "wait", "transfer", "bus GB/s", "of best")
     print_columns(out, heads, rows)
     if len(shown) < len(summary.kinds):
-        out.print(f"… and {len(summary.kinds) - len(shown):,} more sizes")
+        out.print(f"{len(summary.kinds) - len(shown):,} more sizes are not shown")
     for one in summary.ranks if len(summary.ranks) <= 2 or view.all else ():
-        hidden = f"rank {one.rank}: {one.hidden:,} of {counted(one.collectives, 'collective')} with something computed "
-        paragraph(out, f"{hidden}beside it for half of its time", "  ", "    ")
+        hidden = f"rank {one.rank}: {one.hidden:,} of {counted(one.collectives, 'collective')} overlap with compute "
+        paragraph(out, f"{hidden}for at least half of their time", "  ", "    ")
 
 
 def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace]) -> None:

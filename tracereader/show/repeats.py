@@ -17,14 +17,14 @@ from tracereader.show.lanes import Mark
 from tracereader.show.text import Name, Unit, paragraph, percent, plain, print_columns, unit_of
 from tracereader.trace import Step
 
-# What repeats and takes less of a step's GPU time is not told.
+# What repeats and takes less of a step's GPU time is not recorded.
 WORTH_A_ROW = 0.05
 ROWS_SHOWN = 8
 LONG = 40  # activities
 BETWEEN = 3  # activities shown of those before, between and after
-# A stretch that takes this many times the median one is pointed at: of the H200's traces equal layers
+# A stretch that takes this many times the median one is named: in the H200's traces equal layers
 # differ by up to 1.11.
-STANDS_OUT = 1.2
+LONG_STRETCH = 1.2
 
 
 def told(summary: Summary) -> list[Repeat]:
@@ -67,7 +67,7 @@ def table(out: Console, summary: Summary) -> None:
         busy = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"these are sums, and kernels overlap: the GPU is busy {busy} of the step", "  ", "    ")
     for one in largest:
-        if one.us and one.high_us > STANDS_OUT * one.us:
+        if one.us and one.high_us > LONG_STRETCH * one.us:
             longest = f"the longest of the {one.times}, number {one.longest}"
             paragraph(out, f"{longest}: {one.high_us / one.us:.1f} times the median one", "  ", "    ")
     if largest:

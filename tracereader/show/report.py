@@ -20,7 +20,7 @@ from tracereader.figures.starts import starts
 from tracereader.figures.steps import StepFacts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
-from tracereader.findings.finding import counted, duration, family_in_words, size
+from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -94,7 +94,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    # In this order. What stands twice has its answer above and its evidence below.
+    # In this order. A section that appears twice has its answer above and its evidence below.
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
         ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual)),
@@ -133,7 +133,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         out.print()
     for name in absent:
         why = " (no GPU activity)" if name in OF_THE_GPU and not summary.has_gpu_work else ""
-        out.print(f"{name}: nothing of it in this trace{why}")
+        out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
         print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
@@ -214,7 +214,7 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
 
 
 def _begun(sentence: str) -> str:
-    """With a capital at its beginning."""
+    """The text with a capital first letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -225,7 +225,7 @@ def _tokens(out: Console, summary: Summary) -> None:
 
 
 def _notes(out: Console, summary: Summary) -> None:
-    """What has to be known of the trace itself."""
+    """Print notes and warnings about the trace itself."""
     if summary.left_out:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
@@ -237,7 +237,7 @@ def _notes(out: Console, summary: Summary) -> None:
 def _left_out_for(summary: Summary) -> str:
     first = summary.steps[0]
     other = "typical" if len(summary.steps) > 2 else "other"
-    first_use = ", and paid for first use" * steps.paid_for_first_use(first)
+    first_use = ", which includes cold-start cost" * steps.paid_for_first_use(first)
     return f"it took {first.cpu_us / summary.cpu_us:,.1f} times the {other} step{first_use}"
 
 
@@ -251,7 +251,7 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     ]
     rows += [
         ("exposed communication", gpu.exposed_communication_us),
-        ("copies and memsets, nothing beside them", gpu.exposed_copy_us),
+        ("exposed copies and memsets", gpu.exposed_copy_us),
         ("idle, waiting for CPU launches", gpu.idle_not_launched_us),
         ("idle, next activity launched, not started", gpu.idle_launched_us),
         ("idle, next activity's launch not in the trace", gpu.idle_unknown_us),
@@ -449,8 +449,7 @@ def _of_best(calls: Sequence[CpuWork]) -> str:
     roof, *other_roofs = {one.roof for one in calls}
     if roof is None or other_roofs:
         return ""
-    rates = {"compute": "this machine's best arithmetic rate", "memory": "this machine's best memory rate"}
-    return f", {steps.reached(calls):.0%} of {rates[roof]}"
+    return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}"
 
 
 def _steps(out: Console, summary: Summary, view: View) -> None:

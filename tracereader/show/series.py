@@ -46,16 +46,16 @@ def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, nu
     print_columns(out, heads, rows, left=(0, 1), section="series")
     uneven = [one for one in shown if one.other_calls]
     if uneven:
-        whose = " and the like are" if len(uneven) > 1 else " is"
+        whose = " and similar ops are" if len(uneven) > 1 else " is"
         paragraph(
             out,
-            f"{plain(short(uneven[0].name, 50))}{whose} called another number of times in "
-            f"{counted(uneven[0].other_calls, 'step')}, left out of the line",
+            f"{plain(short(uneven[0].name, 50))}{whose} called a different number of times in "
+            f"{counted(uneven[0].other_calls, 'step')}, which the line leaves out",
         )
     if steps < ENOUGH:
         few = "1 step is" if steps == 1 else f"{steps} steps are"
         advice = "record with --active 20" if numbered_script else "record 20"
-        paragraph(out, f"{few} too few to tell an odd one from a trend: {advice}")
+        paragraph(out, f"{few} too few to tell an outlier from a trend: {advice}")
         return
     if not asked or len(shown[0].us) < ENOUGH:
         return

@@ -33,10 +33,10 @@ def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
     print_columns(out, heads, rows, section="starts")
     paragraph(
         out,
-        "gap: the GPU did nothing before it. wait: from the start of its launch call to its own start, of that: in "
-        "the call itself, in the queue behind earlier work, "
-        + "in the profiler's and the driver's own slices, " * own
-        + "and on its way to the GPU",
+        "gap: how long the GPU was idle before the activity. wait: from the start of its launch call to its own start. "
+        "Parts of the wait: call, in the launch call; queue, behind earlier work; "
+        + "own, in the profiler's and the driver's own slices; " * own
+        + "way, the rest.",
     )
     for one in shown:
         if one.own_us:

@@ -11,11 +11,11 @@ from tracereader.trace.kernel_names import labels, short
 
 ROWS_SHOWN = 40  # the .txt has 15
 CALLS_NAMED = 3
-LABEL_SPAN_MISLEADS = 1.2  # times the GPU's time from which a label's second row says something else
+LABEL_SPAN_MISLEADS = 1.2  # times the GPU's time from which an annotation's second row says something else
 
 
 def show(out: Console, table: Table, steps: int, view: View) -> None:
-    """Its rows, torch's two last lines, and what self, total and the label's second row are."""
+    """Its rows, torch's two last lines, and what self, total and the annotation's second row are."""
     gpu = any(row.on_gpu for row in table.rows)
     shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
     recorded = f"{steps} steps, µs" if steps > 1 else "µs"
@@ -55,7 +55,8 @@ def _how_to_read(table: Table) -> list[str]:
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
         lines.append(
-            f"self: without what a row calls; total: with it. {plain(label.name)}'s total of {us(label.total_cpu_us)} "
+            f"self: without the calls that a row makes; total: with them. {plain(label.name)}'s total of "
+            f"{us(label.total_cpu_us)} "
             f"is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:

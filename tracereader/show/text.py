@@ -1,4 +1,4 @@
-"""How figures, paths and tables are written. A figure is never cut to fit: names give way, then columns are stacked."""
+"""How figures, paths and tables are written. Figures are never cut: names are shortened first, then columns stacked."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def console() -> Console:
     # Made on demand, so that a redirected stdout is the one written to.
     width = None
     if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some say that they have none
+        width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some terminals report a width of 0
     else:
         told = os.environ.get("COLUMNS", "")
         width = int(told) if told.isdecimal() and int(told) else PIPE_WIDTH
@@ -46,7 +46,7 @@ def ascii_only(out: Console) -> bool:
 
 
 def plain(text: str) -> str:
-    """Somebody else's text, to stand between our own markup."""
+    """Text from a trace, escaped for use in markup."""
     return escape(printable(text))
 
 
@@ -60,7 +60,7 @@ def head(title: str, section: str) -> str:
 
 
 def strict_json(document: object) -> str:
-    """The document as strict JSON, indented: what is no finite number is null."""
+    """The document as strict, indented JSON. Numbers that are not finite become null."""
     try:
         return json.dumps(document, indent=1, allow_nan=False)
     except ValueError:
@@ -166,7 +166,7 @@ def _print_below(out: Console, below: Mapping[int, str], number: int) -> None:
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
     """The names in a column at most `width` wide, and those that differ still different.
 
-    What all of them end with goes first, for it tells none apart.
+    A common ending is cut first, because it distinguishes none of them.
     """
     names = [cell for cell in column if isinstance(cell, Name)]
     if max(map(cell_len, names), default=0) <= width:
@@ -246,7 +246,7 @@ class Unit:
 
 
 def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
-    """The one unit in which a column of times (µs) is shown, by the longest of them. ms_from: µs told as ms."""
+    """The unit for a column of times (µs), by the longest of them. ms_from: the least µs shown in ms."""
     most = max((abs(value) for value in values if value is not None), default=0.0)
     if most >= 1e7:
         return Unit("s", 1e6, 2)

@@ -31,7 +31,7 @@ class View:
 
     @property
     def usual(self) -> bool:
-        """Whether nobody asked for certain sections, or for all of them."""
+        """Whether the usual sections are shown: neither certain ones nor all were asked for."""
         return not (self.only or self.all)
 
     def shows(self, section: str) -> bool:

@@ -8,7 +8,7 @@ from tracereader.figures import Summary
 from tracereader.figures.attention import Attention
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
-from tracereader.findings.finding import duration, size
+from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
 from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, unit_of
 from tracereader.show.view import View, others
@@ -135,7 +135,7 @@ def _occupancy(same: Sequence[GpuWork]) -> list[str]:
     found = [one.occupancy for one in same if one.occupancy]
     if not found:
         return []
-    # A limit is a whole number of warps over 32, 48 or 64: one more digit tells 12.5% from the profiler's 13.
+    # A limit is a whole number of warps over 32, 48 or 64: one more digit distinguishes 12.5% from the profiler's 13.
     limits = _range([one.limit for one in found], 1)
     by = {one.limited_by for one in found}
     reported = [one.reported for one in found if one.reported is not None and not one.not_estimated]
@@ -154,5 +154,4 @@ def _range(shares: Sequence[float], digits: int) -> str:
 
 
 def _of_roof(one: GpuWork) -> str:
-    roofs = {"compute": "the data sheet's arithmetic peak", "memory": "the data sheet's memory bandwidth"}
-    return f", {one.of_roof:.0%} of {roofs[one.roof]}" if one.roof else ""
+    return f", {one.of_roof:.0%} of the data sheet's {ROOFS[one.roof][0]}" if one.roof else ""

@@ -1,6 +1,6 @@
-"""The bytes of a trace file as typed events, each event's args kept raw until asked for.
+"""The bytes of a trace file as event structs. Each event's args stay raw JSON until they are read.
 
-A double tells the exact nanosecond of a µs stamp with three digits up to 2^43 µs; past that (stamps since
+A double represents the exact nanosecond of a µs stamp with three digits up to 2^43 µs; past that (stamps since
 1970 are 1.7e15 µs) stamps are read from their text.
 """
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class TraceError(Exception):
-    """The file is no trace that can be read; says why in one line."""
+    """The file is not a trace that can be read. The message says why in one line."""
 
 
 class Event(msgspec.Struct):
@@ -122,7 +122,7 @@ def load(path: Path, limit: int) -> Document:
 
 
 def refuse_at_once(path: Path) -> None:
-    """Raises TraceError where the file's name or its first bytes tell that it cannot be read."""
+    """Raises TraceError where the file's name or its first bytes show that it cannot be read."""
     with _refusals(path), _opened_plain(path):
         pass
 
@@ -170,17 +170,19 @@ def _opened_plain(path: Path) -> Iterator[tuple[BinaryIO, int, bool]]:
     with opened(path) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise TraceError(f"{path}: not a plain file")
+            raise TraceError(f"{path}: not a regular file")
         begins = file.read(4)
         for start, (name, unpack) in PACKED.items():
             if begins.startswith(start):
-                raise TraceError(f"{path}: packed with {name}, and only gzip is read; unpack it first: {unpack} {path}")
+                raise TraceError(
+                    f"{path}: compressed with {name}, and only gzip can be read; uncompress it first: {unpack} {path}"
+                )
         file.seek(0)
         yield file, status.st_size, begins.startswith(b"\x1f\x8b")
 
 
 def _unpacked(path: Path, limit: int) -> bytes:
-    too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises what is read")
+    too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises the limit")
     with _opened_plain(path) as (file, size, packed):
         if not packed:
             if size > limit:
@@ -202,12 +204,12 @@ def _unpacked(path: Path, limit: int) -> bytes:
 
 
 def _any_json(path: Path, data: bytes) -> _File:
-    """What json accepts and the typed reading does not: NaN, a string for a number, a name that is none."""
+    """Events that json accepts and msgspec does not: NaN, a string for a number, a name that is not a string."""
     _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
     try:
         found = json.loads(data, parse_float=decimal.Decimal)
     except UnicodeDecodeError:
-        raise TraceError(f"{path}: not text, so no Chrome trace") from None
+        raise TraceError(f"{path}: not text, so not a Chrome trace") from None
     except (ValueError, RecursionError) as problem:
         if not data.strip():
             raise TraceError(f"{path}: the file is empty") from None
@@ -216,11 +218,11 @@ def _any_json(path: Path, data: bytes) -> _File:
             raise TraceError(f"{path}: the profiler's table; the trace is the .json beside it, {trace}") from None
         raise TraceError(f"{path}: not JSON ({problem})") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
-        raise TraceError(f"{path}: JSON, but no trace of PyTorch's profiler (no traceEvents in it)")
+        raise TraceError(f"{path}: JSON, but not a trace of PyTorch's profiler (it has no traceEvents)")
     events = []
     for number, event in enumerate(found["traceEvents"], 1):
         if not isinstance(event, dict):
-            raise TraceError(f"{path}: event {number} is no object")
+            raise TraceError(f"{path}: event {number} is not an object")
         events.append(
             ExactEvent(
                 ph=_text(event.get("ph")),
@@ -282,7 +284,7 @@ def decoded(raw: bytes | str) -> object:
 
 
 def decoded_as(decoder: msgspec.json.Decoder[T], raw: bytes | str) -> T | None:
-    """What a typed decoder makes of JSON; None where it is of other types, or cannot be read."""
+    """The decoded JSON; None if its types differ or it cannot be read."""
     try:
         return decoder.decode(raw)
     except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors

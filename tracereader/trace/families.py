@@ -1,4 +1,4 @@
-"""The family of a piece of GPU work: by its kernel's name, and where that leaves it open by the op that launched it.
+"""The family of a GPU activity: by its kernel's name, else by the op that launched it.
 
 A library runs the same kernel for several ops. cuDNN and MIOpen compute a convolution as a matrix product, with
 transpositions before and after it; cuBLASLt runs an epilogue as a kernel of its own; Triton and Composable Kernel have
@@ -18,9 +18,9 @@ NAMED_FOR_THEIR_JOB = ("ATen", "Inductor", "Liger", "driver", "CUB", "Thrust", "
 ONE_PURPOSE = (
     "attention", "convolution", "normalization", "communication", "memset", "optimizer", "embedding", "sort and scan",
 )  # fmt: skip
-# What a name says of work that is of no family: an op tells no more of it.
+# Names of work without a family. The op gives no more information about it.
 NO_FAMILY = tuple(does for _, family, does in JOBS if family == "other")
-# The ops of torch whose family JOBS does not tell.
+# Torch ops whose family JOBS does not give.
 TORCHS = tuple(
     (re.compile(pattern), family)
     for pattern, family in (
@@ -40,7 +40,7 @@ AUTOGRADS = "autograd::engine::evaluate_function: "
 
 
 def says(work: Work) -> KernelName:
-    """What is known of a piece of GPU work: what its name says, and the family that the ops around its launch tell."""
+    """What is known of a GPU activity: the content of its name, and the family by the ops around its launch."""
     if work.said is None:
         work.said = _says(work)
     return work.said
@@ -58,12 +58,12 @@ def _says(work: Work) -> KernelName:
         return name
     if found := (_of_an_open_name(name, work) if is_open else _of_a_library(name, work)):
         family, op = found
-        return KernelName(family, name.maker, {**name.parts, "told by": op})
+        return KernelName(family, name.maker, {**name.parts, "known from": op})
     return name
 
 
 def _of_an_open_name(name: KernelName, work: Work) -> tuple[str, str] | None:
-    """The family that the innermost op tells that tells one, and that op."""
+    """The family by the innermost op that gives one, and that op."""
     known = name.parts.get("does") in NO_FAMILY
     for op in _ops_around(work):
         family = of_op(op)
@@ -73,7 +73,7 @@ def _of_an_open_name(name: KernelName, work: Work) -> tuple[str, str] | None:
 
 
 def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
-    """The family of what a library's kernel is a part of, where its name says less, and the op that tells it."""
+    """The family by the enclosing op where a library's kernel name says less, and that op."""
     for op in _ops_around(work):
         family = of_op(op)
         if family == "convolution":
@@ -94,7 +94,7 @@ def _ops_around(work: Work) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=100_000)
 def of_op(op: str) -> str:
-    """The family of what an op of this name computes; "" where its name does not tell."""
+    """The family of what an op of this name computes; "" if the name does not say."""
     op = op.removeprefix(AUTOGRADS)
     for pattern, family in TORCHS:
         if pattern.search(op):

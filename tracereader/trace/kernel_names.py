@@ -4,7 +4,7 @@ Sources: the naming schemes as seen in traces (claims 16, 22, 24, 32), the names
 and NCCL's own libraries, CUTLASS's <instruction><tile><stages><layout> pattern, Inductor's
 triton_<kind>_fused_<ops>_<id>, Tensile's Cijk_ scheme, flash-attention's kernel_traits.h and
 flash_fwd_launch_template.h (which template argument is which), ATen's PersistentSoftmax.cuh and
-ScatterGatherKernel.cu (the same). A letter or number whose meaning is nowhere documented is left out, not guessed at.
+ScatterGatherKernel.cu (the same). A letter or number whose meaning is nowhere documented is left out, not interpreted.
 
 How a name is read: the first pattern of READERS that fits, for names that say more than their job. Any other name by
 two tables: MAKERS (whose kernel it is, by namespace or prefix) and JOBS (what it does, by a word of the function's own
@@ -65,7 +65,7 @@ class KernelName:
         return self.family == "GEMM" and self.parts.get("does") != EPILOGUE
 
 
-@functools.lru_cache(maxsize=500_000)  # a pure function of a name, asked of each piece of work
+@functools.lru_cache(maxsize=500_000)  # a pure function of a name, asked of each GPU activity
 def decode(name: str) -> KernelName:
     """What the name of a kernel, a copy or a memset says."""
     text, own = _plain(name)
@@ -154,7 +154,7 @@ def _unmangled(rest: str) -> str:
     return "::".join(path) + (f"<{rest}" if rest.startswith("I") else "")
 
 
-# What names of one kind all have, or nearly all: it goes before anything that tells them apart.
+# What names of one kind all have, or nearly all: it goes before anything that distinguishes.
 LONG_WINDED = re.compile(
     r"^cudnn_generated_(?:fort_native_)?|_cga1x1x1_kernel0_0$|_align[ac]\d|tilesize|(?:_execute)?_kernel__5x_cu\w+$"
 )
@@ -169,7 +169,7 @@ def _label(name: str) -> str:
     if match := re.search(r"cutlass_\d+\w+", text):
         return match[0]
     if match := re.match(r"((?:Custom_)?Cijk_A[a-z]+_B[a-z]+_\w+?)_\w*?_(MT\d+x\d+x\d+(?:_MI\d+x\d+x\d+)?)", text):
-        return f"{match[1]}…{match[2]}"  # a solution's parameters, of which the tile tells most
+        return f"{match[1]}…{match[2]}"  # a solution's parameters; the tile is the most informative one
     if said.maker == "ATen":
         own = re.sub(r"^.*::", "", own)
         does = said.parts.get("does", "")
@@ -368,7 +368,7 @@ COMPOUND_OPS = (
     "constant_pad_nd", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
     "linalg_vector_norm", "var_mean",
 )  # fmt: skip
-# An op's own trailing underscore (in place: copy_) is told from the one between ops by what follows it.
+# An op's own trailing underscore (in place: copy_) is distinguished from the one between ops by what follows it.
 OPS = re.compile("|".join([*COMPOUND_OPS, r"[a-z\d]+(?:_(?=$|_(?!to_copy|unsafe|softmax|log_|scaled|native)))?"]))
 
 
@@ -631,7 +631,7 @@ FLASH_3 = re.compile(
 
 
 def _flash_newer(match, text):
-    """flash-attention 3 (Hopper's C++), whose forward kernel's name tells its tiles, and 4 (CuTe DSL)."""
+    """flash-attention 3 (Hopper's C++), whose forward kernel's name gives its tiles, and 4 (CuTe DSL)."""
     sm = re.search(r"[Ss]m(\d{2,3})", text)
     parts = {"does": "adds the parts of split keys"} if "FwdCombine" in match[0] else {"does": _way(text)}
     parts["for"] = f"sm {sm[1]}" if sm else ""

@@ -23,8 +23,8 @@ ON_CPU = ("gloo", "mpi")
 C10D = re.compile(r"(?:_c10d_functional|c10d)::(\w+)")
 DESCRIBES_COLLECTIVE = "record_param_comms"
 
-# torch.compile: what looks a graph up, leads to it and calls it. torch 2.15 records the last as a label, older ones as
-# an op.
+# torch.compile: what looks a graph up, leads to it and calls it. torch 2.15 records the last as an annotation,
+# older ones as an op.
 LOOKUP, REGION, INDUCTORS_CALL = "TorchDynamo Cache Lookup", "Torch-Compiled Region", "## Call CompiledFxGraph"
 PREGRAPH, PROLOGUE = "Pregraph bytecode", "AOTDispatcher Runtime Wrapper Prologue"
 COMPILE_ROWS = ("TorchDynamo", REGION, "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
@@ -59,6 +59,6 @@ def collective_on_cpu(name: str) -> tuple[str, str] | None:
 
 
 def asks_for_collective(name: str) -> str | None:
-    """The call in the name of an op or a label that asks for communication: all_reduce of nccl:all_reduce."""
+    """The call in the name of an op or annotation that starts communication: all_reduce of nccl:all_reduce."""
     match = COLLECTIVE.match(name) or C10D.match(name)
     return match[match.lastindex] if match else None

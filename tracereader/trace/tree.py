@@ -76,7 +76,7 @@ class _Slice(msgspec.Struct, eq=False):
 
 
 class Op(_Slice, eq=False):
-    """One slice of a CPU thread: a label, an op, a Python frame or a runtime call.
+    """One slice of a CPU thread: an annotation, an op, a Python frame or a runtime call.
 
     children: what starts in it, without Python frames, which are on a tree of their own.
     """
@@ -191,14 +191,14 @@ class Trace:
 
     path: Path
     zero_us: int  # what its stamps count from
-    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are told apart
-    host: str | None  # where it was recorded, if it tells
+    base_ns: int  # what that counts from: with it, stamps of several traces of one clock are distinguished
+    host: str | None  # where it was recorded, if it is recorded
     steps: tuple[Step, ...]
     has_steps: bool
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
-    spans: tuple[Work, ...]  # of labels on the GPU's side: from the first to the last kernel launched in them
+    spans: tuple[Work, ...]  # of annotations on the GPU's side: from the first to the last kernel launched in them
     memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
@@ -206,7 +206,7 @@ class Trace:
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
     devices: tuple[str, ...]
-    device_properties: dict[object, dict]  # by the device's number, as the driver told the profiler
+    device_properties: dict[object, dict]  # by the device's number, as the driver reported them to the profiler
     facts: RunFacts
     rank: Rank | None
     has_shapes: bool
@@ -280,8 +280,8 @@ def _built(path: Path, document: Document) -> Trace:
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
             raise TraceError(
-                f"{path}: PyTorch's profiler recorded no op and no GPU work in it (exported outside the schedule's "
-                "active steps, where on_trace_ready would not be? or the work ran in a thread that it does not watch?)"
+                f"{path}: PyTorch's profiler recorded no op and no GPU work in it. Either it was exported outside the "
+                "schedule's active steps (on_trace_ready exports after them), or another thread did the work"
             )
         raise TraceError(f"{path}: a trace, but PyTorch's profiler did not write it (no op and no GPU work in it)")
     if not ops and not work:
@@ -386,7 +386,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
             end = start + one.dur
             if ends and end > ends[-1]:
                 if one.name.startswith(STEP):
-                    # The label still open around prof.step() crosses, not the step that begins in it.
+                    # The annotation still open around prof.step() crosses, not the step that begins in it.
                     while ends and ends[-1] < end:
                         stack.pop()
                         ends.pop()
@@ -487,7 +487,7 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
     in_step: list[list[Op]] = [[] for _ in marks]
     outside = []
     for root in roots:
-        # What encloses a step (a label around the loop) starts before it: look inside.
+        # What encloses a step (an annotation around the loop) starts before it: look inside.
         tops = [root]
         while tops:
             top = tops.pop()
@@ -511,7 +511,7 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
 
 
 def _properties(found: object, used: set) -> dict[object, dict]:
-    """What the driver told of each device, by number; of devices that did work by the number of their events, too.
+    """What the driver reported of each device, by number; of devices that did work by the number of their events, too.
 
     A process that sees one of a machine's devices counts from 0, and its events may carry the machine's number.
     """

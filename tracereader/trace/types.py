@@ -123,7 +123,7 @@ def types_of(args: dict) -> list[str]:
 
 
 def shapes_as_recorded(args: dict) -> list:
-    """What stands in each input's place, checked by nobody; of a list of tensors their shapes."""
+    """The recorded value of each input, unchecked; for a list of tensors their shapes."""
     dims = args.get(SHAPES)
     return dims if isinstance(dims, list) else []
 
