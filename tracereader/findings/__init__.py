@@ -1,1 +1,1 @@
-"""What the figures mean: one finding, one judge, used by patterns and guesses alike."""
+"""What the figures mean: one finding, one judge, used by patterns and predictions alike."""

@@ -1,4 +1,4 @@
-"""What the attention rungs guess beside what attention.py finds: a step's pieces in order, one kernel, its memory."""
+"""What the attention rungs predict besides attention.py's findings: the order of GPU activities, one kernel, memory."""
 
 import math
 
