@@ -116,8 +116,8 @@ def _header(run: Run) -> None:
     out = console()
     matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
     right = "reference run; the other variants are checked against it" if run.error is None else matches
-    calls = f"warm run: {counted(run.warmup, 'warm-up call')}" if run.warmup else "cold run: no warm-up"
-    known = [f"{calls}, the first call took {seconds(run.first_call_s)}"]
+    calls = f"warm run: {counted(run.warmup, 'warm-up call')}, the first" if run.warmup else "cold run: the first call"
+    known = [f"{calls} took {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"

@@ -274,7 +274,7 @@ def test_help_is_a_page_for_newcomers(run, capsys, script):
 
 
 def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
-    """What a script says of its trace, it says of the file later, too, and read-trace has its figures and predictions."""
+    """A script says the same of the file later, and read-trace has the same figures and predictions."""
     from tracereader import cli
     from tracereader.show import report
     from tracereader.show.view import View

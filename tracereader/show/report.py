@@ -210,7 +210,7 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     sentences = [f"{head(_begun(word), 'short')}{recorded}.", f"{plain(_begun(figures))}."]
     sentences.append(plain(recording.unprofiled(summary)))
     if view.brief and (means := cheatsheet.what_to_do(summary)):
-        sentences.append(plain(means.partition(": ")[2] or means))
+        sentences.append(plain(_begun(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))
 
 
