@@ -1,8 +1,7 @@
 """Rung 1: a matrix product and a bias add, from the Python call to the kernel.
 
-You will see what one step costs on the CPU and what it costs on the GPU, at
-which size the first stops mattering, what torch.compile changes here, and
-what it leaves as it was.
+You will see what one step costs on the CPU and on the GPU, from which size on
+the CPU's cost no longer matters, and what torch.compile changes here.
 
   uv run 01_matmul_add.py --size 64
   uv run 01_matmul_add.py --size 4096 --warmup --compile
@@ -65,7 +64,7 @@ def profiled(args, eager, x, w, b):
     return save(prof, args, steps, out, reference=None if fn is matmul_add else lambda: (torch.matmul(x, w), b))
 
 
-def what_we_guess(args):
+def predictions(args):
     small = (args.batch or 1) * args.size**3 < 2**31  # of multiply-adds
     # Without shapes nothing in the trace tells arithmetic from memory.
     yield expect.regime_is("overhead-bound" if small else "compute-bound" if args.record_shapes else "GPU-bound")
@@ -89,6 +88,6 @@ def what_we_guess(args):
     yield expect.long_final_sync() if small else expect.duration_varies()
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

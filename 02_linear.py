@@ -1,8 +1,7 @@
 """Rung 2: one nn.Linear with bias: where its transpose and its bias add went.
 
-You will see that aten::t moves no data, that the bias is added inside the
-matrix product's own kernel, and how little is left for torch.compile to do
-about a single layer.
+You will see that aten::t moves no data, that the matrix product's kernel also
+adds the bias, and how little torch.compile can improve a single layer.
 
   uv run 02_linear.py
   uv run 02_linear.py --batch 1024 --in_dim 32 --out_dim 64 --compile
@@ -54,7 +53,7 @@ def profiled(args, linear, x):
     return save(prof, args, steps, out, reference=(lambda: linear(x)) if args.compile else None)
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile:
         yield expect.ops_are(1, "aten::addmm", gone=("aten::linear", "aten::t", "aten::add"))
         yield expect.compiled_rows()
@@ -67,6 +66,6 @@ def what_we_guess(args):
     yield expect.steps_are_alike() if args.warmup or args.pause else expect.first_step_is_wider()
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""Rung 3, by hand: the same GeGLU MLP, its GELU and product in one kernel.
+"""Rung 3, with a hand-written kernel: GELU and product of the MLP in one kernel.
 
 You will see the fusion that torch.compile finds, without torch.compile:
-Liger's Triton kernel, built beforehand and fetched from the Hub, between the
-same three matrix products.
+Liger's Triton kernel, fetched from the Hub, runs between the same three
+matrix products.
 
   uv run 03_kernels_mlp.py
   uv run 03_kernels_mlp.py --warmup
@@ -65,15 +65,15 @@ def profiled(args, model, x):
     return save(prof, args, steps, out, reference=eager, facts=mlp.LAYERS)
 
 
-def what_we_guess(args):
+def predictions(args):
     yield expect.fused_into_one("hand", "geglu")
     yield expect.kernels_are(4, ": three GEMMs and Liger's")
     if not args.compile:
         yield expect.no_compile_rows()
     yield expect.launch_settings(256, args.batch * args.seq)
-    yield from mlp.gemm_guesses(args)
+    yield from mlp.gemm_predictions(args)
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

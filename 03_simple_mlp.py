@@ -1,8 +1,7 @@
 """Rung 3: three linears and a GELU, the GeGLU MLP of a transformer.
 
-You will see five kernels in one forward pass, two kinds of matrix product for
-three layers of the same arithmetic, and what torch.compile merges once there
-is something to merge.
+You will see five kernels in one forward pass, two different kernels for three
+matrix products of the same arithmetic, and what torch.compile fuses.
 
   uv run 03_simple_mlp.py
   uv run 03_simple_mlp.py --compile --warmup
@@ -62,7 +61,7 @@ def profiled(args, model, x):
     return save(prof, args, steps, out, reference=(lambda: model(x)) if args.compile else None, facts=mlp.LAYERS)
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile:
         yield expect.ops_are(3, "aten::mm", gone=("aten::linear", "aten::matmul", "aten::t", "aten::reshape"))
         yield expect.compiled_rows()
@@ -72,9 +71,9 @@ def what_we_guess(args):
         yield expect.kernels_are(5, ": three GEMMs, gelu and mul")
         yield expect.launch_nothing("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view")
         yield expect.pointwise_round_trip(args.batch * args.seq, args.hidden, args.dtype.itemsize)
-    yield from mlp.gemm_guesses(args)
+    yield from mlp.gemm_predictions(args)
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

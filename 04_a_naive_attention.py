@@ -1,8 +1,8 @@
 """Rung 4: causal attention as its formula says it, one op after the other.
 
-You will see six things on the GPU for five ops: one of them is a copy that
-nobody wrote, and between them the scores of all pairs of tokens go through
-memory again and again.
+You will see six GPU activities for five ops. One of them is a copy that no
+line of the code asks for. Each of them writes the scores of all pairs of
+tokens to memory or reads them from there.
 
   uv run 04_a_naive_attention.py
   uv run 04_a_naive_attention.py --compile \\
@@ -67,7 +67,7 @@ def profiled(args, model, q, k, v):
     )
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile:
         yield expect.compiled_rows()
         yield expect.ops_are(2, "aten::bmm", gone=("aten::masked_fill", "aten::clone", "aten::softmax"))
@@ -80,6 +80,6 @@ def what_we_guess(args):
     yield expect.scores_in_memory(1 if args.compile else 2)
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""Rung 4, one character on: the mask filled in place (masked_fill_).
+"""Rung 4, with one character more: the mask is filled in place (masked_fill_).
 
-You will see the copy gone, and the peak memory as it was: an op that is not
-in place makes a second matrix of scores, and so does the product with the
-scale before it.
+You will see that the copy is gone and that the peak memory is the same: an op
+that works out of place makes a second matrix of scores, and so does the
+multiplication by the scale before it.
 
   uv run 04_b_inplace_ops_attention.py
   uv run 04_b_inplace_ops_attention.py --compile \\
@@ -67,7 +67,7 @@ def profiled(args, model, q, k, v):
     )
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile:
         yield expect.compiled_rows()
         yield expect.ops_are(2, "aten::bmm", gone=("aten::masked_fill_", "aten::clone", "aten::softmax"))
@@ -79,6 +79,6 @@ def what_we_guess(args):
     yield expect.scores_in_memory(1 if args.compile else 2)
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

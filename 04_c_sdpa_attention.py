@@ -1,15 +1,15 @@
 """Rung 4, in one call: scaled_dot_product_attention, on each of its backends.
 
-You will see one op become one kernel, or twenty: the same line of Python runs
-a kernel of FlashAttention, of CUTLASS or of cuDNN, or the formula again, with
-more work than the naive one.
+You will see one op launch one kernel or twenty: the same line of Python runs
+a kernel of FlashAttention, of CUTLASS or of cuDNN, or the formula op by op,
+with more work than the naive script.
 
   uv run 04_c_sdpa_attention.py --backend flash
   uv run 04_c_sdpa_attention.py --backend math \\
     --batch 8 --heads 16 --seq 1024 --head_dim 64
 
---backend flex is flex_attention, which torch.compile writes a kernel for: it
-is always compiled.
+--backend flex is flex_attention. torch.compile generates its kernel, so it is
+always compiled.
 """
 
 from dataclasses import replace
@@ -93,7 +93,7 @@ def profiled(args, attend, q, k, v):
     return save(prof, args, steps, out, reference=lambda: in_fp32(q, k, v), against="fp32 math", facts=facts)
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile:
         yield expect.compiled_rows()
     if args.backend == "auto":
@@ -126,6 +126,6 @@ def what_we_guess(args):
     yield expect.scores_in_memory({"math": 2 if args.compile else 4}.get(args.backend, 0))
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,7 @@
 """Rung 4, from a library: FlashAttention's own function, fetched from the Hub.
 
-You will see one kernel and hardly an op around it: flash_attn_func takes the
-tokens' layout, [batch, seq, heads, head_dim], so nothing is transposed on the
-way in or out.
+You will see one kernel and few ops around it: flash_attn_func takes inputs of
+shape [batch, seq, heads, head_dim], so nothing is transposed before or after.
 
   uv run 04_d_kernels_attention.py
   uv run 04_d_kernels_attention.py --warmup 0 \\
@@ -69,7 +68,7 @@ def profiled(args, attend, q, k, v):
     return save(prof, args, steps, out, reference=reference, against="fp32 math", facts=attention.facts(args))
 
 
-def what_we_guess(args):
+def predictions(args):
     yield expect.kernel_is("flash_fwd_kernel", "FlashAttention-2's")
     yield expect.low_occupancy()
     yield expect.launched_by("cudaLaunchKernel")
@@ -77,6 +76,6 @@ def what_we_guess(args):
     yield expect.scores_in_memory(0)
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

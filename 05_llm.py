@@ -1,8 +1,8 @@
 """Rung 5: a whole decoder of transformers, from 19 tokens a second to 1,494.
 
-On an H200 you will see 1,882 pieces of work for one token, what is left when
-they are one launch, and kernels that overlap, 44% of what the memory allows.
-Each step's report names the next step's lever.
+On an H200 you will see 1,882 GPU activities for one token, what changes when
+one launch replays them all, and kernels that overlap and reach 44% of what
+the memory's bandwidth allows. Each report proposes the next change.
 
   uv run 05_llm.py --warmup           (on a laptop: its first 4 layers)
   uv run 05_llm.py --warmup --compile reduce-overhead --attention gqa
@@ -101,7 +101,7 @@ def profiled(args, model, prompt):
     return save(prof, args, steps, out, facts=facts, check=lambda out: decoder.check(args, model, written, out))
 
 
-def what_we_guess(args):
+def predictions(args):
     if args.compile and not args.graph:  # of which only the kernels are replayed
         yield expect.compiled_rows()
     if args.graph or args.compile in GRAPH_MODES:
@@ -110,6 +110,6 @@ def what_we_guess(args):
         yield expect.regime_is("overhead-bound")
 
 
-main = lesson(flags, build, profiled, what_we_guess)
+main = lesson(flags, build, profiled, predictions)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Rung 6: one training step, on one device and on several.
 
-You will see how a step divides into forward, backward and optimizer, what
-checkpointing, another optimizer loop or a slow data loader do to it, and,
-with several GPUs, who waits for whom.
+You will see how a step divides into forward, backward and optimizer, how
+checkpointing, another optimizer or a slow data loader changes it, and, with
+several GPUs, which rank waits for which.
 
   uv run 06_training.py --warmup
   uv run torchrun --nproc-per-node 2 06_training.py --warmup --parallel ddp
@@ -16,33 +16,33 @@ from tracereader.command import BadInput
 
 FLAGS = (
     flag("--layers", "decoder blocks (12; on a CPU 2)", shape=True, type=positive, default=12, on_cpu=2),
-    flag("--dim", "width of a token, in heads of 64 (1024; on a CPU 128)", shape=True, type=positive, default=1024,
+    flag("--dim", "model width; heads are 64 wide (1024; on a CPU 128)", shape=True, type=positive, default=1024,
          on_cpu=128),
     flag("--seq", "tokens in a sequence (1024; on a CPU 128)", shape=True, type=positive, default=1024, on_cpu=128),
     flag("--batch", "sequences of one forward, on each rank (8; on a CPU 2)", shape=True, type=positive, default=8,
          on_cpu=2),
     flag("--optimizer", "adamw or sgd (adamw)", tag="{}", choices=("adamw", "sgd")),
-    flag("--fused", "the optimizer as one kernel for many tensors", tag="fused", action="store_true"),
-    flag("--foreach", "as one kernel an operation for many tensors: torch's choice on a GPU", tag="foreach",
-         action="store_true"),
-    flag("--for-loop", "tensor by tensor: torch's choice on a CPU", tag="forloop", action="store_true"),
-    flag("--checkpoint", "recompute each block in the backward instead of keeping what it computed", tag="checkpoint",
+    flag("--fused", "optimizer: one kernel updates many tensors", tag="fused", action="store_true"),
+    flag("--foreach", "optimizer: one kernel for each operation on many tensors (torch's default on a GPU)",
+         tag="foreach", action="store_true"),
+    flag("--for-loop", "optimizer: tensor by tensor (torch's default on a CPU)", tag="forloop", action="store_true"),
+    flag("--checkpoint", "activation checkpointing: recompute each block in the backward", tag="checkpoint",
          action="store_true"),
     flag("--accumulate", "forwards and backwards before one optimizer step (1)", tag="accumulate{}", type=positive,
          default=1),
-    flag("--loader", "batches from a DataLoader, whose samples take MS milliseconds of a core each (2 when left out)",
+    flag("--loader", "take batches from a DataLoader; a sample takes MS milliseconds of a core (2 when left out)",
          tag="loader{}", nargs="?", const=2, type=not_negative, metavar="MS"),
-    flag("--workers", "processes that make the loader's samples; 0: the training one does (2)", tag="workers{}",
+    flag("--workers", "the DataLoader's worker processes; 0: the training process loads (2)", tag="workers{}",
          type=not_negative, default=2),
-    flag("--no-pin", "leave the loader's batches in memory that the system may move", tag="nopin", action="store_true"),
-    flag("--blocking", "wait for each copy of a batch to the GPU", tag="blocking", action="store_true"),
-    flag("--parallel", "ddp (a whole model on each rank) or fsdp (a part of it), under torchrun", tag="{}",
+    flag("--no-pin", "do not pin the batches' memory", tag="nopin", action="store_true"),
+    flag("--blocking", "copy each batch to the GPU with a blocking copy", tag="blocking", action="store_true"),
+    flag("--parallel", "under torchrun: ddp (each rank has the whole model) or fsdp (each rank has a part)", tag="{}",
          choices=("ddp", "fsdp"), default=None, metavar="HOW"),
-    flag("--bucket-mb", "gradients that DDP sends at once (1 at first, then 25)", tag="bucket{}", type=positive,
-         metavar="MB"),
-    flag("--slow", "this rank does 60 more matrix products in its forward", tag="slow{}", type=not_negative,
+    flag("--bucket-mb", "size of DDP's gradient buckets (torch's: 1 for the first, then 25)", tag="bucket{}",
+         type=positive, metavar="MB"),
+    flag("--slow", "make rank RANK slow: 60 more matrix products in its forward", tag="slow{}", type=not_negative,
          metavar="RANK"),
-    flag("--timeout", "that long a rank waits for another (60)", type=positive, default=60, metavar="S"),
+    flag("--timeout", "seconds that a rank waits for another (60)", type=positive, default=60, metavar="S"),
 )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def plain_losses(args, count):
     return torch.stack(losses)
 
 
-def what_we_guess(args):
+def predictions(args):
     here = place()
     loads = args.loader is not None and not args.workers
     waits = here and args.slow not in (None, here.rank)
@@ -318,6 +318,6 @@ def one_bucket(args):
     return args.bucket_mb is not None and args.bucket_mb * 2**20 > gradients
 
 
-main = lesson(flags, build, profiled, what_we_guess, processes)
+main = lesson(flags, build, profiled, predictions, processes)
 if __name__ == "__main__":
     raise SystemExit(main())

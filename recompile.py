@@ -1,17 +1,17 @@
-"""A model with inputs that it has not seen: compiled again? Right?
+"""Call a model with changing inputs: is it compiled again, and is it right?
 
-Calls a numbered script's model twice with each input in turn, after its first
-one, and times the calls. --trace FILE records them as well, a step each: then
-the profiler's cost is in the times.
+Calls a numbered script's model twice with each input and times both calls.
+--trace FILE also records each call as a step; the times then include the
+profiler's cost.
 
   uv run recompile.py 02_linear.py --strides --compile
   uv run recompile.py 03_simple_mlp.py --seq 128 256 64 200 --compile
   uv run recompile.py 03_kernels_mlp.py --seq 128 256 64 200
   uv run recompile.py 02_linear.py --strides --compile --trace guard.json
 
-Either --strides: the same input, then one that lies transposed in memory. Or
-one of the script's flags takes several whole numbers, each making an input.
-The other flags are the script's own.
+Choose how the inputs differ. --strides: the script's input, then one that is
+transposed in memory. Or give several whole numbers to one of the script's
+flags, and each makes an input. All other flags are the script's own.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
         description=(__doc__ or "").strip(),
     )  # fmt: skip
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a numbered script")
-    parser.add_argument("--strides", action="store_true", help="the input, then one of other strides")
+    parser.add_argument("--strides", action="store_true", help="call it with the input, then with one of other strides")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the calls, each one a step")
     parsed, words = parser.parse_known_args(argv)
     if parsed.strides:
@@ -68,7 +68,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
         (name, seconds(once), seconds(again), str(graphs), f"{error:.1e}") for name, once, again, graphs, error in rows
     ]
     print_columns(out, ("input", "first call", "again", "graphs by then", "relative error"), rows)
-    paragraph(out, "again: the second call; graphs: compiled by then; relative error: against eager")
+    paragraph(out, "again: the second call; graphs by then: compiled so far; relative error: compared with eager")
     if parsed.trace:
         print_whole(out, shown_path(parsed.trace), "the trace")
 

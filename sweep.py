@@ -1,17 +1,17 @@
-"""One numbered script over several sizes: where the CPU stops mattering.
+"""Run a numbered script over several sizes: when does the CPU not matter?
 
-Profiles once for each value, reads every trace back, and sets what the
-kernels reach against the best that this machine reaches now: a table, and a
-picture beside the traces.
+Profiles one run for each value, reads the traces, and compares the rates of
+the kernels with the best rates that this machine reaches now. It prints a
+table and writes a picture beside the traces.
 
   uv run sweep.py 01_matmul_add.py --size 64 256 1024 2048 4096 --warmup
   uv run sweep.py 03_simple_mlp.py --seq 16 64 256 1024 --compile --warmup
   uv run sweep.py 05_llm.py --batch 1 2 4 8 16 32 64 128 256 --graph
   uv run sweep.py 03_simple_mlp.py "03_simple_mlp.py --compile" --seq 64 256
 
-One of the script's flags takes several whole numbers; the others are the
-script's own. Several scripts, or one with several flags of its own, in
-quotes, become one picture: time and memory.
+Give several whole numbers to one of the script's flags. All other flags are
+the script's own. Several scripts, each in quotes if it has flags of its own,
+are drawn in one picture of time and memory.
 """
 
 import gc
@@ -136,8 +136,11 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
         "CPU µs": ("", [us(one.cpu_us) for one in points]),
         "GPU µs": ("busy, of a step", [us(one.busy_us) if gpu else "–" for one in points]),
         "idle": ("", [percent(one.idle_share) for one in points]),
-        "computing": ("the share of a step in ops that compute", [percent(one.compute_share) for one in points]),
-        "pointwise": ("its share of that", [percent(one.pointwise_share) for one in points]),
+        "computing": ("share of the step in ops that compute", [percent(one.compute_share) for one in points]),
+        "pointwise": (
+            "share of the GPU's time in pointwise kernels" if gpu else "share of the ops' time in pointwise ops",
+            [percent(one.pointwise_share) for one in points],
+        ),
         unit: ("of matrix products", [rate(one.tflops and one.tflops * scale) for one in points]),
         "GB/s": ("of pointwise work", [rate(one.gb_s) for one in points]),
         "memory": ("the peak", [size(one.peak_bytes) if one.peak_bytes else "–" for one in points]),
@@ -151,7 +154,7 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     if not gpu and "overhead" in bound:
         legend.append(f"overhead: more than {MUCH_IDLE:.0%} of the step is in no op")
     if "neither" in bound:
-        legend.append("neither: no roof is near")
+        legend.append("neither: far from both measured peaks")
     paragraph(out, "; ".join(legend))
     for one in points:
         if one.busy:
@@ -390,7 +393,7 @@ def sweep(argv: Sequence[str] | None = None) -> None:
     if run is None:
         raise BadInput("none of them could be run")
     script, words = todo[-1][1:]
-    args = prepare(script.flags(next(iter(words.values()))), script.what_we_guess)
+    args = prepare(script.flags(next(iter(words.values()))), script.predictions)
     if len(series) == 1:
         points = series[0].points
         compute, memory = roofs(args, points, name)

@@ -15,7 +15,7 @@ def not_installed(script: str, *packages: str) -> str | None:
         return None
     return (
         f"this environment lacks {' and '.join(missing)}: type uv run {script}, which installs what is needed, "
-        "or see docs/first-steps.md"
+        "or see docs/setup.md"
     )
 
 

@@ -9,7 +9,7 @@ FLAGS = (
     flag("--head_dim", "width of a head (64)", shape=True, type=positive, default=64),
     flag(
         "--warmup",
-        "call it N times before the profiler starts (3); 0: cold",
+        "call the step N times before the profiler starts (3); 0: a cold run",
         group=HOW,
         tag="warmup{}",
         untagged=(0,),

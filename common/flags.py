@@ -28,8 +28,8 @@ DAY_MS = 24 * 60 * 60 * 1000
 # Calls at most before the profiler starts, to see what a warm step takes without it: harness.unprofiled_step_us().
 UNPROFILED_STEPS = 11
 
-WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule, in steps"
-SHOWN, RECORDED = "how it is shown", "what is recorded besides, and where"
+WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule"
+SHOWN, RECORDED = "how it is shown", "what else is recorded, and where"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def flag(
 COMMON = (
     flag(
         "--compile",
-        f"torch.compile it; MODE is {', '.join(COMPILE_MODES)} (default when left out)",
+        f"run it through torch.compile; MODE is one of {', '.join(COMPILE_MODES)} (default when left out)",
         group=HOW,
         tag="{}",
         untagged=("default",),
@@ -103,7 +103,7 @@ COMMON = (
     ),
     flag(
         "--warmup",
-        "call it N times before the profiler starts (3 when left out); without it: cold",
+        "call the step N times before the profiler starts (3 when N is left out); without this flag the run is cold",
         group=HOW,
         tag="warmup{}",
         untagged=(3,),
@@ -113,41 +113,41 @@ COMMON = (
         type=not_negative,
     ),
     flag("--dtype", "element type (bf16)", group=HOW, tag="", type=_dtype, choices=("bf16", "fp16", "fp32")),
-    flag("--wait", "not profiled (1)", group=SCHEDULE, tag="wait{}", default=1, type=not_negative),
+    flag("--wait", "steps that are not profiled (1)", group=SCHEDULE, tag="wait{}", default=1, type=not_negative),
     flag(
         "--schedule-warmup",
-        "profiled, then thrown away (1)",
+        "steps that are profiled and discarded (1)",
         group=SCHEDULE,
         tag="schedwarmup{}",
         default=1,
         type=not_negative,
     ),
-    flag("--active", "recorded (3)", group=SCHEDULE, tag="active{}", default=3, type=positive),
+    flag("--active", "steps that are recorded (3)", group=SCHEDULE, tag="active{}", default=3, type=positive),
     flag(
         "--pause",
-        "sleep that many milliseconds before each (0): is a first step wide because it is the first?",
+        "sleep MS milliseconds before each step (0): are other steps slow after a pause, too?",
         group=SCHEDULE,
         tag="pause{}",
         default=0,
         type=not_negative,
         metavar="MS",
     ),
-    flag("--seed", "of the inputs (0)", group=HOW, tag="seed{}", default=0, type=not_negative),
+    flag("--seed", "seed of the random inputs (0)", group=HOW, tag="seed{}", default=0, type=not_negative),
     flag(
         "--device",
-        "auto: the accelerator that is there, else the CPU; cuda includes ROCm (auto)",
+        "auto: the GPU if there is one, else the CPU; cuda includes ROCm (auto)",
         group=HOW,
         tag="{}",
         choices=("auto", "cuda", "xpu", "cpu"),
     ),
-    flag("--guess", "say yes or no to our guesses before the run", group=HOW, action="store_true"),
-    flag("--record-shapes", "the shapes of ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
-    flag("--with-stack", "Python stacks (and file paths)", group=RECORDED, tag="stack", action="store_true"),
-    flag("--profile-memory", "allocations", group=RECORDED, tag="memory", action="store_true"),
-    flag("--code", "what Inductor generated, with --compile: <tag>.py", group=RECORDED, action="store_true"),
+    flag("--guess", "answer yes or no to each prediction before the run", group=HOW, action="store_true"),
+    flag("--record-shapes", "record the shapes of the ops' inputs", group=RECORDED, tag="shapes", action="store_true"),
+    flag("--with-stack", "record Python stacks, with file paths", group=RECORDED, tag="stack", action="store_true"),
+    flag("--profile-memory", "record allocations", group=RECORDED, tag="memory", action="store_true"),
+    flag("--code", "with --compile, write Inductor's generated code to <tag>.py", group=RECORDED, action="store_true"),
     flag(
         "--out",
-        "where the trace and the table go (traces/ beside the scripts)",
+        "folder for the trace and the table (traces/ beside the scripts)",
         group=RECORDED,
         type=_folder,
         default=ROOT / "traces",
@@ -219,7 +219,7 @@ def parse(
 
     settings = given | {"script": script.stem, "declared": declared, "needs_gpu": needs_gpu, "on_cpu": on_cpu}
     # By prepare(), which needs torch; ranks by processes(), where there are several.
-    settled_later = {"tag": "", "profiled": {}, "guesses": (), "ranks": None}
+    settled_later = {"tag": "", "profiled": {}, "predictions": (), "ranks": None}
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 

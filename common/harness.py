@@ -57,6 +57,7 @@ class Run:
     trace: Path
     table: Path
     code: Path | None  # with --code
+    warmup: int  # calls before the profiler's schedule; 0: a cold run
     first_call_s: float
     error: float | None  # see relative_error(); None where eager is itself the reference
     against: str  # what the error is measured against
@@ -66,8 +67,8 @@ class Run:
     ranks: tuple[Path, ...] = ()  # where the traces of all of them are, if they write to one folder
 
 
-def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
-    """The flags with all that follows from them settled: device and dtype, the run's tag, our guesses.
+def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
+    """The flags with all that follows from them settled: device and dtype, the run's tag, the predictions.
 
     Also seeds. Refuses what cannot run here: raises BadInput.
     """
@@ -84,7 +85,7 @@ def prepare(args, what_we_guess: Callable[..., Iterable] = lambda args: ()):
         args = replace(args, **args.on_cpu)
     named = replace(args, device="auto" if device.type == _auto_device() else device.type)
     settled = replace(args, device=device, dtype=DTYPES[args.dtype], tag=tag_of(named), profiled=profiled_flags(named))
-    return replace(settled, guesses=tuple(what_we_guess(settled)))
+    return replace(settled, predictions=tuple(predictions(settled)))
 
 
 def _auto_device() -> str:
@@ -314,6 +315,7 @@ def save(
         trace=folder / names[0],
         table=folder / names[1],
         code=folder / names[2] if code else None,
+        warmup=args.warmup,
         first_call_s=steps.first_call_s,
         error=error,
         against=against,
@@ -332,7 +334,7 @@ def _run_facts(args, run_id: str, facts: dict) -> RunFacts:
         "device": device_name(args.device),
         "torch": str(torch.__version__),
         "run": run_id,
-        "guesses": [guess.record for guess in args.guesses],
+        "guesses": [one.record for one in args.predictions],
     }
     return msgspec.convert(known | facts, RunFacts)
 

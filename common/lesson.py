@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.markup import escape
 
 from common import screen
@@ -15,7 +16,7 @@ from common.memory import build_unfilled, within_memory
 from common.publish import require_writable, run_of
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
-from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
+from tracereader.show.text import console, paragraph, plain, seconds, shown_path
 from tracereader.show.view import View
 
 
@@ -23,7 +24,7 @@ def lesson(
     flags: Callable,
     build: Callable,
     profiled: Callable,
-    what_we_guess: Callable[..., Iterable],
+    predictions: Callable[..., Iterable],
     processes: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Callable:
     """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions.
@@ -32,7 +33,7 @@ def lesson(
     """
 
     def main(argv: Sequence[str] | None = None) -> None:
-        args = _ready(argv, flags, what_we_guess)
+        args = _ready(argv, flags, predictions)
         given = _answers(_asked(args))
         run = _run(args, build, profiled, processes)
         if run.rank:
@@ -67,11 +68,11 @@ def lesson(
 
 def run_once(script, argv: Sequence[str]) -> Run:
     """Profile as the script (its module) does, without a report. Raises BadInput and RunFailed."""
-    return _run(_ready(argv, script.flags, script.what_we_guess), script.build, script.profiled)
+    return _run(_ready(argv, script.flags, script.predictions), script.build, script.profiled)
 
 
-def _ready(argv: Sequence[str] | None, flags: Callable, what_we_guess: Callable):
-    args = prepare(flags(argv), what_we_guess)
+def _ready(argv: Sequence[str] | None, flags: Callable, predictions: Callable):
+    args = prepare(flags(argv), predictions)
     if not place():
         _require_folder(args)  # now, and not after a long run
     return args
@@ -95,25 +96,28 @@ def _run(args, build: Callable, profiled: Callable, processes: Callable = contex
 def _asked(args) -> list:
     if not args.guess:
         return []
-    guesses = [guess for guess in args.guesses if args.device.type != "cpu" or not guess.needs_gpu]
-    if not guesses:
-        raise BadInput("--guess: a run on the CPU can tell none of this script's guesses; leave it out")
-    return guesses
+    asked = [one for one in args.predictions if args.device.type != "cpu" or not one.needs_gpu]
+    if not asked:
+        raise BadInput(
+            "--guess: this script's predictions are all about the GPU, and this run is on the CPU; leave it out"
+        )
+    return asked
 
 
-def _answers(guesses: list) -> list[tuple[dict, bool]]:
-    """What the reader expects: the record of each guess, and whether they said yes."""
-    if guesses:
-        console().print(f"{counted(len(guesses), 'guess', 'guesses')} about this run; answer y or n")
-    return [(guess.record, screen.ask(f"{guess.text}?")) for guess in guesses]
+def _answers(asked: list) -> list[tuple[dict, bool]]:
+    """What the reader expects: the record of each prediction, and whether they said yes."""
+    if asked:
+        console().print(f"{counted(len(asked), 'prediction')} about this run: answer y if you expect it, else n")
+    return [(one.record, screen.ask(f"{one.text}?")) for one in asked]
 
 
 def _header(run: Run) -> None:
     """What ran, what it cost to get going, and whether it computed the right thing."""
     out = console()
     matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
-    right = "unchecked: eager is what the others are checked against" if run.error is None else matches
-    known = [f"first call {seconds(run.first_call_s)}"]
+    right = "reference run; the other variants are checked against it" if run.error is None else matches
+    calls = f"warm run: {counted(run.warmup, 'warm-up call')}, the first" if run.warmup else "cold run: the first call"
+    known = [f"{calls} took {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
         known.append(f"peak device memory {size(run.peak_bytes)}")
     apart = "   " if len(run.title) + 3 + len(run.machine) <= out.width else "\n"
@@ -125,7 +129,7 @@ def _header(run: Run) -> None:
 
 
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
-    """What the ranks show together whose traces are here, then what this one's says to our guesses."""
+    """What the ranks show together whose traces are here, then whether this one's confirms the predictions."""
     from tracereader.show import merged, page, perfetto, ranks, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
@@ -133,9 +137,9 @@ def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
     out.print()
     summary, traces = ranks.opened(here, view)
     ranks.explain(summary, traces, view)
-    if view.shows("guesses"):
+    if view.shows("predictions"):
         out.print()
-        report.explain_file(run.trace, replace(view, only=("guesses",)))
+        report.explain_file(run.trace, replace(view, only=("predictions",)))
     _files(run)
     others = ", ".join(f"_rank{rank}" for rank, file in enumerate(run.ranks) if rank and file in here)
     out.print(f"of the other ranks beside them: {others}")
@@ -146,9 +150,15 @@ def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
 
 
 def _files(run: Run) -> None:
-    """Both by their whole names, to be copied."""
+    """All by their whole names, to be copied: each beside what it is, or each below that."""
     out = console()
-    print_whole(out, shown_path(run.trace), "the trace, for ui.perfetto.dev")
-    print_whole(out, shown_path(run.table), " torch's profiler table")
+    files = [
+        (shown_path(run.trace), "the trace, for ui.perfetto.dev"),
+        (shown_path(run.table), "torch's profiler table"),
+    ]
     if run.code:
-        print_whole(out, shown_path(run.code), "  Inductor's generated code")
+        files.append((shown_path(run.code), "Inductor's generated code"))
+    longest = max(cell_len(path) for path, _ in files)
+    beside = longest + 3 + max(cell_len(what) for _, what in files) <= out.width
+    for path, what in files:
+        out.print(plain(f"{path:{longest}}   {what}" if beside else f"{what}:\n{path}"))

@@ -17,8 +17,13 @@ class ModelName(str):
 
 FLAGS = (
     flag("--batch", "sequences (1)", shape=True, type=positive, default=1),
-    flag("--prompt", "tokens that each of them begins with (512)", shape=True, type=positive, default=512),
-    flag("--phase", "a step writes a token, or reads the prompt (decode)", tag="{}", choices=("decode", "prefill")),
+    flag("--prompt", "tokens of each prompt (512)", shape=True, type=positive, default=512),
+    flag(
+        "--phase",
+        "decode: a step writes one token; prefill: it reads the prompt (decode)",
+        tag="{}",
+        choices=("decode", "prefill"),
+    ),
     flag(
         "--model",
         "a causal language model of the Hub, or a folder (Qwen3-0.6B's sizes with random weights)",
@@ -35,20 +40,20 @@ FLAGS = (
     ),
     flag(
         "--cache",
-        "for keys and values: all room at once, or growing with the text (static)",
+        "KV cache: static is allocated once, dynamic grows with the text (static)",
         tag="{}",
         choices=("static", "dynamic"),
     ),
     flag("--cache-len", "tokens that a static cache has room for (1024)", tag="cache{}", type=positive, default=1024),
     flag(
         "--logits",
-        "of a prefill: for every token, as transformers' models do, or for the last (all)",
+        "prefill computes the logits of all tokens, as transformers does, or of the last (all)",
         tag="{}",
         choices=("all", "last"),
     ),
     flag(
         "--attention",
-        "sdpa, eager and flex are transformers' own; gqa: SDPA that is told of shared heads (sdpa)",
+        "sdpa, eager and flex are transformers' own; gqa: SDPA with enable_gqa (sdpa)",
         group=HOW,
         tag="{}",
         choices=("sdpa", "eager", "gqa", "flex"),
@@ -57,7 +62,7 @@ FLAGS = (
     flag("--tune", "with --compile: time variants of each kernel", group=HOW, tag="tune", action="store_true"),
     flag(
         "--triton",
-        "decode with hand-written kernels; MODE overlap: each begins before the one before it ends",
+        "decode with hand-written kernels; MODE overlap: each starts before the previous one ends",
         group=HOW,
         tag="triton-{}",
         nargs="?",

@@ -676,9 +676,10 @@ CAUSES = {
     "more calls": (USUAL * 5, "it makes 5 calls of aten::mm where the typical step makes 1, "
                               "5 of aten::gelu where that makes 1"),
     "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
-                         "of its 1,900 µs more, 1,000 are self time of aten::mm"),
+                         "of the additional 1,900 µs, 1,000 are self time of aten::mm"),
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
-                        "of its 2,200 µs more, 1,100 are self time of aten::gelu, 1,000 are self time of aten::mm"),
+                        "of the additional 2,200 µs, 1,100 are self time of aten::gelu, "
+                        "1,000 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
                            "aten::mm took 300 µs more, other calls took less"),
     "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
@@ -732,9 +733,9 @@ def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
 def test_a_first_step_that_is_not_wider(tmp_path):
     wider = expect.first_step_is_wider()
     same = measured(written(tmp_path, made_steps([USUAL, USUAL, USUAL])))
-    assert wider.ask(same) == Verdict(False, "it is not: 136.0 µs, the typical step 136.0")
+    assert wider.ask(same) == Verdict(False, "it is not slower: it takes 136.0 µs, and the typical step 136.0 µs")
     little = measured(written(tmp_path, made_steps([[("aten::mm", 110), *USUAL[1:]], USUAL, USUAL])))
-    assert wider.ask(little) == Verdict(False, "not much: 146.0 µs, the typical step 136.0")
+    assert wider.ask(little) == Verdict(False, "it is hardly slower: it takes 146.0 µs, and the typical step 136.0 µs")
 
 
 def test_compiling_again_is_said_and_what_it_took(capsys):

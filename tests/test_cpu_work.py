@@ -125,7 +125,7 @@ def test_what_inductor_wrote_stands_there_by_name(capsys):
     names = [one.name for one in summarize(read(trace)).cpu.work]
     assert [name for name in names if "cpp_fused" in name] == ["graph_0_cpp_fused__unsafe_view_gelu_mul_0"]
     assert names.count("aten::mm") == 3
-    assert cli.main([str(trace), "--only", "guesses"]) == 0
+    assert cli.main([str(trace), "--only", "predictions"]) == 0
     assert "yes  gelu and mul are one kernel, written by Inductor" in capsys.readouterr().out
 
 

@@ -85,7 +85,7 @@ def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
 
 
 def verdicts(screen: str) -> dict[str, str]:
-    """Each guess and its verdict."""
+    """Each prediction and its verdict."""
     _, _, part = screen.partition(" hold")
     lines = [line for line in part.splitlines() if line[2:5] in ("yes", "no ", " – ")]
     return {line[7:]: line[2:5].strip() for line in lines}
@@ -100,11 +100,11 @@ def verdicts(screen: str) -> dict[str, str]:
         ("03_kernels_mlp", ("--record-shapes",)),
     ],
 )  # fmt: skip
-def test_every_guess_gets_a_verdict(run, capsys, local_liger, script, flags):
-    assert run(script, *flags, "--only", "guesses") == 0
+def test_every_prediction_gets_a_verdict(run, capsys, local_liger, script, flags):
+    assert run(script, *flags, "--only", "predictions") == 0
     found = verdicts(capsys.readouterr().out)
     assert len(found) >= 5
-    assert "–" not in found.values(), "with a GPU and shapes, every guess can be told"
+    assert "–" not in found.values(), "with a GPU and shapes, every prediction can be told"
 
 
 def graphs(capsys, script, *flags):

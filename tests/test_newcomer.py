@@ -45,7 +45,30 @@ def test_it_says_what_to_do_about_what_it_found(screen):
     small = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_cold_eager.json.gz")[0])
     large = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager.json.gz")[0])
     assert "Give each launch" in small and "Give each launch" not in large
-    assert "less or faster" in " ".join(large.split())
+    assert "the GPU waits for the CPU to launch" not in small, "the figures before it say so"
+    assert "ess or faster" in " ".join(large.split())
+
+
+def test_nothing_is_said_twice(screen):
+    """The script has named the machine; a reason that a prediction shows is not repeated below the steps."""
+    for trace in FIRST_RUNS:
+        lines = screen(trace)[0]
+        assert lines[0].startswith("3 steps of ")
+        text = " ".join(" ".join(lines).split())
+        why = re.search(r"[\w.]+ to [\w.]+ times slower|self time of [\w:]+", text)
+        assert why and text.count(why[0]) == 1, "once, below the prediction that does not hold"
+
+
+@pytest.mark.parametrize("machine", ["cpu", "nvidia-h200"])
+def test_the_columns_of_the_steps_are_explained(capsys, monkeypatch, machine):
+    """Without a terminal, where no lanes replace the table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    report.explain_file(ROOT / f"traces/reference/{machine}/01_matmul_add/64_bf16_cold_eager.json.gz", View(brief=True))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "to first op: from" in text
+    assert ("latency: from" in text) == (machine != "cpu")
+    if "* #" in text:
+        assert "for the reason above" in text
 
 
 PAGES = [*sorted(ROOT.glob("0*.py")), ROOT / "sweep.py", ROOT / "recompile.py"]

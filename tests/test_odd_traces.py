@@ -128,8 +128,8 @@ def test_a_broken_reference_costs_no_report(capsys, monkeypatch, tmp_path):
     trace = Path(__file__).parent.parent / "traces/reference/cpu/01_matmul_add/64_bf16_warm_eager.json.gz"
     (tmp_path / "broken.json").write_text("{")
     monkeypatch.setattr(references, "of", lambda *_: tmp_path / "broken.json")
-    assert cli.main([str(trace), "--only", "guesses"]) == 0
-    assert "5 more about the GPU: this run was on the CPU" in capsys.readouterr().out
+    assert cli.main([str(trace), "--only", "predictions"]) == 0
+    assert "5 more predictions are about the GPU, and this run was on the CPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("us", "said"), [(0, "0.0 ms"), (5e-5, "under 0.001 ms"), (49, "0.049 ms"), (50, "0.1 ms")])

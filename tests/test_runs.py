@@ -212,7 +212,7 @@ def test_rank_0_reads_and_names_the_traces_of_this_run_alone(monkeypatch, tmp_pa
     )  # fmt: skip
     script = flags_module.load_script(ROOT / "06_training.py", [])
     monkeypatch.setattr(lesson, "_run", lambda *_: run)
-    main = lesson.lesson(script.flags, script.build, script.profiled, script.what_we_guess)
+    main = lesson.lesson(script.flags, script.build, script.profiled, script.predictions)
     assert main([*TINY, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert ("2 of 2 ranks" in printed) is read

@@ -127,7 +127,7 @@ def test_a_prediction_with_a_huge_number_is_dropped(tmp_path, capsys, data):
     found["lesson"]["guesses"].append({"guess": "pointwise_round_trip", "rows": 10**320, "columns": 1, "itemsize": 2})
     (tmp_path / "odd.json").write_text(json.dumps(found))
     assert cli.main([str(tmp_path / "odd.json"), "--json"]) == 0
-    assert len(strict(capsys.readouterr().out)["guesses"]) == known
+    assert len(strict(capsys.readouterr().out)["predictions"]) == known
 
 
 def test_a_prediction_that_cannot_be_made_is_dropped_whatever_it_raises():

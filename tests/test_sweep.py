@@ -32,7 +32,7 @@ def test_sweep_on_the_cpu(swept, tmp_path, capsys):
     assert [row[0] for row in rows] == ["8", "16", "32"]
     assert not any("–" in row for row in rows), "a CPU has its rates, too"
     assert "roofs of this machine" in screen.out
-    assert "guess first" not in screen.out, "no report of each"
+    assert "predictions hold" not in screen.out, "no report of each"
     assert screen.err == ""
     assert {file.stem.removesuffix("_cpu") for file in tmp_path.rglob("*.json")} == {
         f"{size}_bf16_warm_eager_shapes" for size in (8, 16, 32)

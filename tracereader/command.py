@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 SECTIONS = (
-    "short", "try", "gpu", "guesses", "steps", "lanes", "training", "table", "repeats", "kernels", "cpu", "work",
+    "short", "try", "gpu", "predictions", "steps", "lanes", "training", "table", "repeats", "kernels", "cpu", "work",
     "names", "starts", "series", "chain", "patterns",
 )  # fmt: skip
 LONG_WORD = 40  # characters of an argument that an error message repeats at most

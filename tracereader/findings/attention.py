@@ -54,7 +54,7 @@ def _worth_a_line(summary: Summary, us: float) -> bool:
     "a softmax between two batched matrix products",
     "This looks like unfused attention: the scores of all queries with all keys are written to memory and read back "
     "several times. A fused kernel keeps them on the chip.",
-    predicts="a softmax between two batched matrix products",
+    predicts="softmax runs between two batched matrix products",
     claims="41",
     change="fused_attention",
 )
@@ -214,7 +214,7 @@ def _written_for(one: GpuWork) -> int | None:
     "Low occupancy alone is not a fault: GEMM and attention kernels keep their data in registers and shared memory "
     "and need few warps. Judge by the duration and the achieved rate. A reported 0% for a block with more than 48 KB "
     "of shared memory is not an estimate.",
-    predicts="low occupancy: few warps on a multiprocessor",
+    predicts="occupancy is low: few warps run on a multiprocessor",
     needs_gpu=True,
     telling=True,
     claims="51",

@@ -24,7 +24,7 @@ def _word(one: GpuWork) -> str:
 
 
 @finding(
-    predicts=lambda *words: f"{activities(len(words))}: {', '.join(words)}",
+    predicts=lambda *words: f"{activities(len(words))} per step: {', '.join(words)}",
     needs_gpu=True,
 )
 def gpu_does(summary: Summary, *words: str) -> Verdict:
@@ -53,7 +53,7 @@ def written_for_this_gpu(summary: Summary) -> Verdict:
     return Verdict(None if older.holds is None else not older.holds, older.evidence, why_not)
 
 
-@finding(predicts=lambda call: f"launched with {call}", needs_gpu=True, claims="54")
+@finding(predicts=lambda call: f"the kernel is launched with {call}", needs_gpu=True, claims="54")
 def launched_by(summary: Summary, call: str) -> Verdict:
     calls = sorted({one.launched_by for one in summary.kernels_of_step})
     return Verdict(calls == [call], listed(calls))

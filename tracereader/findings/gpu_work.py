@@ -57,7 +57,7 @@ def kernels_are(summary: Summary, count: int, what: str = "") -> Verdict:
 
 
 @finding(
-    predicts="no occupancy query except before the first GEMM of the process: cuBLAS remembers the answer",
+    predicts="the only occupancy query comes before the first GEMM of the process: cuBLAS remembers the answer",
     needs_gpu=True,
     claims="11 28",
 )
@@ -148,7 +148,7 @@ def duration_varies(summary: Summary) -> Verdict:
     return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
 
 
-@finding(predicts="still two GPU activities: a copy of the bias, then a GEMM that adds to it", needs_gpu=True)
+@finding(predicts="two GPU activities per step: a copy of the bias, then a GEMM that adds to it", needs_gpu=True)
 def bias_copy_then_gemm(summary: Summary) -> Verdict:
     work = [one for one in summary.gpu_work if one.kind != "memset"]
     kinds = ["GEMM" if one.family == "GEMM" else one.kind for one in work]

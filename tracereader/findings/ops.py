@@ -105,7 +105,9 @@ def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -
 
 
 @finding(
-    predicts=lambda *ops: f"{', '.join(ops)}: no GPU work, because a view moves no data", needs_gpu=True, claims="25 29"
+    predicts=lambda *ops: f"{', '.join(ops)} launch{'es' * (len(ops) == 1)} no GPU work: a view moves no data",
+    needs_gpu=True,
+    claims="25 29",
 )
 def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     found = [call for call in summary.cpu.chain if call.name in ops]
@@ -147,13 +149,13 @@ def _same_graphs(summary: Summary) -> bool:
     )
 
 
-@finding(predicts="no rows of torch.compile on the CPU", claims="34")
+@finding(predicts="the CPU has no rows of torch.compile", claims="34")
 def no_compile_rows(summary: Summary) -> Verdict:
     rows = [call.name for call in summary.cpu.chain if "Dynamo" in call.name or "Compiled" in call.name]
     return Verdict(not rows, f"{len(rows)} such rows")
 
 
-@finding(predicts=lambda op: f"compiled: getting to {op} takes more CPU time than {op} itself", claims="18")
+@finding(predicts=lambda op: f"torch.compile takes more CPU time to reach {op} than {op} itself takes", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
     return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")

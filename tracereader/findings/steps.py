@@ -83,7 +83,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
     idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
-    after = "after the wide first step, " if summary.after_first else ""
+    after = "after the slow first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
         return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
@@ -256,8 +256,8 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
 @finding(
     TABLE,
     "a CPU self total far above the GPU's",
-    "The step is overhead-bound: the GPU waits for the CPU to launch kernels. Give each launch more work (larger or "
-    "batched inputs), or fuse kernels so that there are fewer launches.",
+    "The step is overhead-bound, because the GPU waits for the CPU to launch kernels: give each launch more work "
+    "(larger or batched inputs), or fuse kernels so that there are fewer launches.",
     needs_gpu=True,
     change="larger_batch",
 )
@@ -312,7 +312,7 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         if us > more.us / 2:
             return f"{cold}{_took(more, slowest)}{beside}"
     if more.before_first_op_us > more.us / 3:
-        return f"{more.before_first_op_us:,.0f} of its {more.us:,.0f} extra µs lie before its first op{beside}"
+        return f"{more.before_first_op_us:,.0f} of the additional {more.us:,.0f} µs are before its first op{beside}"
     if slowest and more.slower[slowest[0]] > more.us / 3:
         return f"{cold}{_took(more, slowest[:1])}{beside}"
     if sum(more.overheads.values()) > more.us / 4:
@@ -365,7 +365,7 @@ def _took(more: Excess, names: list[str]) -> str:
             f"{more.slower[name]:,.0f} are " + (OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}")
             for name in names
         ]
-        return f"of its {more.us:,.0f} extra µs, {', '.join(whose)}"
+        return f"of the additional {more.us:,.0f} µs, {', '.join(whose)}"
     whose = [
         f"{more.slower[name]:,.0f} µs more lie {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
         else f"{name} took {more.slower[name]:,.0f} µs more"
@@ -391,7 +391,8 @@ def slow_first_step(summary: Summary) -> Verdict:
 
 
 @finding(
-    predicts="cold: the first step is slower, because of the gap between its annotation and its first op", claims="06"
+    predicts="in a cold run the first step is slower, because of the gap between its annotation and its first op",
+    claims="06",
 )
 def first_step_is_wider(summary: Summary) -> Verdict:
     first, gaps = summary.steps[0], _gaps(summary)
@@ -400,11 +401,11 @@ def first_step_is_wider(summary: Summary) -> Verdict:
     usual = summary.cpu_us
     more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
     if not slow_first_step.ask(summary).holds:
-        wider = "not much" if more > 0 else "it is not"
-        return Verdict(False, f"{wider}: {first.cpu_us:,.1f} µs, the typical step {usual:,.1f}")
+        slower = "it is hardly slower" if more > 0 else "it is not slower"
+        return Verdict(False, f"{slower}: it takes {first.cpu_us:,.1f} µs, and the typical step {usual:,.1f} µs")
     seen = (
-        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; of the {more:,.1f} extra, {max(0.0, gap_more):,.1f} are in "
-        f"the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
+        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; {max(0.0, gap_more):,.1f} of the additional {more:,.1f} µs are "
+        f"in the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
     )
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
@@ -423,7 +424,7 @@ def late_first_op(summary: Summary) -> Verdict:
     return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
 
 
-@finding(predicts="warm: all steps take about the same time", claims="07")
+@finding(predicts="in a warm run all steps take about the same time", claims="07")
 def steps_are_alike(summary: Summary) -> Verdict:
     times = [one.cpu_us for one in summary.steps]
     shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
@@ -468,7 +469,7 @@ def long_final_sync(summary: Summary) -> Verdict:
         return Verdict(None, "no synchronization after the last step")
     busy = summary.gpu.busy_us if summary.gpu else 0.0
     seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
-    short = "here it only waits for the last kernel, so it does not show idle time"
+    short = "here it only waits for the last kernel, so it shows nothing about idle time"
     return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
 

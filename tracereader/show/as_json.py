@@ -22,7 +22,7 @@ SECTION_KEYS = {
     "try": ("opportunities", "opportunities_refused"),
     "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
     "table": ("table",),
-    "guesses": ("guesses",),
+    "predictions": ("predictions",),
     "steps": ("steps", "left_out", "cpu_us"),
     "gpu": ("gpu", "families", "step_gpu", "idle_in", "idle_python", "by_label", "by_phase", "by_module",
             "by_module_class"),
@@ -72,8 +72,8 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
         }
         for one, verdict in cheatsheet.found(summary)
     ]
-    document["guesses"] = [
-        {"guess": one.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
+    document["predictions"] = [
+        {"prediction": one.text, "holds": verdict.holds, "evidence": verdict.evidence, "why_not": verdict.why_not}
         for one in predictions
         for verdict in (one.ask(summary),)
     ]

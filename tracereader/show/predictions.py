@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tracereader import expect
 from tracereader.figures import Summary, summarize
-from tracereader.findings.finding import NO_GPU, Prediction, Verdict, counted
+from tracereader.findings.finding import NO_GPU, Prediction, Verdict
 from tracereader.show import references
 from tracereader.show.text import head, paragraph, plain, shown_path
 from tracereader.show.view import View
@@ -31,8 +31,8 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
     brief = view.usual
     kept = _kept(told)
     if not told:
-        kept = f"{counted(len(answers), 'prediction')} about the GPU; this run was on the CPU"
-    out.print(head(kept, "guesses"))
+        kept = f"{_about_the_gpu(len(answers))}, and this run was on the CPU"
+    out.print(head(kept, "predictions"))
     for one, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
@@ -46,13 +46,23 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
         _gpu_answers(out, about_gpu, summary, brief, more=bool(told))
 
 
+def said(predictions: Sequence[Prediction], summary: Summary) -> str:
+    """What show() says was seen instead, where predictions do not hold."""
+    verdicts = [one.ask(summary) for one in predictions]
+    return "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
+
+
 def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
     """How many predictions the trace bears out."""
     holds = [verdict.holds for _, verdict in answers]
     unknown = f"; {holds.count(None)} cannot be decided" if None in holds else ""
     broken = {0: "", 1: "; this one does not:"}.get(holds.count(False), "; these do not:")
-    several = "predictions hold" if len(holds) > 1 else "prediction holds"
-    return f"{holds.count(True)} of {len(holds)} {several}{unknown}{broken}"
+    hold = "predictions hold" if len(holds) > 1 else "prediction holds"
+    return f"{holds.count(True)} of {len(holds)} {hold}{unknown}{broken}"
+
+
+def _about_the_gpu(count: int, more: str = "") -> str:
+    return f"{count} {more}{'prediction is' if count == 1 else 'predictions are'} about the GPU"
 
 
 def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
@@ -62,15 +72,15 @@ def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summa
         gpu = reference and summarize(read(reference))
     except TraceError:  # no answer of this run's is lost by it
         gpu = None
-    left = f"{len(predictions)} more about the GPU: this run was on the CPU" if more else ""
+    left = f"{_about_the_gpu(len(predictions), 'more ')}, and this run was on the CPU" if more else ""
     if gpu is None:
         if left:
             out.print(f"  {MARKS[None]}  {left}")
         return
     answers = [(one, one.ask(gpu)) for one in predictions]
-    on_gpu = f"On an {plain(gpu.source.devices[0])}, by its reference trace"
+    on_gpu = f"In the reference trace of an {plain(gpu.source.devices[0])}"
     told = ". ".join([*[left] * more, on_gpu])
-    paragraph(out, f"{told}: {_kept(answers)}", "  ", "  ")
+    paragraph(out, f"{told}, {_kept(answers)}", "  ", "  ")
     if not brief:
         out.print(f"  {plain(shown_path(reference))}")  # to be copied, so on a line of its own
     for one, verdict in answers:

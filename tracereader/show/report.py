@@ -103,8 +103,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("short", lambda: _tokens(out, summary)),
         (ALWAYS, lambda: _notes(out, summary)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
-        ("guesses", lambda: predictions.show(out, predicted, summary, view)),
-        ("steps", lambda: _steps(out, summary, view)),
+        ("predictions", lambda: predictions.show(out, predicted, summary, view)),
+        ("steps", lambda: _steps(out, summary, view, predictions.said(predicted, summary) if view.brief else "")),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, ascii_only(out))),
@@ -120,7 +120,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
     told = set()
-    _header(out, summary)
+    _header(out, summary, view)
     for name, part in parts:
         if name in wanted or name == ALWAYS:
             with out.capture() as section:
@@ -160,8 +160,8 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     if not training.tells(summary):
         wanted.discard("training")
     if not predicted:
-        wanted.discard("guesses")
-    if view.brief and not view.only and {"guesses", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
+        wanted.discard("predictions")
+    if view.brief and not view.only and {"predictions", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
         wanted.discard("steps")  # drawn; and a prediction speaks of the first one
     return wanted
 
@@ -179,7 +179,7 @@ def _says_nothing(summary: Summary) -> set[str]:
     return gone | {"cpu"}  # where the GPU waits for the CPU, the table of those waits has the ops
 
 
-def _header(out: Console, summary: Summary) -> None:
+def _header(out: Console, summary: Summary, view: View) -> None:
     """What was recorded: the device, the rank, the steps, and how many kernels a step has."""
     nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
     if summary.waits_for == "capture":
@@ -199,7 +199,9 @@ def _header(out: Console, summary: Summary) -> None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:
         words.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
-    paragraph(out, f"[bold]{plain(words[0])}[/bold] · {plain(' · '.join(words[1:]))}", rest="  ")
+    if view.brief and len(summary.source.devices) < 2:
+        del words[0]  # a numbered script has just named the machine
+    paragraph(out, f"[bold]{plain(words[0])}[/bold]{plain(''.join(f' · {word}' for word in words[1:]))}", rest="  ")
 
 
 def _regime(out: Console, summary: Summary, view: View) -> None:
@@ -209,7 +211,7 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     sentences = [f"{head(_begun(word), 'short')}{recorded}.", f"{plain(_begun(figures))}."]
     sentences.append(plain(recording.unprofiled(summary)))
     if view.brief and (means := cheatsheet.what_to_do(summary)):
-        sentences.append(plain(means.partition(": ")[2] or means))
+        sentences.append(plain(_begun(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))
 
 
@@ -452,8 +454,11 @@ def _of_best(calls: Sequence[CpuWork]) -> str:
     return f", {steps.reached(calls):.0%} of this machine's {ROOFS[roof][1]}"
 
 
-def _steps(out: Console, summary: Summary, view: View) -> None:
-    """Each recorded step on both lanes; what lies past the first ones shares a row of medians."""
+def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
+    """Each recorded step on both lanes; what lies past the first ones shares a row of medians.
+
+    above: what the report has said before, whose reasons are not repeated.
+    """
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work
@@ -493,9 +498,19 @@ def _steps(out: Console, summary: Summary, view: View) -> None:
         paragraph(
             out,
             f"* {plain(one.number)} took {one.times_the_typical:,.1f} times the typical step"
-            + (f": {plain(why)}" if why else "; the trace does not show why"),
+            + (_reason(why, above) if why else "; the trace does not show why"),
             rest="  ",
         )
+    if view.brief:
+        legend = "to first op: from the start of the step's annotation to its first op"
+        if gpu:
+            legend += "; span: from the first GPU activity's start to the last one's end; "
+            legend += "latency: from the first launch to the start of its kernel"
+        paragraph(out, legend)
+
+
+def _reason(why: str, above: str) -> str:
+    return ", for the reason above" if why in above else f": {plain(why)}"
 
 
 def lane_glyphs(out: Console) -> lanes.Glyphs:

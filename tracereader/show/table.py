@@ -55,9 +55,8 @@ def _how_to_read(table: Table) -> list[str]:
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
         lines.append(
-            f"self: without the calls that a row makes; total: with them. {plain(label.name)}'s total of "
-            f"{us(label.total_cpu_us)} "
-            f"is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
+            f"self: time in the row itself; total: with what it calls. {plain(label.name)}'s total of "
+            f"{us(label.total_cpu_us)} is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:
         if label and span.name == label.name and span.us > LABEL_SPAN_MISLEADS * table.self_gpu_us > 0:

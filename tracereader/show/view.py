@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 # What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "try", "guesses", "steps", "lanes", "training", "table")
+BRIEF = ("short", "try", "predictions", "steps", "lanes", "training", "table")
 # A longer table shows so many rows, and the others in one.
 ROWS = 8
 
