@@ -209,7 +209,6 @@ UNPROFILED_OFF = {("small/loop", "larger_batch"): (0.5, 4.0)}
 @pytest.mark.parametrize(("before", "change", "after"), MEASURED)
 def test_the_step_without_the_profiler_is_predicted_too(before, change, after):
     one = proposed(before)[change]
-    assert one.unprofiled_step_us == pytest.approx(unprofiled_us(before), rel=0.05)
     ratio = one.unprofiled_step_us_after / unprofiled_us(after)
     low, high = UNPROFILED_OFF.get((before, change)) or {"replay": (0.7, 1.3), "bound": (0.5, 2.0)}[one.basis]
     assert low <= ratio <= high, f"{ratio:.2f}"
@@ -231,6 +230,8 @@ def test_opportunities_are_sorted_worth_showing_and_no_longer_than_the_step(file
     trace = read(file)
     found = opportunities(trace, summarize(trace))
     # All of these runs measured their step without the profiler, and what is saved of that comes first.
+    measured = json.loads(gzip.decompress(file.read_bytes()))["unprofiled_step_us"]
+    assert all(one.unprofiled_step_us == pytest.approx(measured) for one in found), "as the report's first line says"
     saved = [1 - one.unprofiled_step_us_after / one.unprofiled_step_us for one in found]
     assert saved == sorted(saved, reverse=True)
     assert all(share > 0.02 for share in saved)

@@ -102,7 +102,7 @@ def priced(
         evidence=proposal.evidence,
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
-        unprofiled_step_us_after=changed / proposal.shared if changed is not None else None,
+        unprofiled_step_us_after=unprofiled.scale * changed / proposal.shared if changed is not None else None,
     )
 
 
@@ -118,10 +118,15 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
 
 @dataclass(frozen=True)
 class Unprofiled:
-    """A step without the profiler (µs), and how much of the recorded CPU time it needs."""
+    """A step without the profiler (µs), as measured, and how much of the recorded CPU time it needs.
+
+    scale: the measured time, of what the replay with that CPU time gives. It is not 1 where the GPU's own times were
+    others while recording.
+    """
 
     step_us: float
     factor: float
+    scale: float
 
     @classmethod
     def of(cls, graph: Graph, step_us: float | None) -> "Unprofiled | None":
@@ -129,8 +134,9 @@ class Unprofiled:
         if not step_us:
             return None
         factor = cpu_factor(graph, step_us)
-        # Changes are priced against the same replay, so that what it does not model is in both times.
-        return cls(with_cpu_speed(graph, factor).step_us(), factor)
+        # Changes are priced against the same replay: what it does not model is in both times, in the same proportion.
+        replayed = with_cpu_speed(graph, factor).step_us()
+        return cls(step_us, factor, step_us / replayed if replayed else 1.0)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
 
 
 def _reason(one: Opportunity) -> str:
-    return f"{_without_profiler(one)}{one.evidence}. Try: {one.how}"
+    evidence = one.evidence[:1].upper() + one.evidence[1:]  # a sentence of its own
+    return f"{_without_profiler(one)}{evidence}. Try: {one.how}"
 
 
 def _without_profiler(one: Opportunity) -> str:
