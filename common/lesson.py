@@ -107,7 +107,7 @@ def _asked(args) -> list:
 def _answers(asked: list) -> list[tuple[dict, bool]]:
     """What the reader expects: the record of each prediction, and whether they said yes."""
     if asked:
-        console().print(f"{counted(len(asked), 'prediction')} about this run: answer y if you expect it, else n")
+        console().print(f"{counted(len(asked), 'prediction')} about this run: answer y if you agree, else n")
     return [(one.record, screen.ask(f"{one.text}?")) for one in asked]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -66,7 +67,9 @@ def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Calla
 def ask(question: str) -> bool:
     """A yes or a no, typed at the terminal."""
     while True:
-        console().print(f"[bold]{escape(question)}[/bold] (y/n) ", end="")
+        out = console()
+        shown = "\n".join(textwrap.wrap(question, max(20, out.width - len(" (y/n) y"))))
+        out.print(f"[bold]{escape(shown)}[/bold] (y/n) ", end="")
         try:
             with interrupts.raised():  # what input() does to the terminal must be undone
                 answer = input().strip().lower()
