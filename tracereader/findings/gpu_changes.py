@@ -425,7 +425,7 @@ def small_grids(case: Case) -> Proposal | None:
         with_durations(case.graph, case.in_all_steps(times)),
         f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
         f"({name}: {counted(blocks, 'block')})",
-        "give these kernels more rows or a larger batch, or another algorithm (split K, split the reduction)",
+        "more rows, a larger batch, or another algorithm (split K, a split reduction)",
         assumed=True,
     )
 

@@ -32,11 +32,7 @@ def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool)
         most = "at most " if one.basis == "bound" else ""
         change = f"{unit(one.step_us)} -> {unit(one.step_us_after)}"
         rows.append((Name(f"{number} {one.title}"), change, most + percent(one.saves_us / one.step_us)))
-    reasons = {
-        number: _reason(one) if everything or number == 0 else _without_profiler(one)
-        for number, one in enumerate(shown)
-        if everything or number == 0 or one.unprofiled_step_us is not None
-    }
+    reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     print_columns(out, ("try first", f"recorded step, {unit.name}", "saves"), rows, section="try", below=reasons)
 
 
