@@ -297,7 +297,7 @@ def test_crossing_slices_are_counted(tmp_path, capsys):
     ours = read(file)
     assert ours.crossing == {"crosses": 1}
     assert cli.main([str(file)]) == 0
-    assert "1 slices cross" in capsys.readouterr().out
+    assert "1 slices overlap" in capsys.readouterr().out
 
 
 def test_zeroed_events_are_counted(document, tmp_path, capsys):
@@ -768,7 +768,7 @@ def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch, device, device, known]))
     assert "2 slices on a device of a category not known here, mtia_kernel: left out" in screen
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch]))
-    assert "there are launches on the CPU lane and no GPU work" in screen
+    assert "the CPU lane has launches, but there is no GPU work" in screen
     assert "CPU only" not in screen.splitlines()[1]
 
 
@@ -831,9 +831,9 @@ def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
         (
             "trace.json.zst",
             b"\x28\xb5\x2f\xfd rest",
-            "packed with zstd, and only gzip is read; unpack it first: zstd -d",
+            "compressed with zstd, and only gzip can be read; uncompress it first: zstd -d",
         ),
-        ("trace.zip", b"PK\x03\x04 rest", "packed with zip, and only gzip is read; unpack it first: unzip"),
+        ("trace.zip", b"PK\x03\x04 rest", "compressed with zip, and only gzip can be read; uncompress it first: unzip"),
     ],
 )
 def test_what_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, beside, name, begins, says):

@@ -169,7 +169,7 @@ def _limits(args) -> list:
     if args.ranks or len(args.traces) + bool(args.against) < 2:
         raise BadInput(f"{flag} is for a comparison: name two traces")
     if args.previous or args.json:
-        raise BadInput(f"{flag} sets each trace against the first: leave out --{'json' if args.json else 'previous'}")
+        raise BadInput(f"{flag} compares each trace with the first: leave out --{'json' if args.json else 'previous'}")
     if args.markdown and args.html == "-":
         raise BadInput("--markdown and --html - both print: name a file for --html")
     from tracereader.show.limits import limit_of

@@ -47,7 +47,7 @@ def limit_of(text: str) -> Limit:
 
 
 def measures(summary: Summary) -> dict[str, float | None]:
-    """What a limit can be set on, of the step spoken of: times in µs, a share, counts and bytes; None: not told."""
+    """The figures of the reported step that can have a limit: times in µs, a share, counts, bytes; None if unknown."""
     gpu = summary.has_gpu_work
     return {
         "step": summary.recorded_step_us,
