@@ -98,7 +98,7 @@ def test_a_kernels_occupancy_is_that_of_all_its_launches(capsys):
     assert cli.main([str(file), "--only", "names,gpu"]) == 0
     screen = capsys.readouterr().out
     assert f"({min(reported)} to {max(reported)}% by the profiler's estimate)" in screen
-    assert "summed by family (kernels overlap)" in screen
+    assert "all in the window, by family (kernels overlap)" in screen
 
 
 @pytest.mark.parametrize("width", [1, 4, 5])
