@@ -208,7 +208,7 @@ def test_rank_0_reads_and_names_the_traces_of_this_run_alone(monkeypatch, tmp_pa
     assert run_of(files[1]) == other
     run = harness.Run(
         id="new", title="06_training", machine="two GPUs", trace=files[0], table=tmp_path / "table", code=None,
-        first_call_s=1.0, error=None, against="", peak_bytes=None, smaller={}, ranks=files,
+        first_call_s=1.0, error=None, against="", peak_bytes=None, smaller={}, warmup=0, ranks=files,
     )  # fmt: skip
     script = flags_module.load_script(ROOT / "06_training.py", [])
     monkeypatch.setattr(lesson, "_run", lambda *_: run)

@@ -139,5 +139,6 @@ def _usable(kind: type[T], found: object) -> T | None:
 
 def as_stored(facts: RunFacts) -> dict:
     """The trace's key "lesson": what run_facts() reads again."""
-    found = msgspec.to_builtins(facts)
+    # A flag's value may be of a class of its own, as a model's name is, which is stored as the text that it is.
+    found = msgspec.to_builtins(facts, enc_hook=lambda one: str.__str__(one) if isinstance(one, str) else str(one))
     return {name: found.pop(name) for name in STORED_APART} | {"facts": found}
