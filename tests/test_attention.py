@@ -497,10 +497,11 @@ def closing_table(capsys, *arguments):
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_closing_table(monkeypatch, capsys, width):
-    """Times and kernels by the raw events, as multiples of the first and of the one before; nothing too wide."""
+    """Times and kernels by the raw events, a run in each column; no table is too wide."""
     monkeypatch.setenv("COLUMNS", str(width))
     screen = closing_table(capsys)
-    assert max(map(len, screen.splitlines())) <= width
+    # In a pipe of 140 columns a sentence is one line, however long.
+    assert max(len(line) for line in screen.splitlines() if width == 80 or not line.startswith("run ")) <= width
     flat = " ".join(screen.split())
     busy, kernels = [], []
     for name in SIX:
@@ -511,14 +512,12 @@ def test_the_closing_table(monkeypatch, capsys, width):
         busy.append(median(sum(e["dur"] for e in raw_work(events, mark)) for mark in raw_steps(events)))
         kernels.append(sum(e["cat"] == "kernel" for e, _ in work))
     assert kernels == [5, 5, 20, 1, 1, 1]
-    for number, us_busy in enumerate(busy):
-        assert f"{us_busy:,.1f}" in flat
-        for times in (us_busy / busy[0], us_busy / busy[max(0, number - 1)]):
-            assert f"x {times:.{2 if times >= 0.1 else 3}f}" in flat
-    for said in ("gone: 1 x memcpy", "new: 1 x attention forward (cuDNN)", "aten::masked_fill clones first",
-                 "2 x GEMM on CUDA cores", "at most 12.5%", "aten::_cudnn_attention_forward: 20.6 of"):  # fmt: skip
+    rows = {line[:18].strip(): line[18:].split() for line in screen.splitlines()}
+    assert rows["GPU busy, ms"] == [f"{us / 1e3:.3f}" for us in busy]
+    assert rows["kernels"] == [str(count) for count in kernels]
+    assert rows["copies"] == ["1", "0", "0", "0", "0", "0"]
+    for said in ("no copies instead of 1", "fp32 instead of bf16", "1 fused attention kernel instead of 1 softmax"):
         assert said in flat
-    assert "what changed" not in screen.replace("for what changed", "")
     assert "aten::_softmax" in closing_table(capsys, "--only", "chain")
 
 
@@ -537,8 +536,8 @@ def test_memory_of_a_run(tmp_path, capsys):
 
     naive, flash = altered(tmp_path, "naive", stored), altered(tmp_path, "flash", events)
     assert cli.main([str(naive), str(flash), str(path("cudnn")), "--only", "steps"]) == 0
-    rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[2:5]]
-    assert rows[:2] == [["554.0", "MB"], ["17.0", "MB"]] and rows[2][1] == "–"
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "memory" in line]
+    assert row.split()[-5:] == ["554.0", "MB", "17.0", "MB", "–"], row
 
 
 @pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])

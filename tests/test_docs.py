@@ -222,12 +222,14 @@ def test_the_reference_has_every_section_and_every_head_of_a_table(monkeypatch, 
         assert cli.main([str(trace), "--all"]) == 0
     capsys.readouterr()
     assert len(heads) > 20
+    heads = {re.sub(r" (µs|ms|s)$", "", head) for head in heads}  # the unit follows the figures
     missing = {head for head in heads - {""} if not any(word in page for word in (f"| {head}", f", {head}"))}
     plain_words = {
         "µs",
         "of the window",
         "of GPU work",
         "pieces",
+        "activities",
         "times",
         "calls",
         "launches",

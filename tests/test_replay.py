@@ -449,7 +449,7 @@ def test_refusals_say_why(made):
     assert isinstance(refused, Refused)
     assert refused.reason is Reason.NOT_REPRODUCED
     assert refused.off == pytest.approx(0.2, abs=0.1)
-    assert "does not give back" in str(refused)
+    assert "does not reproduce the recorded step" in str(refused)
 
 
 def graph_from(path):
