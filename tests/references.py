@@ -19,3 +19,37 @@ MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # large, too
 def measured(path: Path) -> Summary:
     """What a committed trace shows, of which many tests ask: read once in a run of tests."""
     return summarize(read(path))
+
+
+CHANGES = H200 / "changes"
+# A recorded step, the change that its report has to propose, and the step that was recorded after that change. From
+# bert on they were recorded after the rules had been written.
+PREDICTED = [
+    ("vit/eager", "cuda_graph", "vit/graph"),
+    ("decode/eager", "cuda_graph", "decode/graph"),
+    ("pointwise/eager", "fuse_pointwise", "pointwise/compile"),
+    ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
+    ("copies/blocking", "overlap_copies", "copies/prefetched"),
+    ("resnet/fp32", "tensor_cores", "resnet/tf32"),
+    ("encoder/fp32", "tensor_cores", "encoder/tf32"),
+    ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
+    ("gpt2/eager_attention", "fused_attention", "gpt2/sdpa"),
+    ("attention/naive", "fused_attention", "attention/sdpa"),
+    ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
+    ("optimizer/forloop", "fused_optimizer", "optimizer/fused"),
+    ("optimizer/foreach", "fused_optimizer", "optimizer/fused"),
+    ("loader/inline", "data_loader", "loader/workers"),
+    ("python/loop", "python", "python/ahead"),
+    ("conv_layout/contiguous", "channels_last", "conv_layout/channels_last"),
+    ("small/loop", "larger_batch", "small/batched"),
+    ("bert/eager", "cuda_graph", "bert/graph"),
+    ("lstm/cells", "cuda_graph", "lstm/graph"),
+    ("images/eager", "cuda_graph", "images/graph"),
+    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
+    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
+    ("trained/eager", "fuse_pointwise", "trained/compile"),
+    ("llama/eager_attention", "fused_attention", "llama/sdpa"),
+    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    ("odd_width/odd", "align_shapes", "odd_width/padded"),
+    ("experts/loop", "larger_batch", "experts/batched"),
+]

@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 from raw_events import end, event, pace, raw_steps, raw_work
-from references import H200, ROOT
+from references import CHANGES as CHANGED
+from references import H200, PREDICTED, ROOT
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -19,39 +20,12 @@ from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.replay import Refused
 from tracereader.trace import read
 
-CHANGED = H200 / "changes"
 LLM = H200 / "05_llm"
 # Steps before and after one change, and that change; where the second run follows none of the proposals, None.
 PAIRS = [
-    ("vit/eager", "cuda_graph", "vit/graph"),
-    ("decode/eager", "cuda_graph", "decode/graph"),
-    ("pointwise/eager", "fuse_pointwise", "pointwise/compile"),
-    ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
-    ("copies/blocking", "overlap_copies", "copies/prefetched"),
-    ("resnet/fp32", "tensor_cores", "resnet/tf32"),
-    ("encoder/fp32", "tensor_cores", "encoder/tf32"),
-    ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
-    ("gpt2/eager_attention", "fused_attention", "gpt2/sdpa"),
-    ("attention/naive", "fused_attention", "attention/sdpa"),
-    ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
-    ("optimizer/forloop", "fused_optimizer", "optimizer/fused"),
-    ("optimizer/foreach", "fused_optimizer", "optimizer/fused"),
-    ("loader/inline", "data_loader", "loader/workers"),
-    ("python/loop", "python", "python/ahead"),
-    ("conv_layout/contiguous", "channels_last", "conv_layout/channels_last"),
-    ("small/loop", "larger_batch", "small/batched"),
+    *PREDICTED,
     ("syncs/item", "remove_sync", "syncs/none"),
-    ("bert/eager", "cuda_graph", "bert/graph"),
-    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
-    ("images/eager", "cuda_graph", "images/graph"),
-    ("llama/eager_attention", "fused_attention", "llama/sdpa"),
-    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
-    ("lstm/cells", "cuda_graph", "lstm/graph"),
-    ("odd_width/odd", "align_shapes", "odd_width/padded"),
     ("pinned/same_stream", "overlap_copies", "pinned/prefetched"),
-    ("trained/eager", "fuse_pointwise", "trained/compile"),
-    ("experts/loop", "larger_batch", "experts/batched"),
-    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
     ("attention32/naive", None, "attention32/sdpa"),
     ("vit/eager", None, "vit/compile"),
     ("products/eager", None, "products/compile"),

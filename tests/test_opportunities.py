@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
+from references import CHANGES as CHANGED
+from references import PREDICTED
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -20,41 +22,13 @@ from tracereader.show.view import View
 from tracereader.trace import read
 from tracereader.trace.document import DEFAULT_LIMIT
 
-CHANGED = Path(__file__).resolve().parent.parent / "traces/reference/nvidia-h200/changes"
 TESTS = Path(__file__).resolve().parent / "traces"
 TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 
 # A recorded step, a change that its report has to propose, and the step that was recorded after that change.
 MEASURED = [
-    ("vit/eager", "cuda_graph", "vit/graph"),
-    ("decode/eager", "cuda_graph", "decode/graph"),
-    ("pointwise/eager", "fuse_pointwise", "pointwise/compile"),
-    ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
-    ("copies/blocking", "overlap_copies", "copies/prefetched"),
-    ("resnet/fp32", "tensor_cores", "resnet/tf32"),
-    ("encoder/fp32", "tensor_cores", "encoder/tf32"),
-    ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
-    ("gpt2/eager_attention", "fused_attention", "gpt2/sdpa"),
-    ("attention/naive", "fused_attention", "attention/sdpa"),
-    ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
-    ("optimizer/forloop", "fused_optimizer", "optimizer/fused"),
-    ("optimizer/foreach", "fused_optimizer", "optimizer/fused"),
-    ("loader/inline", "data_loader", "loader/workers"),
-    ("python/loop", "python", "python/ahead"),
-    ("conv_layout/contiguous", "channels_last", "conv_layout/channels_last"),
-    ("small/loop", "larger_batch", "small/batched"),
-    # Recorded after the rules had been written.
-    ("bert/eager", "cuda_graph", "bert/graph"),
-    ("lstm/cells", "cuda_graph", "lstm/graph"),
-    ("images/eager", "cuda_graph", "images/graph"),
-    ("unet/contiguous", "fuse_pointwise", "unet/compile"),
-    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
-    ("trained/eager", "fuse_pointwise", "trained/compile"),
-    ("llama/eager_attention", "fused_attention", "llama/sdpa"),
-    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    *PREDICTED,
     ("selection/chosen", "remove_sync", "selection/multiplied"),
-    ("odd_width/odd", "align_shapes", "odd_width/padded"),
-    ("experts/loop", "larger_batch", "experts/batched"),
 ]
 # The first change that a report names, where one change was the best of those recorded.
 FIRST = [
