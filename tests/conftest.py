@@ -38,6 +38,10 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_configure():
+    sys.argv[0] = "read-trace"  # the name that errors begin with; else it is the name of what started the tests
+
+
 def pytest_unconfigure():
     gc.unfreeze()  # or libraries say at the end that something of theirs was never freed
 
