@@ -74,7 +74,7 @@ def recompile(argv: Sequence[str] | None = None) -> None:
 
 
 def _inputs_of(file: Path, words: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
-    """one_by_one(); where no flag makes several inputs, the refusal names both ways, and a flag of the script."""
+    """Return what one_by_one() does. If no flag gives several inputs, the error names both ways to give them."""
     sizes = () if several_numbers(words) else [one for one in declared_by(file) if one.shape]
     if not sizes:
         return one_by_one(words)
@@ -101,7 +101,7 @@ def _reference(model, inputs, name: str):
 
 @contextlib.contextmanager
 def _recorded(file: Path | None, args, calls: int) -> Iterator[Callable[[], None]]:
-    """Record `calls` steps and write them to the file, whole or not at all; what is given ends a step."""
+    """Record `calls` steps and write them to the file atomically. Yields the function that ends a step."""
     if file is None:
         yield lambda: None
         return
@@ -120,7 +120,7 @@ def _recorded(file: Path | None, args, calls: int) -> Iterator[Callable[[], None
 
 
 def _called(fn, inputs, reference, name: str, device, done: Callable[[], None]) -> tuple[float, float, int, float]:
-    """Seconds of the first and the second call, the graphs that Dynamo has made by then, the error against eager."""
+    """Return the seconds of the first and the second call, the number of Dynamo's graphs, the error against eager."""
     from torch._dynamo.utils import counters
     from torch.profiler import record_function
 

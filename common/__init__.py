@@ -1,6 +1,6 @@
-"""What is the same on every rung: flags, the profiling harness, the lesson around a script; what some rungs need."""
+"""The code that the numbered scripts share: flags, the profiling harness, and helpers of single rungs."""
 
-import tracereader.interrupts  # noqa: F401  first: it answers Ctrl-C while the rest is imported
+import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered while the rest is imported
 
 # isort: split
 import importlib.util
@@ -9,7 +9,7 @@ import sys
 
 
 def not_installed(script: str, *packages: str) -> str | None:
-    """One line on those that are not there, and on what to do; None where all of them are."""
+    """Return one line that names the missing packages and says what to do, or None if none is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -20,6 +20,6 @@ def not_installed(script: str, *packages: str) -> str | None:
 
 
 _script = os.path.basename(sys.argv[0])
-if _lacks := not_installed(_script, "rich", "msgspec"):  # which the flags themselves need
+if _lacks := not_installed(_script, "rich", "msgspec"):  # the flags need these
     print(f"{_script}: {_lacks}", file=sys.stderr)
     raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""What the attention rungs share: their flags, and what a trace is told of the problem."""
+"""What the attention rungs share: their flags, and the facts that they store in a trace."""
 
 from common.flags import HOW, flag, not_negative, positive
 
@@ -22,16 +22,16 @@ FLAGS = (
 
 
 def shape(args) -> tuple[int, int, int, int]:
-    """Of query, key and value: [batch, heads, seq, head_dim]."""
+    """Return the shape of query, key and value: [batch, heads, seq, head_dim]."""
     return args.batch, args.heads, args.seq, args.head_dim
 
 
 def scores_bytes(args) -> int:
-    """Of the [batch, heads, seq, seq] scores, in the run's element type."""
+    """Return the size in bytes of the [batch, heads, seq, seq] scores, in the run's element type."""
     return args.batch * args.heads * args.seq**2 * args.dtype.itemsize
 
 
 def facts(args, backend: str | None = None, refused: dict[str, list[str]] | None = None) -> dict:
-    """What the trace is told. backend: that --backend asked for; refused: others, with torch's reasons against them."""
+    """Return the facts for the trace. backend: the one that --backend names; refused: torch's reasons, by backend."""
     known = {name: getattr(args, name) for name in ("batch", "heads", "seq", "head_dim")}
     return {"attention": known | {"causal": True, "backend": backend, "refused": refused or {}}}

@@ -1,4 +1,4 @@
-"""What the decoder rung needs of transformers: the model, its cache, the ways to attend, and the check."""
+"""The decoder rung's use of transformers: the model, its cache, the kinds of attention, and the check."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read as it is imported
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers reads it when it is imported
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
@@ -24,7 +24,7 @@ from common.memory import ASKED_FOR
 from common.speed import best_us
 from tracereader.command import BadInput, RunFailed
 
-# As Qwen/Qwen3-0.6B's config.json has them.
+# From the config.json of Qwen/Qwen3-0.6B.
 QWEN3_0_6B = {
     "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
@@ -33,7 +33,7 @@ QWEN3_0_6B = {
 
 
 def language_model(args) -> nn.Module:
-    """A causal language model: --model's, or one of Qwen3-0.6B's sizes with random weights. Raises BadInput."""
+    """Return the model that --model names, or one of Qwen3-0.6B's sizes with random weights. Raises BadInput."""
     config = _config(args)
     if args.layers:
         if args.layers > config.num_hidden_layers:
@@ -43,7 +43,7 @@ def language_model(args) -> nn.Module:
             config.layer_types = config.layer_types[: args.layers]
     positions, tokens = getattr(config, "max_position_embeddings", None), args.prompt + tokens_written(args)
     if positions and tokens > positions:
-        raise BadInput(f"the model has {positions:,} positions, and prompt and steps make {tokens:,} tokens")
+        raise BadInput(f"the model has {positions:,} positions, and prompt and steps together have {tokens:,} tokens")
     how = {"dtype": args.dtype, "attn_implementation": _attention(args)}
     if args.model is None:
         with screen.status("building the model …"), args.device:
@@ -64,9 +64,9 @@ def _config(args):
 
 @contextlib.contextmanager
 def _reachable(name: str) -> Iterator[None]:
-    """Turn what from_pretrained raises for a model that is not there, or is none, into BadInput."""
+    """Turn the errors of from_pretrained, for example for a missing model, into BadInput."""
     try:
-        with screen.status(f"looking for {name!s} …"):  # the Hub out of reach is asked again for half a minute
+        with screen.status(f"looking for {name!s} …"):  # without a connection this retries for half a minute
             yield
     except Exception as problem:  # its errors have no common type
         if isinstance(problem, MemoryError) or ASKED_FOR.search(str(problem)):
@@ -79,33 +79,33 @@ def _reachable(name: str) -> Iterator[None]:
 
 
 def new_cache(args, model: nn.Module) -> transformers.Cache:
-    """Keys and values of every layer: room for --cache-len tokens from the start, or growing with the text."""
+    """Return the KV cache of all layers: static with room for --cache-len tokens, or dynamic."""
     if args.cache == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=args.cache_len)
     return transformers.DynamicCache(config=model.config)
 
 
 def emptied(cache: transformers.StaticCache) -> transformers.StaticCache:
-    """The same one, of which nothing counts as filled."""
+    """Mark the cache as empty, and return it."""
     if lengths := [layer.cumulative_length for layer in cache.layers if layer.is_initialized]:
         torch._foreach_zero_(lengths)
     return cache
 
 
 def keep_address(*tensors: torch.Tensor) -> None:
-    """Tell torch.compile that these stay where they are: a CUDA graph then changes them in place."""
+    """Tell torch.compile that these tensors keep their addresses, so that a CUDA graph changes them in place."""
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)
 
 
 def inductor_options(args) -> dict:
-    """What the mode of --compile stands for, and with --tune the settings that paid on an H200."""
+    """Return the Inductor options of --compile's mode; --tune adds the ones that were faster on an H200."""
     options = dict(torch._inductor.list_mode_options(args.compile))
     return options | ({"coordinate_descent_tuning": True} if args.tune else {})
 
 
 def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, overlap: bool) -> Callable:
-    """The decoding step in hand-written kernels; see decode_kernels.decoding(). Raises BadInput."""
+    """Return the decode step in hand-written kernels; see decode_kernels.decoding(). Raises BadInput."""
     if not isinstance(model, qwen3.Qwen3ForCausalLM):
         raise BadInput(f"--triton knows the layers of Qwen3, and this is {type(model).__name__}")
     from common import decode_kernels  # Triton is only where a GPU is
@@ -116,9 +116,9 @@ def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, o
 
 
 def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step as one CUDA graph: the first call runs it and records it, and each replays it with one launch.
+    """Return the step as one CUDA graph. The first call runs and captures it; every call replays it with one launch.
 
-    It keeps the step, and so the tensors that the graph reads and writes, such as the cache.
+    The function keeps the step alive, and so the tensors that the graph reads and writes, such as the cache.
     """
 
     @functools.cache
@@ -126,7 +126,7 @@ def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            step()  # what is made or compiled at the first call is no part of the graph
+            step()  # so that what the first call creates or compiles is not a part of the graph
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -142,7 +142,7 @@ def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def _attention(args) -> str:
-    """What transformers calls --attention; ours are made known to it."""
+    """Return transformers' name for --attention, and register our own kinds of attention with it."""
     if args.attention == "gqa":
         AttentionInterface.register("gqa", _grouped_attention)
         AttentionMaskInterface.register("gqa", sdpa_mask)
@@ -150,10 +150,10 @@ def _attention(args) -> str:
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **others):
-    """SDPA that is told of query heads that share a key-value head; transformers' own expands these in memory."""
+    """Call SDPA with enable_gqa for query heads that share a key-value head. Transformers copies the keys instead."""
     tokens = query.shape[2]
     causal = attention_mask is None and tokens > 1
-    if causal:  # an empty cache: nothing stands behind the tokens of this call
+    if causal:  # the cache was empty, so it holds only the tokens of this call
         key, value = key[:, :, :tokens], value[:, :, :tokens]
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=True
@@ -162,7 +162,7 @@ def _grouped_attention(module, query, key, value, attention_mask, scaling=None, 
 
 
 def merge(model: nn.Module) -> None:
-    """One product for queries, keys and values, and one for gate and up, in every layer of a Qwen3 model.
+    """Merge the products of q, k and v, and those of gate and up, in every layer of a Qwen3 model.
 
     The separate weights become views of the merged ones. Raises BadInput for another architecture.
     """
@@ -177,7 +177,7 @@ def merge(model: nn.Module) -> None:
 
 
 def unmerge(model: nn.Module) -> None:
-    """What transformers wrote, again."""
+    """Undo merge(): the layers compute as transformers wrote them."""
     for layer in model.model.layers:
         for module, name in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
             delattr(module, name)
@@ -213,16 +213,16 @@ def _merged_mlp(self, x):
 
 
 def facts(args, model: nn.Module) -> dict:
-    """What a step has to read at least, in bytes, and how fast this device reads: for the report's roof.
+    """Return the facts for the report's bandwidth limit: the bytes that a step must read, and the device's bandwidth.
 
-    Of a mixture of experts no bytes of weights: a step reads some experts of each layer, and no fact says which.
+    The bytes of the weights are None for a mixture of experts, because a step reads only some experts of each layer.
     """
     config = model.config
     weights = {parameter.data_ptr(): parameter for parameter in model.parameters()}
     read = sum(weight.nbytes for weight in weights.values())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if head.data_ptr() != embedding.data_ptr():
-        read -= embedding.nbytes  # of which only the rows of the tokens are read
+        read -= embedding.nbytes  # a step reads only the rows of its tokens
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -242,7 +242,7 @@ def facts(args, model: nn.Module) -> dict:
 
 
 def _bandwidth(device: torch.device) -> float | None:
-    """GB/s of a copy of 1 GiB, what is read and what is written counted; None on a CPU."""
+    """Return the GB/s of a copy of 1 GiB, counting bytes read and bytes written; None on a CPU."""
     if device.type == "cpu":
         return None
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
@@ -251,10 +251,10 @@ def _bandwidth(device: torch.device) -> float | None:
 
 
 def check(args, model: nn.Module, text: torch.Tensor, logits: torch.Tensor) -> float:
-    """Judge a run by eager's forward pass, without a cache, over all that it read and wrote; see _judge().
+    """Check a run against eager's forward pass over all its tokens, without a cache; return the relative error.
 
-    text: [batch, tokens], the prompt and what the run chose; logits: [batch, vocabulary], of its last choice.
-    The model is not what it was afterwards. Raises RunFailed.
+    text: [batch, tokens], the prompt and the tokens that the run chose. logits: [batch, vocabulary], those of its last
+    choice. The model is changed afterwards. _judge() says what counts as an error. Raises RunFailed.
     """
     written = text.shape[1] - args.prompt
     if args.merge:
@@ -272,11 +272,11 @@ def check(args, model: nn.Module, text: torch.Tensor, logits: torch.Tensor) -> f
 
 
 def _judge(logits, chosen, rounded, exact, tolerance: float) -> float:
-    """The relative error of logits; raises RunFailed where that is more than rounding, or a token is not eager's.
+    """Return the relative error of the logits. Raises RunFailed for more than rounding, or for a wrong token.
 
-    rounded, exact: [batch, written, vocabulary], eager's in the run's type and in fp32. Random weights make many
-    tokens nearly equally likely, and rounding decides between them. So the run's logits may be twice as far from
-    exact as rounded is, or within tolerance; and each chosen token's exact logit may be as far below the largest.
+    rounded, exact: [batch, written, vocabulary], eager's logits in the run's type and in fp32. Random weights make many
+    tokens nearly equally likely, so rounding decides between them. The run's logits may therefore be twice as far from
+    `exact` as `rounded` is, or within the tolerance. The same holds for the chosen token's distance from the largest.
     """
     if exact is None:
         exact = rounded

@@ -1,8 +1,8 @@
-"""Several processes, one a rank, as torchrun starts them: all of them are there, or all of them end.
+"""Several processes, one per rank, as torchrun starts them. If one of them ends, all of them end.
 
-NCCL does not notice that a rank is gone, and gloo does not say which. So each rank holds a connection to rank 0, a
-lifeline, which the system breaks when either of the two dies; and its line is told to all. Its thread sleeps in the
-system until then: in a recorded step it does nothing.
+NCCL does not notice that a rank is gone, and gloo does not say which one. So each rank holds a connection to rank 0,
+its lifeline. The system breaks it when either of the two dies, and rank 0 then tells the other ranks why. The thread
+that reads the lifeline sleeps in the system until then, so it does nothing during a recorded step.
 """
 
 import contextlib
@@ -20,19 +20,20 @@ from datetime import timedelta
 from tracereader import interrupts
 from tracereader.command import BadInput, RunFailed, printable
 
-# Torch is imported where it is used: a script's flags ask only for place(), and are answered before it is loaded.
-# Its own account, in many lines, of what is said here in one; read when its libraries are loaded.
+# Torch is imported in the functions that use it, because the flags need only place(), and are read before torch is
+# loaded. This variable turns off torch's own long messages about errors that are told here in one line. Torch reads it
+# when its libraries are loaded.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 LOOK_EVERY_S = 0.05
-# A collective breaks a little before the lifeline that says why, or after it.
+# A failing collective can break a little before the lifeline, which says why, does.
 HEARD_WITHIN_S = 2.0
 GOODBYE = b"goodbye\n"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of how many this one is; of those on this machine, which."""
+    """The rank of this process, its rank among the processes of this machine, and the number of processes."""
 
     rank: int
     local_rank: int
@@ -40,7 +41,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """What torchrun says of this process in its environment; None where nothing started several. Raises BadInput."""
+    """Return what torchrun put into the environment of this process; None without a launcher. Raises BadInput."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     try:
@@ -58,7 +59,7 @@ def place() -> Place | None:
 
 
 class Ranks:
-    """This process among the others, from the moment on at which all of them are there."""
+    """This process among the others, once all of them have started."""
 
     def __init__(self, here: Place, run: str, store, peers: dict[int, socket.socket]):
         self.rank, self.world_size = here.rank, here.world_size
@@ -68,34 +69,34 @@ class Ranks:
         self._listener = threading.Thread(target=self._listen, name="lifeline", daemon=True)
         self._listener.start()
         self.run_id = self.of_rank_0("run id", secrets.token_hex(8))
-        if hasattr(os, "register_at_fork"):  # or a loader's processes hold it for seconds after this one has died
+        if hasattr(os, "register_at_fork"):  # or data loader processes keep the lifeline open after this one has died
             os.register_at_fork(after_in_child=self._let_go)
 
     def all_agree(self) -> None:
-        """Wait until every rank has come here; from then on none of them ends another."""
+        """Wait until every rank has called this. From then on no rank ends another."""
         agreed = self._store.add("agreed", 1)
-        while agreed < self.world_size:  # as long as it takes: a rank that dies ends this
+        while agreed < self.world_size:  # without a time-out, because a rank that dies ends this process
             time.sleep(LOOK_EVERY_S)
             agreed = self._store.add("agreed", 0)
         with self._ending:
             self._over = True
 
     def of_rank_0(self, name: str, value):
-        """What rank 0 gives for `name`, on every rank: a value that JSON can hold. Each name is used once."""
+        """Return rank 0's value for `name` on every rank. The value must fit into JSON. Use each name once."""
         if self.rank == 0:
             self._store.set(name, json.dumps(value))
-        while not self._store.check([name]):  # as long as it takes: a rank that dies ends this
+        while not self._store.check([name]):  # without a time-out, because a rank that dies ends this process
             time.sleep(LOOK_EVERY_S)
         return json.loads(self._store.get(name))
 
     def leave(self) -> None:
-        """Say goodbye. Rank 0, whose store it may be, is the last to go: when the files of all are there."""
+        """Tell the other ranks that this one is done. Rank 0, which may hold the store, waits for all others."""
         self._say(GOODBYE)
         if self.rank == 0:
             self._listener.join()
 
     def fail(self, why: str) -> None:
-        """End the other ranks, with this line; what becomes of them no longer ends this one."""
+        """End the other ranks with this line. Their end no longer ends this process."""
         with self._ending:
             self._over = True
         self._say(f"{why}\n".encode())
@@ -106,7 +107,7 @@ class Ranks:
 
     def _say(self, line: bytes) -> None:
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the peer is gone
                 peer.sendall(line)
 
     def _listen(self) -> None:
@@ -129,7 +130,7 @@ class Ranks:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """The next line that it brings; what there is of one where it broke."""
+    """Return the next line of the connection, or the part that arrived before the connection broke."""
     heard = b""
     with contextlib.suppress(OSError):
         while not heard.endswith(b"\n") and (more := connection.recv(1)):
@@ -139,10 +140,10 @@ def _line(connection: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def processes(args) -> Iterator:
-    """The flags as this rank has them: its own name in the run's, its own GPU, args.ranks, a process group.
+    """Yield this rank's flags, with args.ranks and its own tag, after setting its GPU and its process group.
 
-    What fails on one rank in here ends all of them, each with one line that names it. One process alone gets its flags
-    as they are. Raises BadInput and RunFailed.
+    A failure on one rank ends all of them, each with one line that names the failing rank. A single process gets its
+    flags unchanged. Raises BadInput and RunFailed.
     """
     here = place()
     if here is None:
@@ -182,14 +183,14 @@ def processes(args) -> Iterator:
 
 
 def _end_all(ranks: Ranks, why: str, status: int) -> None:
-    """At once: taking a process group down would wait for the others, who wait for this one."""
+    """End all ranks at once. Destroying the process group would wait for the others, which wait for this one."""
     why = " ".join(why.split())
     ranks.fail(f"rank {ranks.rank} has failed: {why}")
     interrupts.end(printable(f"rank {ranks.rank}: {why}"), status)
 
 
 def _store(here: Place, within_s: float):
-    """What all ranks read and write, on the launcher's own server where it has one, else on rank 0's."""
+    """Return the store that all ranks read and write: the launcher's own, if it has one, or else rank 0's."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -207,7 +208,7 @@ def _store(here: Place, within_s: float):
 
 
 def _answers(address: str, port: int, within_s: float) -> bool:
-    """Whether somebody does, in time: the store by itself tries for two and a half times as long."""
+    """Return whether something answers in time. TCPStore itself would try for two and a half times as long."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=within_s):
@@ -221,7 +222,7 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _lifelines(here: Place, store, within_s: float) -> dict[int, socket.socket]:
-    """The connections of this rank, once every rank has started: rank 0's to all others, or the one to rank 0."""
+    """Return this rank's connections once every rank has started: rank 0's to all others, or the one to rank 0."""
     if here.rank == 0:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -230,7 +231,7 @@ def _lifelines(here: Place, store, within_s: float) -> dict[int, socket.socket]:
     _all_started(store, here, within_s)
     try:
         if here.rank:
-            # By the address at which the ranks meet: that machine is rank 0's.
+            # The address at which the ranks meet is that of rank 0's machine.
             line = socket.create_connection((os.environ["MASTER_ADDR"], int(store.get("lifeline"))), within_s)
             line.sendall(f"{here.rank}\n".encode())
             line.settimeout(None)
@@ -248,13 +249,13 @@ def _lifelines(here: Place, store, within_s: float) -> dict[int, socket.socket]:
 
 
 def _all_started(store, here: Place, within_s: float) -> None:
-    """Wait until every rank has come here. Raises RunFailed, which names those that have not."""
+    """Wait until every rank has called this. Raises RunFailed, which names the ranks that have not."""
     deadline = time.monotonic() + within_s
     store.set(f"started/{here.rank}", "")
     started = store.add("started", 1)
     missing = [rank for rank in range(here.world_size) if rank != here.rank]
-    with contextlib.suppress(RuntimeError):  # rank 0, whose store it is, has given up a moment before
-        # Looked at, and not waited for, which would leave a signal unanswered.
+    with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may have given up a moment before
+        # This polls, because a blocking wait would not answer a signal.
         while started < here.world_size and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
             started = store.add("started", 0)
@@ -265,7 +266,7 @@ def _all_started(store, here: Place, within_s: float) -> None:
 
 
 def _flags(args) -> dict[str, str]:
-    """What the ranks of one run must have in common, as typed, by the flag's name. Folders may differ by machine."""
+    """Return the flags that all ranks of a run must share, as typed, by name. Folders may differ by machine."""
     values = {one.name: getattr(args, one.dest) for one in args.declared if one.dest != "out"}
     return {
         name: f"without {name}"
@@ -276,10 +277,10 @@ def _flags(args) -> dict[str, str]:
 
 
 def _require_same_flags(here: Place, store, within_s: float) -> None:
-    """Raise BadInput, on every rank, where one was started with other flags than rank 0. All of them have started."""
+    """Raise BadInput on every rank if one was started with other flags than rank 0. All ranks have started."""
     first, *others = (json.loads(store.get(f"flags/{rank}")) for rank in range(here.world_size))
     deadline, read = time.monotonic() + within_s, store.add("flags read", 1)
-    while here.rank == 0 and read < here.world_size and time.monotonic() < deadline:  # the store may be its own
+    while here.rank == 0 and read < here.world_size and time.monotonic() < deadline:  # rank 0 may hold the store
         time.sleep(LOOK_EVERY_S)
         read = store.add("flags read", 0)
     for rank, flags in enumerate(others, 1):

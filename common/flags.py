@@ -1,4 +1,4 @@
-"""The flags of a numbered script: read, refused and named before torch is loaded, which takes seconds."""
+"""The flags of a numbered script. They are read and checked before torch is loaded, which takes seconds."""
 
 import argparse
 import importlib.util
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # which replay a CUDA graph
 
-# What one recorded step of few ops takes at its peak, as the trace is written: 35 (rung 1 on a CPU) to 53 kB measured.
+# The peak memory per recorded step of few ops, while the trace is written: 35 kB (rung 1 on a CPU) to 53 kB measured.
 BYTES_A_STEP = 53_000
 TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 DAY_MS = 24 * 60 * 60 * 1000
-# Calls at most before the profiler starts, to see what a warm step takes without it: harness.unprofiled_step_us().
+# At most this many calls measure a warm step before the profiler starts; see harness.unprofiled_step_us().
 UNPROFILED_STEPS = 11
 
 WHAT, HOW, SCHEDULE = "what is profiled", "how it runs", "the profiler's schedule"
@@ -51,7 +51,7 @@ class Flag:
 
 def _folder(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("no folder is named: . is the one that you are in")
+        raise argparse.ArgumentTypeError("the folder has no name; . is the current folder")
     return Path(text)
 
 
@@ -75,10 +75,10 @@ def flag(
 ) -> Flag:
     """Declare a flag. says: its help. options: as argparse's add_argument takes them; the first choice is the default.
 
-    tag: what a run's name says where this flag has not its default, "{}" standing for its value; ""
-    where the name says it anyway. Without a tag the flag changes nothing that is profiled: it is
-    then neither in the name nor in the trace. shape: the value is part of the name's first word.
-    untagged: further values that the name does not mention. on_cpu: the default where the run is on a CPU.
+    tag: the word in a run's name if the flag does not have its default; "{}" stands for its value, and "" means that
+    the name has the value already. A flag without a tag does not change what is profiled, so neither the name nor the
+    trace mentions it. shape: the value is part of the name's first word.
+    untagged: further values that the name does not mention. on_cpu: the default for a run on a CPU.
     """
     if options.get("type") in (positive, not_negative):
         options.setdefault("metavar", "N")
@@ -88,7 +88,7 @@ def flag(
     return Flag(name, group, "" if shape else tag, shape, (default, *untagged), on_cpu, options | {"help": says})
 
 
-# In the order in which a run's name mentions them.
+# A run's name mentions them in this order.
 COMMON = (
     flag(
         "--compile",
@@ -164,18 +164,18 @@ def parse(
     needs_gpu: str | None = None,
     ranks: bool = False,
 ):
-    """The flags of one run, as one frozen object with a field for each; see also prepare().
+    """Return the flags of one run as a frozen object with one field per flag; prepare() adds the rest.
 
-    doc: the script's docstring, which opens the help page; None under python -OO. file: its __file__. own: its flags
-    besides COMMON, or in the place of the one there of that name. needs_gpu: why it cannot run on a CPU, if so.
-    ranks: whether several processes can run it together. Raises BadInput.
+    doc: the script's docstring, which begins the help page; None under python -OO. file: the script's __file__.
+    own: the script's flags in addition to COMMON; a flag of the same name replaces the common one. needs_gpu: why the
+    script cannot run on a CPU, if it cannot. ranks: whether several processes can run it together. Raises BadInput.
     """
     if not ranks:
         _require_one_process()
     try:
         os.getcwd()
-    except OSError:  # MKL, for one, ends the program where there is none
-        raise BadInput("the folder that you are in has been deleted: go to another one") from None
+    except OSError:  # MKL would end the program without a current folder
+        raise BadInput("the current folder has been deleted: change to another one") from None
     script = Path(file)
     parser = OneLineParser(prog=script.name, usage="%(prog)s [flags]", description=(doc or "").strip())
     groups = {title: parser.add_argument_group(title) for title in (WHAT, HOW, SCHEDULE, SHOWN, RECORDED)}
@@ -192,7 +192,7 @@ def parse(
         if given["html"] == files.STDOUT:
             raise BadInput("--html -: a script prints its report; name a file")
         files.refuse_early(given["html"], given["force"])
-    # Which of its two defaults a flag gets is known with the device, and that with torch.
+    # Which of its two defaults a flag gets depends on the device, which only torch knows.
     open_ones = [one for one in declared if one.on_cpu is not None and given[one.dest] is None]
     given |= {one.dest: one.options.get("default") for one in open_ones}
     on_cpu = {one.dest: one.on_cpu for one in open_ones}
@@ -201,7 +201,7 @@ def parse(
     if given["step"] is not None and not first <= given["step"] < first + count:
         raise BadInput(f"--step {given['step']}: this schedule records #{first} to #{first + count - 1}")
     if given["code"] and not given["compile"]:
-        raise BadInput("--code writes what Inductor generates: add --compile")
+        raise BadInput("--code writes the code that Inductor generates: add --compile")
     if given["pause"] > DAY_MS:
         raise BadInput(f"--pause {given['pause']} is longer than a day")
     free = free_memory()
@@ -215,19 +215,19 @@ def parse(
     if needs_gpu and given["device"] == "cpu":
         raise BadInput(needs_gpu)
     if given["guess"] and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
-        raise BadInput("--guess asks you questions, and this is no terminal: leave it out, or run it by hand")
+        raise BadInput("--guess asks questions and needs a terminal: leave it out, or run the script at a terminal")
 
     settings = given | {"script": script.stem, "declared": declared, "needs_gpu": needs_gpu, "on_cpu": on_cpu}
-    # By prepare(), which needs torch; ranks by processes(), where there are several.
+    # prepare(), which needs torch, sets these; processes() sets ranks if there are several.
     settled_later = {"tag": "", "profiled": {}, "predictions": (), "ranks": None}
     return make_dataclass("Args", [*settings, *settled_later], frozen=True)(**settings, **settled_later)
 
 
 def _require_one_process() -> None:
-    """Where a launcher has started several, let rank 0 raise BadInput, and end the others without a word."""
+    """If a launcher has started several processes, raise BadInput on rank 0 and end the others silently."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    from common.distributed import place  # here, because it quiets torch's C++ log for a run of several
+    from common.distributed import place  # here, because importing it turns off torch's C++ log
 
     here = place()
     if here and here.rank:
@@ -237,7 +237,7 @@ def _require_one_process() -> None:
 
 
 def tag_of(args) -> str:
-    """A run's name: shape, dtype, cold or warm, path, then what is not the default."""
+    """Return the run's name: shape, dtype, cold or warm, eager or compile, then all flags without their default."""
     shape = "x".join(str(getattr(args, one.dest)) for one in args.declared if one.shape)
     words = [shape, args.dtype, "warm" if args.warmup else "cold", "compile" if args.compile else "eager"]
     for one in args.declared:
@@ -248,21 +248,21 @@ def tag_of(args) -> str:
 
 
 def profiled_flags(args) -> dict[str, Any]:
-    """The flags that change what is profiled, for the trace to say what ran."""
+    """Return the flags that change what is profiled, which the trace stores."""
     return {one.dest: getattr(args, one.dest) for one in args.declared if one.tag is not None}
 
 
 def calls_at_most(args) -> int:
-    """How often a run calls its step, at most: to warm up, without the profiler, and in the profiler's schedule."""
+    """Return how often a run calls its step at most: warm-up, unprofiled steps, and the profiler's schedule."""
     before = args.warmup + UNPROFILED_STEPS if args.warmup else 0
     return before + args.wait + args.schedule_warmup + args.active
 
 
 def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
-    """Where this script is what was typed: print --help, or refuse a wrong flag, and end here.
+    """If this script is the program, print --help or refuse a wrong flag here, before torch is imported.
 
-    Else say, at a terminal, what takes so long now. flags: the script's function that reads them; file: its __file__;
-    packages: what it imports besides torch.
+    Otherwise say at a terminal that importing torch takes long. flags: the script's function that reads them;
+    file: its __file__; packages: what it imports besides torch.
     """
     if Path(sys.argv[0]).resolve() != Path(file).resolve():
         return
@@ -277,18 +277,18 @@ def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
     try:
         answered(None)
     except BadInput:
-        sys.exit(command(answered)())  # says it in one line
+        sys.exit(command(answered)())  # prints the error in one line
     if "torch" not in sys.modules and sys.stderr.isatty():
         print("importing torch, which takes up to half a minute the first time …", file=sys.stderr, flush=True)
 
 
 def advice(problem: str) -> str | None:
-    """What to do about an error of Inductor's or Triton's that only the user can mend."""
-    # By its text: Triton raises no type of its own, and Inductor's would need torch.
+    """Return one line of advice for an error of Inductor or Triton that only the user can fix; else None."""
+    # The text decides, because Triton raises no type of its own, and Inductor's types need torch.
     if "Failed to find C compiler" in problem:
         return "Triton needs a C compiler and found none: install gcc, or set CC"
     if refused := re.search(r"InductorError: (?:\w*NotFound|\w*Exists|Permission|\w*Directory|OS)Error: (.*)", problem):
-        return f"--compile cannot keep what it makes: {refused[1]}; TORCHINDUCTOR_CACHE_DIR names another folder for it"
+        return f"--compile cannot write to its cache: {refused[1]}; set TORCHINDUCTOR_CACHE_DIR to another folder"
     if "InvalidCxxCompiler" in problem or "CppCompileError" in problem:
         named = os.environ.get("CXX", "g++")
         return f"--compile needs a C++ compiler, and {named} does not compile: install g++ or clang++, or set CXX"
@@ -296,7 +296,7 @@ def advice(problem: str) -> str | None:
 
 
 def several_numbers(argv: Sequence[str]) -> list[tuple[int, int]]:
-    """Where the flags stand that are followed by several whole numbers: each one's index, and that behind its last."""
+    """Return the positions of the flags that several whole numbers follow: the flag's index, and the end index."""
     starts = [at for at, word in enumerate(argv) if word.startswith("--")]
     return [
         (at, end)
@@ -306,9 +306,9 @@ def several_numbers(argv: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def one_by_one(argv: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
-    """The flag that is followed by several whole numbers, and for each of these the command line with it alone.
+    """Return the flag that several whole numbers follow, and for each number the command line with it alone.
 
-    Raises BadInput where no flag is, or more than one.
+    Raises BadInput if there is no such flag, or more than one.
     """
     found = several_numbers(argv)
     if len(found) != 1:
@@ -322,14 +322,14 @@ def one_by_one(argv: Sequence[str]) -> tuple[str, dict[int, list[str]]]:
 
 
 class _Flags(Exception):
-    """What a script's flags are when none is given: all that was asked of it."""
+    """Carries a script's default flags, and ends the script because nothing else was asked of it."""
 
 
 _asks_for_flags: ContextVar[bool] = ContextVar("asks_for_flags", default=False)
 
 
 def declared_by(file: Path) -> tuple[Flag, ...]:
-    """The flags that a numbered script declares, read before it imports torch. Raises BadInput where it is none."""
+    """Return the flags that a numbered script declares, read before it imports torch. Raises BadInput."""
     asked = _asks_for_flags.set(True)
     try:
         load_script(file, [])
@@ -341,9 +341,9 @@ def declared_by(file: Path) -> tuple[Flag, ...]:
 
 
 def load_script(file: Path, argv: Sequence[str]) -> ModuleType:
-    """A numbered script, to be run with these flags: a wrong one is refused before torch is loaded, as if typed.
+    """Import a numbered script to run it with these flags. A wrong flag is refused before torch is loaded.
 
-    Raises BadInput where there is no such script.
+    Raises BadInput if there is no such script.
     """
     if not file.is_file() or file.suffix != ".py":
         raise BadInput(f"there is no script {file}")

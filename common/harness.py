@@ -1,4 +1,4 @@
-"""What surrounds the profiler's loop of a numbered script: device, memory, warm-up, files, checks."""
+"""The parts of a profiled run that every numbered script shares: device, warm-up, checks, and the files it writes."""
 
 import contextlib
 import importlib
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# Kineto writes to stderr as it starts and stops, on every machine; this is its own switch, read when
-# the first profiler starts. What it would report as an error shows in the trace: see check_recording().
+# Kineto prints to stderr when it starts and stops. This is its own switch, and it is read when the first
+# profiler starts. check_recording() finds in the trace what Kineto would have reported as an error.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import msgspec
@@ -35,21 +35,21 @@ from tracereader.command import BadInput, RunFailed
 from tracereader.trace.facts import RunFacts, as_stored
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Relative error past which a result is wrong rather than rounded: bf16 keeps 8 bits.
+# A larger relative error is not explained by rounding. bf16 keeps 8 bits.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4}
 TABLE_ROWS = 15
 MANY_STEPS = 10_000
 UNPROFILED_S = 0.2
-# Looked for in a trace as text: parsing it would be most of the harness's work.
+# These are searched in the trace's text, because parsing the trace would take most of the harness's time.
 GPU_EVENT = re.compile(rb'"cat":\s*"(?:kernel|gpu_memcpy|gpu_memset)"')
-# Of what a CUDA graph replays only the kernels are recorded.
+# A replayed CUDA graph records only its kernels, so a Triton kernel also counts as compiled code.
 COMPILED = re.compile(rb'Torch-Compiled Region|"name": "triton_')
 ZERO_STAMP = re.compile(rb'"ts":\s*0(?:\.0*)?\s*[,}]')
 
 
 @dataclass(frozen=True)
 class Run:
-    """One profiled run: where its two files are (three with --code), and what is told of it as it ends."""
+    """One profiled run: its two files (three with --code), and what the report's header says about it."""
 
     id: str
     title: str
@@ -59,27 +59,27 @@ class Run:
     code: Path | None  # with --code
     warmup: int  # calls before the profiler's schedule; 0: a cold run
     first_call_s: float
-    error: float | None  # see relative_error(); None where eager is itself the reference
-    against: str  # what the error is measured against
+    error: float | None  # see relative_error(); None for the eager run, which is the reference
+    against: str  # the reference that the error is measured against
     peak_bytes: int | None
-    smaller: dict[str, int]  # flags whose default is smaller on a CPU, where it was taken
+    smaller: dict[str, int]  # flags that took a smaller default because this run is on a CPU
     rank: int = 0
-    ranks: tuple[Path, ...] = ()  # where the traces of all of them are, if they write to one folder
+    ranks: tuple[Path, ...] = ()  # the traces of all ranks, if they write to one folder
 
 
 def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
-    """The flags with all that follows from them settled: device and dtype, the run's tag, the predictions.
+    """Return the flags with everything that follows from them: device, dtype, the run's tag, the predictions.
 
-    Also seeds. Refuses what cannot run here: raises BadInput.
+    Also seeds the random number generators. Raises BadInput for a run that is impossible on this machine.
     """
     device = _device(args.device)
     if args.needs_gpu and device.type == "cpu":
         raise BadInput(args.needs_gpu)
     if args.compile and device.type == "cpu" and not _cxx_compiler():
         raise BadInput("--compile on a CPU needs a C++ compiler and none was found: install g++ or clang++, or set CXX")
-    # The profiler imports it as it starts, in the midst of the loop, from a cache folder that it may not get.
+    # The profiler would import this when it starts, in the middle of the loop, and the import can fail there.
     inductor = importlib.import_module("torch._inductor.config")
-    inductor.cpp.enable_kernel_profile = True  # so that its C++ kernels stand in a CPU's trace by their names
+    inductor.cpp.enable_kernel_profile = True  # or a CPU trace would not show Inductor's C++ kernels
     torch.manual_seed(args.seed)
     if device.type == "cpu":
         args = replace(args, **args.on_cpu)
@@ -89,7 +89,7 @@ def prepare(args, predictions: Callable[..., Iterable] = lambda args: ()):
 
 
 def _auto_device() -> str:
-    # torch.accelerator would also answer mps, which the profiler cannot trace.
+    # torch.accelerator would also return mps, which the profiler cannot trace.
     return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 
 
@@ -104,7 +104,7 @@ def _device(name: str) -> torch.device:
 
 
 def _cxx_compiler() -> str | None:
-    # The names that Inductor itself tries.
+    # Inductor tries these names.
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", default))
 
@@ -118,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
-    """Turn what get_kernel raises where the Hub or the kernel is out of reach into BadInput."""
+    """Turn the errors of get_kernel, for example without a network connection, into BadInput."""
     try:
         yield
     except (Exception, SystemExit) as problem:  # its errors have no common type, and some code ends the program
@@ -132,24 +132,24 @@ def hub_errors(repo: str) -> Iterator[None]:
 
 
 class Steps:
-    """The calls of one run: those of --warmup at once, those of the profiler's schedule one by one.
+    """The calls of one run. The constructor makes the calls of --warmup; iterating yields the schedule's calls.
 
-    Around a recorded step there is nothing of ours, unless it is also the very first call.
+    A recorded step is the script's own function, without a wrapper, unless it is the first call of the process.
     """
 
     first_call_s: float
     unprofiled_us: float | None = None  # see unprofiled_step_us()
-    code: list[str]  # with --code: what Inductor generated, graph by graph
+    code: list[str]  # with --code: the code that Inductor generated for each graph
 
     def __init__(self, step: Callable[[], torch.Tensor], args):
         self.code = _generated_code() if args.code else []
-        # Entered here and left when the first call returns: in a cold run that is a part of the trace.
+        # The status ends when the first call returns. In a cold run that call is a part of the trace.
         waiting = contextlib.ExitStack()
         waiting.enter_context(screen.status("compiling …" if args.compile else "first call …"))
 
         def first_call():
-            # Until Python has control again: compiling and loading happen in there, and waiting
-            # for the GPU would put a synchronization into a cold run's trace.
+            # The time until Python has control again includes compiling and loading. A synchronization here
+            # would appear in a cold run's trace.
             with waiting, _inductor_quiet(args.compile):
                 start = time.perf_counter()
                 out = step()
@@ -157,7 +157,7 @@ class Steps:
             return out
 
         def step_then_idle():
-            # Large steps queue up: what is not recorded must not run into the first one that is.
+            # Long GPU steps queue up. Work that is not recorded must not run into the first recorded step.
             out = step() if args.warmup or unrecorded > 1 else first_call()
             synchronize(args.device)
             return out
@@ -179,7 +179,7 @@ class Steps:
         special = {} if args.warmup else {0: first_call}
         if unrecorded:
             special[unrecorded - 1] = step_then_idle
-        # No list as such: it would take 8 bytes a step.
+        # A generator, because a list would take 8 bytes per step.
         before = (special.get(number, step) for number in range(unrecorded))
         cold = [first_call] if not (unrecorded or args.warmup) else []
         calls = itertools.chain(before, cold, itertools.repeat(step, args.active - len(cold)))
@@ -187,7 +187,7 @@ class Steps:
             calls = map(after_pause, calls)
         total = unrecorded + args.active
         if total < MANY_STEPS:
-            calls = list(calls)  # made before the first step, not between two of them
+            calls = list(calls)  # so that no work of ours lies between two steps
         self._calls = screen.counted(calls, total, "step")
 
     def __iter__(self) -> Iterator[Callable[[], torch.Tensor]]:
@@ -195,7 +195,7 @@ class Steps:
 
 
 def _generated_code() -> list[str]:
-    """Filled with what Inductor generates, or takes from its cache, from now on."""
+    """Return a list that receives all code that Inductor generates, or loads from its cache, from now on."""
     from torch._inductor.graph import GraphLowering
 
     kept = []
@@ -204,7 +204,7 @@ def _generated_code() -> list[str]:
 
 
 def warm_up(step: Callable[[], torch.Tensor], args) -> Steps:
-    """Call `step` as often as --warmup says, and hand back the steps of the schedule, to be called in turn."""
+    """Call `step` as often as --warmup says, and return the schedule's calls, for the profiler's loop."""
     return Steps(step, args)
 
 
@@ -220,15 +220,15 @@ def unprofiled_step_us(step: Callable[[], torch.Tensor], args) -> float | None:
     step()
     synchronize(args.device)
     on_cpu = args.device.type == "cpu"
-    # The first one only says how many there is time for. Steps that overlap on a device need three.
+    # The first step only decides how many there is time for. Steps that overlap on a device need three.
     count = max(1 if on_cpu else 3, min(UNPROFILED_STEPS - 1, int(UNPROFILED_S / (time.perf_counter() - start))))
     if args.ranks:
-        count = args.ranks.of_rank_0("unprofiled steps", count)  # or a collective would lack a rank
+        count = args.ranks.of_rank_0("unprofiled steps", count)  # all ranks must join each collective
 
     def mark():
         if on_cpu:
             return time.perf_counter()
-        # The device notes the time when it comes to the event. The CPU does not wait for it.
+        # The device notes the time when it reaches the event. The CPU does not wait for it.
         event = torch.get_device_module(args.device).Event(enable_timing=True)
         event.record()
         return event
@@ -245,19 +245,19 @@ def unprofiled_step_us(step: Callable[[], torch.Tensor], args) -> float | None:
 
 
 def _inductor_quiet(mode: str | None) -> contextlib.AbstractContextManager:
-    # With max-autotune Inductor prints its candidates on stderr, and has no switch for all of it.
+    # With max-autotune Inductor prints its candidates to stderr, and no setting turns all of that off.
     quiet = mode is not None and mode.startswith("max-autotune")
     return contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext()
 
 
 def activities(args) -> list[ProfilerActivity]:
-    """What the profiler is to watch: the CPU, and the GPU where the run is on one."""
+    """Return what the profiler records: CPU activity, and GPU activity if the run is on a GPU."""
     gpu = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(args.device.type)
     return [ProfilerActivity.CPU, *([gpu] if gpu else [])]
 
 
 def profiler(args) -> torch.profiler.profile:
-    """The profiler as the first rung writes it out."""
+    """Return the profiler that the first rung creates in its own code."""
     return torch.profiler.profile(
         activities=activities(args),
         schedule=torch.profiler.schedule(wait=args.wait, warmup=args.schedule_warmup, active=args.active, repeat=1),
@@ -277,14 +277,15 @@ def save(
     against: str = "eager",
     check: Callable[[torch.Tensor], float] | None = None,
 ) -> Run:
-    """Check what was recorded, and write trace and table under args.out: whole or not at all.
+    """Check the recorded run, and write its trace and table under args.out. Files are written atomically.
 
-    out: what the last step computed; reference: computes the same in eager mode (or as `against` says), or
-    None where the step is eager itself; where it is a sum that may cancel, its addends. facts: what a report is to say
-    of this run and no profiler records, stored in the trace as JSON. check: instead of a reference, what judges
-    `out`: its relative error, or RunFailed. Raises BadInput and RunFailed; then no file has been written or replaced.
+    out: the result of the last step. reference: computes the same result in eager mode, or in the way that `against`
+    names; None if the step is eager itself. If the result is a sum whose addends may cancel, it returns the addends.
+    facts: what the report says of this run and no profiler records; stored in the trace as JSON.
+    check: takes the place of a reference; it returns the relative error of `out`, or raises RunFailed.
+    Raises BadInput and RunFailed; then no file has been written or replaced.
     """
-    # Now, before the reference computes; max_memory_allocated() would flatten and sort a hundred counters.
+    # Memory is read before the reference computes. max_memory_allocated() would flatten and sort a hundred counters.
     stats = None if args.device.type == "cpu" else torch.get_device_module(args.device).memory_stats_as_nested_dict()
     with screen.status(f"checking against {against} …"):
         error = check(out) if check else reference and _checked(out, reference, args, against)
@@ -327,7 +328,7 @@ def save(
 
 
 def _run_facts(args, run_id: str, facts: dict) -> RunFacts:
-    """What the trace is to hold of its run, for the reports that are made of it."""
+    """Return the facts about this run that are stored in its trace, for later reports."""
     known = {
         "script": args.script,
         "flags": args.profiled,
@@ -340,24 +341,25 @@ def _run_facts(args, run_id: str, facts: dict) -> RunFacts:
 
 
 def _roofs(args) -> dict[str, float] | None:
-    """What a CPU reaches, which no data sheet tells the reader; only where shapes give rates to set against it."""
+    """Return the measured peaks of a CPU, which no data sheet gives. None unless shapes are recorded, as rates need."""
     if not args.record_shapes or args.device.type != "cpu" or args.ranks:
         return None
-    with screen.status("measuring what this machine reaches …"):
+    with screen.status("measuring the peaks of this machine …"):
         compute, memory = measured_roofs(args.device, args.dtype)
     return {"tflops": compute.rate, "gb_s": memory.rate}
 
 
 def export(prof: torch.profiler.profile, file: Path) -> None:
     """Write the profiler's Chrome trace to a file of any name. Raises OSError."""
-    # Kineto writes beside it first. What it cannot open it reports on stderr and nowhere else: found out here.
+    # Kineto first writes a temporary file beside this one, and reports a failure only on stderr. Opening such a
+    # file here raises the error instead.
     beside = file.with_name(f"{file.name}.tmp")
     beside.touch()
     beside.unlink()
     if str(file).isprintable() and not {'"', "\\"} & set(str(file)):
         prof.export_chrome_trace(str(file))
         return
-    # Kineto stumbles over such a path: it gets another one that leads to the same file.
+    # Kineto cannot write to such a path, so it gets a symbolic link that leads to the same file.
     with tempfile.TemporaryDirectory() as plain:
         folder = Path(plain) / "folder"
         folder.symlink_to(file.parent.resolve())
@@ -367,7 +369,7 @@ def export(prof: torch.profiler.profile, file: Path) -> None:
 
 
 def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
-    """torch's own table, without the GPU-side spans that it adds under the labels' names."""
+    """Return torch's own table, without the rows that it adds for the GPU side of each annotation."""
     averages = prof.key_averages()
     spans = {row.key for row in averages if row.is_user_annotation and row.device_type != DeviceType.CPU}
     averages[:] = [row for row in averages if row.key not in spans or row.device_type == DeviceType.CPU]
@@ -384,7 +386,7 @@ def profiler_table(prof: torch.profiler.profile, device: torch.device) -> str:
 
 
 def check_recording(file: Path, device: torch.device, compiled: bool = False) -> None:
-    """Refuse a trace that would teach nonsense. Raises RunFailed."""
+    """Raise RunFailed for a trace without GPU work, without compiled code, or with events without time stamps."""
     with file.open("rb") as trace, mmap.mmap(trace.fileno(), 0, access=mmap.ACCESS_READ) as data:
         gpu_event, zero_stamp = GPU_EVENT.search(data) is not None, ZERO_STAMP.search(data) is not None
         ran_compiled = COMPILED.search(data) is not None
@@ -424,6 +426,6 @@ def _checked(
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor, *addends: torch.Tensor) -> float:
-    """‖out − ref‖ / ‖ref‖, in float32; of what ref is the sum of, if any is larger: they round before they cancel."""
+    """Return ‖out − ref‖ / ‖ref‖ in float32. A larger norm of an addend replaces ‖ref‖: addends round, then cancel."""
     scale = torch.stack([torch.linalg.vector_norm(one.float()) for one in (ref, *addends)]).max()
     return (torch.linalg.vector_norm(out.float() - ref.float()) / scale).item()

@@ -1,4 +1,4 @@
-"""What every numbered script does around its own part: read the flags, build, profile, explain."""
+"""The command of a numbered script: read the flags, build the model, profile it, explain the trace."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +27,9 @@ def lesson(
     predictions: Callable[..., Iterable],
     processes: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Callable:
-    """The command of one numbered script: main(argv) -> exit status. See the scripts for the four functions.
+    """Return the command of one numbered script: main(argv) -> exit status. The scripts show the four functions.
 
-    processes: given the flags, a context that makes them those of one rank of several (common/distributed.py).
+    processes: takes the flags; a context that yields the flags of one rank of several (common/distributed.py).
     """
 
     def main(argv: Sequence[str] | None = None) -> None:
@@ -37,13 +37,13 @@ def lesson(
         given = _answers(_asked(args))
         run = _run(args, build, profiled, processes)
         if run.rank:
-            return  # rank 0 speaks for all
+            return  # rank 0 prints the report for all
 
-        from tracereader.show import report  # here, so that nothing of it weighs on the run
+        from tracereader.show import report  # imported here, so that it does not change the profiled run
 
         _header(run)
         view = View.of(args, brief=True)
-        # Where the others write to another folder, as on two machines, this one may hold older traces of theirs.
+        # On two machines the other ranks write to another folder, and this one may hold their older traces.
         here = [file for file in run.ranks if run_of(file) == run.id]
         if len(here) > 1:
             _explain_ranks(run, here, view, args)
@@ -67,14 +67,14 @@ def lesson(
 
 
 def run_once(script, argv: Sequence[str]) -> Run:
-    """Profile as the script (its module) does, without a report. Raises BadInput and RunFailed."""
+    """Profile what the script (a module) profiles, and return the run, without a report. Raises BadInput, RunFailed."""
     return _run(_ready(argv, script.flags, script.predictions), script.build, script.profiled)
 
 
 def _ready(argv: Sequence[str] | None, flags: Callable, predictions: Callable):
     args = prepare(flags(argv), predictions)
     if not place():
-        _require_folder(args)  # now, and not after a long run
+        _require_folder(args)  # before a long run rather than after it
     return args
 
 
@@ -88,7 +88,7 @@ def _require_folder(args) -> None:
 def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:
     with processes(args) as args, within_memory(args.device):
         if args.ranks:
-            _require_folder(args)  # here, so that the others are told which rank cannot
+            _require_folder(args)  # here, so that the other ranks learn which rank failed
         build_unfilled(build, args)
         return profiled(args, *build(args))
 
@@ -105,14 +105,14 @@ def _asked(args) -> list:
 
 
 def _answers(asked: list) -> list[tuple[dict, bool]]:
-    """What the reader expects: the record of each prediction, and whether they said yes."""
+    """Return the record of each prediction, and whether the user agreed with it."""
     if asked:
         console().print(f"{counted(len(asked), 'prediction')} about this run: answer y if you agree, else n")
     return [(one.record, screen.ask(f"{one.text}?")) for one in asked]
 
 
 def _header(run: Run) -> None:
-    """What ran, what it cost to get going, and whether it computed the right thing."""
+    """Print what ran, how long the first call took, and whether the result is right."""
     out = console()
     matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
     right = "reference run; the other variants are checked against it" if run.error is None else matches
@@ -129,7 +129,7 @@ def _header(run: Run) -> None:
 
 
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
-    """What the ranks show together whose traces are here, then whether this one's confirms the predictions."""
+    """Print the report of all ranks whose traces are here, then the predictions against this rank's trace."""
     from tracereader.show import merged, page, perfetto, ranks, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
@@ -150,7 +150,7 @@ def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
 
 
 def _files(run: Run) -> None:
-    """All by their whole names, to be copied: each beside what it is, or each below that."""
+    """Print the full path of each file that was written, so that it can be copied."""
     out = console()
     files = [
         (shown_path(run.trace), "the trace, for ui.perfetto.dev"),

@@ -1,4 +1,4 @@
-"""The decoder rung's flags, and which of them go together: answered before torch is imported."""
+"""The decoder rung's flags and their valid combinations, which are checked before torch is imported."""
 
 import importlib.util
 import re
@@ -9,7 +9,7 @@ from tracereader.command import BadInput
 
 
 class ModelName(str):
-    """A model's name or folder; formatted, as a file's name can hold it."""
+    """A model's name or folder. Formatting it gives a form that a file's name can hold."""
 
     def __format__(self, spec: str) -> str:
         return re.sub(r"[^\w.-]+", "-", self).strip("-.") or "model"
@@ -75,12 +75,12 @@ FLAGS = (
 
 
 def tokens_written(args) -> int:
-    """By one run behind the prompt: one by the prefill, one by each decoding step, one before a graph is recorded."""
+    """Return how many tokens a run writes: one in prefill, one per decode step, one before a graph is recorded."""
     return 1 + (calls_at_most(args) + 1 if args.phase == "decode" else 0)
 
 
 def settled(args):
-    """The flags of a run that is possible. Raises BadInput for flags that do not go together."""
+    """Return the flags with what follows from them. Raises BadInput for an impossible combination."""
     if importlib.util.find_spec("transformers") is None:
         raise BadInput("rung 5 needs transformers: uv run installs it; elsewhere, pip install transformers")
     tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
@@ -115,5 +115,5 @@ def settled(args):
     if needs_gpu and args.device == "cpu":
         raise BadInput(needs_gpu)
     if args.model:
-        args = replace(args, on_cpu={})  # what was named is profiled as it is
-    return replace(args, needs_gpu=needs_gpu)  # where no device was named
+        args = replace(args, on_cpu={})  # a model that the user names is not made smaller
+    return replace(args, needs_gpu=needs_gpu)  # checked later if no device was named

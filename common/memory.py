@@ -1,4 +1,4 @@
-"""Refuse shapes that do not fit, before they drive the machine into swap."""
+"""Refuse shapes that do not fit into memory, before the machine begins to swap."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from tracereader.command import BadInput
 from tracereader.findings.finding import size
 from tracereader.machine import free_memory
 
-# What torch's allocators say: bytes on a CPU, binary units on a GPU.
+# The messages of torch's allocators: bytes on a CPU, binary units on a GPU.
 ASKED_FOR = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", re.I)
 UNCOUNTABLE = re.compile("multiplication overflow|size calculation overflow")
 UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -22,10 +22,10 @@ UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 @contextlib.contextmanager
 def within_memory(device: torch.device) -> Iterator[None]:
-    """Turn running out of memory into BadInput; on a CPU, do so before the machine begins to swap.
+    """Turn an out-of-memory error into BadInput. On a CPU this happens before the machine begins to swap.
 
-    Linux hands out more memory than there is and finds out as it is used. So the process gets a limit,
-    and an allocation that passes what was free fails at once, as it does on a GPU by itself.
+    Linux grants more memory than the machine has, and fails only when it is used. So the process gets a limit,
+    and an allocation beyond the free memory fails at once, as it does on a GPU.
     """
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats()
@@ -49,18 +49,18 @@ def within_memory(device: torch.device) -> Iterator[None]:
 
 
 def build_unfilled(build: Callable, args) -> None:
-    """On a CPU, allocate what `build` makes without writing to it: what does not fit is found at once."""
+    """On a CPU, call `build` without writing to its tensors, so that what does not fit is found at once."""
     if args.device.type == "cpu":
         with _Unfilled():
             build(args)
 
 
 class _Unfilled(TorchFunctionMode):
-    """Random tensors keep whatever is in their memory: filling it takes long, and only then is it really taken."""
+    """Leaves random tensors unfilled. Filling takes long, and only filling makes Linux provide the memory."""
 
     def __init__(self):
         super().__init__()
-        self.made = []  # kept, so that all of them are counted when one does not fit
+        self.made = []  # kept alive, so that all of them count when one does not fit
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -74,7 +74,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that tensors can take without swapping; None where the system does not say."""
+    """Return the bytes that tensors can take without swapping; None if the system does not say."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         module.empty_cache()  # of earlier runs in this process
@@ -83,9 +83,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _held_bytes(device: torch.device) -> int:
-    """Memory that the process holds, on a CPU as its limit counts it; 0 where the system does not say."""
+    """Return the bytes that the process holds, on a CPU as its limit counts them; 0 if the system does not say."""
     if device.type != "cpu":
-        # The peak: when this is asked after a refusal, what was held may have been let go.
+        # The peak, because memory may have been freed by the time an error is handled.
         return torch.get_device_module(device).max_memory_allocated()
     with contextlib.suppress(OSError, TypeError):
         return int(re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024

@@ -1,4 +1,4 @@
-"""What the two MLP rungs share: their flags, and what the three matrix products show."""
+"""What the two MLP rungs share: their flags, and the predictions about the three matrix products."""
 
 from common.flags import flag, positive
 from tracereader import expect
@@ -10,12 +10,12 @@ FLAGS = (
     flag("--hidden", "width of the hidden layer (3072)", shape=True, type=positive, default=3072),
 )
 
-# The matrix products in the order in which the forward pass calls them, for the report to name.
+# The matrix products in the order of the forward pass. The report uses these names.
 LAYERS = {"layers": ["gate_proj", "up_proj", "down_proj"]}
 
 
 def gemm_predictions(args):
-    """What holds of the matrix products, whatever runs between them."""
+    """Yield the predictions about the matrix products, which hold for every kernel between them."""
     yield expect.occupancy_asked_once()
     yield expect.product_sizes(args.batch * args.seq, args.dim, args.hidden)
     yield expect.down_proj_has_another_tile()

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and all of them or none."""
+"""Files that are written atomically: all files of a run are replaced together, or none is."""
 
 import contextlib
 import functools
@@ -18,18 +18,18 @@ except ImportError:  # Windows
 from tracereader import interrupts
 from tracereader.command import BadInput
 
-# A trace's last keys lie within its last bytes: the longest is a path.
+# The last keys of a trace lie within this many bytes of its end. The longest of them is a path.
 TAIL_BYTES = 64 * 1024
 UNFINISHED = ".unfinished-"
-# In each unfinished folder, locked for as long as its process lives: a process id would not do,
-# since containers share folders and count their processes each for itself.
+# This file in each unfinished folder is locked while its process lives. A process id would not do, because
+# containers share folders and each numbers its own processes.
 ALIVE = "alive"
 
 
 def require_writable(folder: Path) -> None:
-    """Raise BadInput where no file can be made in the folder, which is made if it is not there.
+    """Create the folder if it does not exist. Raise BadInput if no file can be created in it.
 
-    Clears what runs that were killed have left in it.
+    Also removes the unfinished files of runs that were killed.
     """
     with _refused(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def require_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def published(folder: Path, *names: str) -> Iterator[list[Path]]:
-    """Paths to write to; at the end they become the files of these names, all of them or none.
+    """Yield temporary paths to write to. At the end they replace the files of these names, all of them or none.
 
-    On an error, Ctrl-C, SIGTERM or SIGHUP the folder is left as it was. Raises BadInput.
+    After an error, Ctrl-C, SIGTERM or SIGHUP the folder is as it was before. Raises BadInput.
     """
     with _refused(folder), interrupts.raised(), _scratch(folder) as scratch:
         files = [scratch / name for name in names]
         for file in files:
-            file.touch()  # what cannot even be made is refused here: Kineto would report it in its own way
+            file.touch()  # a file that cannot be created is refused here, because Kineto reports that only on stderr
         yield files
         for file in files:
             with file.open("rb") as written:
@@ -59,18 +59,18 @@ def published(folder: Path, *names: str) -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder inside, since only there a rename is atomic; gone at the end."""
+    """Yield a temporary folder inside this one, where a rename is atomic; it is removed at the end."""
     scratch = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
     clear, alive = functools.partial(_clear, scratch), None
     with interrupts.undone_by(clear):
         try:
-            with interrupts.not_ending():  # or it is made after all was undone, and stays
-                while alive is None:  # until none who clears up was faster than its lock
+            with interrupts.not_ending():  # or it would be created after the cleaning, and stay
+                while alive is None:  # another process may remove it before it is locked
                     scratch.mkdir(exist_ok=True)
                     alive = _locked(scratch / ALIVE, wait=True)
             yield scratch
         finally:
-            with interrupts.held(), interrupts.not_ending():  # or the program ends in the middle of it
+            with interrupts.held(), interrupts.not_ending():  # so that the program does not end in the middle of it
                 if alive is not None:
                     os.close(alive)
                 clear()
@@ -79,8 +79,8 @@ def _scratch(folder: Path) -> Iterator[Path]:
 def _clear(scratch: Path) -> None:
     gone = scratch.with_name(f"{scratch.name}-gone")
     try:
-        os.replace(scratch, gone)  # another thread may be writing: from here it makes no more files in it
-    except OSError:  # there is none; or Windows, where a file in it is open
+        os.replace(scratch, gone)  # so that another thread that is writing creates no more files in it
+    except OSError:  # the folder does not exist; or, on Windows, a file in it is open
         gone = scratch
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -88,16 +88,17 @@ def _clear(scratch: Path) -> None:
 def _clear_if_dead(scratch: Path) -> None:
     if fcntl is None or scratch.is_symlink() or not scratch.is_dir():
         return
-    with contextlib.suppress(OSError):  # somebody else's folder, or a file system without locks
+    with contextlib.suppress(OSError):  # another user's folder, or a file system without locks
         alive = _locked(scratch / ALIVE, wait=False)
         if alive is not None:
-            # While it is held: one that has just been made waits for its lock, and then sees that it is gone.
+            # The lock is held meanwhile. A process that has just created the folder waits for the lock, and then
+            # sees that the folder is gone.
             shutil.rmtree(scratch, ignore_errors=True)
             os.close(alive)
 
 
 def _locked(file: Path, wait: bool) -> int | None:
-    """The file, made if it is not there, open and locked; None where another has it, or has removed it."""
+    """Return the locked file's descriptor, creating the file; None if another process holds or has removed it."""
     try:
         opened = os.open(file, os.O_CREAT | os.O_RDWR)
     except FileNotFoundError:
@@ -107,7 +108,7 @@ def _locked(file: Path, wait: bool) -> int | None:
             fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as problem:
             if wait and not isinstance(problem, BlockingIOError):
-                return opened  # a file system without locks: none there is ever cleared
+                return opened  # a file system without locks; nothing is ever cleaned up there
             os.close(opened)
             if isinstance(problem, BlockingIOError):
                 return None
@@ -152,10 +153,10 @@ def _refused(folder: Path) -> Iterator[None]:
 
 
 def finish_trace(file: Path, **more: object) -> None:
-    """Add top-level keys to a Chrome trace, and make its traceName a name instead of a path of this machine.
+    """Add top-level keys to a Chrome trace, and replace the path in its traceName by the file's name.
 
-    Only the end is read and written: a trace can be large. Raises BadInput for a file that is not whole:
-    Kineto, which wrote it, reports no error.
+    Only the end is read and written, because a trace can be large. Raises BadInput for a file that is incomplete,
+    because Kineto, which wrote it, reports no error.
     """
     with contextlib.suppress(OSError, ValueError), file.open("r+b") as trace:
         at, last_keys = _last_keys(trace)
@@ -171,14 +172,14 @@ def finish_trace(file: Path, **more: object) -> None:
 
 
 def run_of(file: Path) -> str | None:
-    """The id of the run that wrote this trace; None where there is no such file, or no run of ours wrote it."""
+    """Return the id of the run that wrote this trace; None if no numbered script wrote it, or it does not exist."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), file.open("rb") as trace:
         return _last_keys(trace)[1]["lesson"]["run"]
     return None
 
 
 def _last_keys(trace: BinaryIO) -> tuple[int, dict]:
-    """Where the top-level keys behind a Chrome trace's events begin, and these. Raises OSError and ValueError."""
+    """Return the top-level keys after a Chrome trace's events, and their offset. Raises OSError and ValueError."""
     start = max(0, trace.seek(0, os.SEEK_END) - TAIL_BYTES)
     trace.seek(start)
     tail = trace.read()

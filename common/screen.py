@@ -1,4 +1,4 @@
-"""What a run says while it goes on, and what it asks."""
+"""Progress that a run shows at a terminal, and the questions of --guess."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from tracereader import interrupts
 from tracereader.command import BadInput
 from tracereader.show.text import console
 
-# Shorter waits would only flicker.
+# A status for a shorter wait would only flicker.
 STATUS_AFTER_S = 1.5
 COUNT_EVERY_S = 0.5
 CLEAR_LINE, SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
@@ -23,7 +23,7 @@ CLEAR_LINE, SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
-    """Say what is going on, at a terminal, while it lasts longer than STATUS_AFTER_S."""
+    """Show a status at a terminal once the body has taken longer than STATUS_AFTER_S."""
     if not sys.stderr.isatty():
         yield
         return
@@ -45,9 +45,9 @@ def _clear() -> None:
 
 
 def counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callable]:
-    """The calls, and at a terminal how many of them were made, once they take longer than STATUS_AFTER_S.
+    """Yield the calls. At a terminal, show how many were made once they take longer than STATUS_AFTER_S.
 
-    No thread, which would share the interpreter with what is measured: a line between two calls, now and then.
+    The line is printed between two calls. A thread would compete with the measured code for the interpreter.
     """
     return _counted(calls, total, text) if sys.stderr.isatty() else iter(calls)
 
@@ -65,13 +65,13 @@ def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Calla
 
 
 def ask(question: str) -> bool:
-    """A yes or a no, typed at the terminal."""
+    """Return whether the answer that was typed at the terminal is yes. Raises BadInput at the end of the input."""
     while True:
         out = console()
         shown = "\n".join(textwrap.wrap(question, max(20, out.width - len(" (y/n) y"))))
         out.print(f"[bold]{escape(shown)}[/bold] (y/n) ", end="")
         try:
-            with interrupts.raised():  # what input() does to the terminal must be undone
+            with interrupts.raised():  # so that the terminal's settings, which input() changes, are restored
                 answer = input().strip().lower()
         except EOFError:
             raise BadInput("--guess: the answers ended before the questions") from None

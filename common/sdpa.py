@@ -1,4 +1,4 @@
-"""What the attention rungs need torch for beside their own part: fp32 math to check against, memory, backends."""
+"""Helpers of the attention rungs that need torch: a reference in fp32, the memory of the scores, SDPA backends."""
 
 import contextlib
 import re
@@ -18,18 +18,18 @@ PINNED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-# The head of torch's list of reasons against a backend; the reasons are the warnings after it.
+# The warning with which torch begins its reasons against a backend. The reasons are the warnings after it.
 HEAD_OF_REASONS = {
     "efficient": "Memory efficient kernel not used because",
     "flash": "Flash attention kernel not used because",
     "cudnn": "cuDNN attention kernel not used because",
 }
-# Scores of the reference that are in memory at a time.
+# The number of the reference's scores that are in memory at a time.
 REFERENCE_SCORES = 2**26
 
 
 def in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of [batch, heads, seq, head_dim] by its formula, in fp32, a few queries at a time."""
+    """Return causal attention of [batch, heads, seq, head_dim], by its formula in fp32, some rows at a time."""
     q, k, v = q.float(), k.float(), v.float()
     batch, heads, seq, head_dim = q.shape
     rows = max(1, REFERENCE_SCORES // (batch * heads * seq))
@@ -42,9 +42,10 @@ def in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_scores(args, itemsize: int | None = None) -> None:
-    """Raise BadInput where the [batch, heads, seq, seq] scores do not fit: an op on them reads one and writes another.
+    """Raise BadInput if the [batch, heads, seq, seq] scores do not fit into memory.
 
-    Compiled, it works in place. itemsize: bytes of an element, where it is not the run's own type.
+    An eager op reads one such tensor and writes another; a compiled one works in place.
+    itemsize: bytes of an element, if it is not the run's own type.
     """
     free = free_bytes(args.device)
     itemsize = itemsize or args.dtype.itemsize
@@ -58,21 +59,24 @@ def refuse_scores(args, itemsize: int | None = None) -> None:
 
 
 def pinned(backend: str) -> contextlib.AbstractContextManager:
-    """Let SDPA run on this backend alone; on what it chooses itself where there is no such one."""
+    """Return a context in which SDPA runs on this backend only, or on its own choice if the name is no backend's."""
     return sdpa_kernel(PINNED[backend]) if backend in PINNED else contextlib.nullcontext()
 
 
 def refused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str] | None:
-    """torch's reasons why a backend cannot run causal attention on these; None where it can. Launches nothing."""
+    """Return torch's reasons why a backend cannot run causal attention on these inputs; None if it can.
+
+    Launches no kernel.
+    """
     with pinned(backend), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            # What scaled_dot_product_attention asks first. can_use_flash_attention() and its like know no CPU.
+            # scaled_dot_product_attention calls this first. can_use_flash_attention() and the like do not know CPUs.
             if torch._fused_sdp_choice(q, k, v, is_causal=True) == PINNED[backend].value:
                 return None
         except RuntimeError:
             pass
-    reasons, head = [], ""  # after a head that names the backend, one warning each
+    reasons, head = [], ""  # each reason is a warning after the one that names the backend
     for warning in said:
         text = re.sub(r"\.? \(Triggered internally at .*", "", str(warning.message), flags=re.S)
         if "not used because" in text:
@@ -83,12 +87,12 @@ def refused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def all_refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, list[str]]:
-    """The fused backends that torch gives reasons against, with these reasons."""
+    """Return torch's reasons against each fused backend that it refuses for these inputs."""
     return {backend: reasons for backend in HEAD_OF_REASONS if (reasons := refused(backend, q, k, v))}
 
 
 def require(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise BadInput where torch refuses the backend for these inputs."""
+    """Raise BadInput if torch refuses the backend for these inputs."""
     reasons = refused(backend, q, k, v) if backend in PINNED else None
     if reasons is not None:
         if q.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""How fast this machine is: a call's best time, and the best rates that it reaches."""
+"""The speed of this machine: the best time of a call, and the measured peaks."""
 
 import functools
 import time
@@ -9,7 +9,7 @@ import torch
 
 from common.memory import free_bytes
 
-# More rounds are worth no longer wait, on a machine this slow.
+# A slow machine gets fewer rounds: measuring stops after LONG_S seconds, or when a call takes LONG_US.
 LONG_S, LONG_US = 2.0, 1e5
 
 
@@ -18,11 +18,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_us(fn: Callable, device: torch.device) -> float:
-    """µs a call: the best of ten rounds of five calls, after a round to warm up; of fewer where they take seconds.
+    """Return the µs per call: the best of ten rounds of five calls, after a round to warm up.
 
-    On a CPU each call is a round: what else the machine does in between is in fewer of them.
+    There are fewer rounds if they take seconds. On a CPU each call is a round, so that other programs of the
+    machine disturb fewer of them.
     """
-    # Five in one go, so that launching and waiting weigh little.
+    # Five calls per synchronization, so that launching and waiting weigh little.
     calls, rounds = (1, 50) if device.type == "cpu" else (5, 10)
     times, begun = [], time.perf_counter()
     while len(times) < 2 or (len(times) <= rounds and time.perf_counter() - begun < LONG_S):
@@ -37,7 +38,7 @@ def best_us(fn: Callable, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Roof:
-    """The best rate that this machine reached, and with what."""
+    """The best rate that this machine reached, and the operation that reached it."""
 
     rate: float
     reached_by: str
@@ -45,8 +46,8 @@ class Roof:
 
 @functools.cache
 def measured_roofs(device: torch.device, dtype: torch.dtype) -> tuple[Roof, Roof]:
-    """TFLOP/s of matrix products and GB/s of memory, the best of a few; measured once in a process."""
-    # Large enough that more adds nothing on an H200; a CPU is as fast on less, and done sooner.
+    """Return the best TFLOP/s of a few matrix products, and the best GB/s of memory; measured once per process."""
+    # Larger sizes are no faster on an H200. A CPU reaches its best rate with smaller ones.
     n, length = (8192, 2**29) if device.type != "cpu" else (1024, 2**25)
     free = free_bytes(device)
     while free is not None and 3 * n * n * dtype.itemsize + 3 * length * dtype.itemsize > free / 2:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import os
 import re
 import signal
 import sys
@@ -36,6 +37,20 @@ def pytest_ignore_collect(collection_path, config):
     if config.getoption("--reader") and collection_path.name.startswith("test_"):
         return NEEDS_TORCH.search(collection_path.read_text()) is not None or None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two processes run the tests, where pytest-xdist is there and nothing else was asked for.
+
+    Each imports torch once. The tests of one file stay in one process, because they share what they have read.
+    """
+    if hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
+        return  # this is one of the two
+    asked = config.option
+    alone = asked.usepdb or asked.collectonly or asked.markexpr == "gpu" or all("::" in word for word in config.args)
+    if config.pluginmanager.hasplugin("xdist") and asked.numprocesses is None and not alone:
+        asked.numprocesses, asked.dist = 2, "loadfile"
 
 
 def pytest_configure():

@@ -106,7 +106,7 @@ def test_out_that_is_a_file(scripts, tmp_path, capsys):
 
 def test_out_that_names_no_folder(scripts, capsys):
     assert scripts["01_matmul_add"].main(["--size", "8", "--out", ""]) == 2
-    assert "no folder is named" in capsys.readouterr().err
+    assert "the folder has no name" in capsys.readouterr().err
 
 
 SMALLEST = ("--size", "8", "--device", "cpu")
