@@ -1,7 +1,10 @@
 """The committed traces, which tests of the reader read: the rungs', and other programs' on an H200."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from tracereader.figures import Summary, summarize
 from tracereader.trace import read
@@ -13,6 +16,12 @@ LARGE = sorted(ROOT.glob("traces/reference/*/0[56]_*/*.json.gz"))
 H200 = ROOT / "traces/reference/nvidia-h200"
 OTHERS = sorted(ROOT.glob("tests/traces/*.json.gz"))
 MODELS = sorted(ROOT.glob("tests/traces/models/*.json.gz"))  # large, too
+
+
+def sampled(paths: Sequence[Path]) -> list:
+    """Return the traces as parameters: the first one of each folder, and the others marked as exhaustive."""
+    first = {path.parent: path for path in reversed(paths)}
+    return [path if first[path.parent] == path else pytest.param(path, marks=pytest.mark.exhaustive) for path in paths]
 
 
 @functools.cache

@@ -247,6 +247,7 @@ def test_a_step_without_the_profiler_that_is_no_time_is_none(tmp_path, value):
     assert summarize(read(file)).unprofiled_step_us == 812.5
 
 
+@pytest.mark.exhaustive
 def test_every_prediction_that_is_off_has_its_reason_on_the_page():
     spec = importlib.util.spec_from_file_location("opportunities_of_the_page", ROOT / "docs/opportunities.py")
     page = importlib.util.module_from_spec(spec)
