@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: one line on stderr and the status 130, 143 or 129, at any moment.
+"""Ctrl-C, SIGTERM and SIGHUP end a program at any moment with one line on stderr and the status 130, 143 or 129.
 
-A program of this project imports this first. From then on a signal ends it at once, by a handler and
-not by an exception: an exception would have to pass through whatever runs just then, and imports, the
-profiler and torch's C++ code do not all let it pass. What would be left behind is put right on the way.
+A program of this project imports this first. From then on a signal ends it in the handler itself. An exception would
+have to pass through the code that is running, and imports, the profiler and torch's C++ code do not all let it pass.
+The handler first undoes what would be left behind.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ STATUSES = {
     if number is not None
 }
 _HERE = os.path.dirname(os.path.realpath(__file__))
-# What is undone before the program ends, the last first.
+# The functions that undo things before the program ends; the newest is called first.
 _undo: list[Callable[[], None]] = []
-# Kept for good by the thread that ends the program.
+# The thread that ends the program acquires this and never releases it.
 _ending = threading.RLock()
 
 
 class Ended(SystemExit):
-    """SIGTERM or SIGHUP came while something is cleaned up by `finally`."""
+    """Raised by SIGTERM or SIGHUP inside raised(), so that `finally` blocks clean up."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -45,15 +45,15 @@ def said_of(number: int) -> str:
 def answer() -> None:
     """Take charge of the signals, and of streams that are closed, where one of this project's programs runs.
 
-    Not in somebody else's program that imports the reader: there Ctrl-C is not ours.
+    Does nothing in another program that imports the reader, because its signals are its own.
     """
     if not _is_ours() or threading.current_thread() is not threading.main_thread():
         return
     for number in STATUSES:
-        # One that is ignored stays ignored, as under nohup.
+        # A signal that is ignored stays ignored, as under nohup.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
-    for stream in (0, 1, 2):  # or the next file that is opened takes the number, and gets what is printed
+    for stream in (0, 1, 2):  # or the next opened file would get this number and receive what is printed
         try:
             os.fstat(stream)
         except OSError:
@@ -79,7 +79,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def end(said: str, status: int) -> NoReturn:
-    """End the program with this line, at once and from any thread, whatever the others are in."""
+    """End the program with this line at once, from any thread."""
     _ending.acquire()
     _put_right()
     with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def _put_right() -> None:
 
 
 def all_is_done() -> None:
-    """From here the exit status stands: what comes while Python takes itself down changes nothing."""
+    """From here on the exit status is final. A signal during Python's own exit does not change it."""
     for number in STATUSES:
         if signal.getsignal(number) is _end:
             signal.signal(number, signal.SIG_IGN)
@@ -102,7 +102,7 @@ def all_is_done() -> None:
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], None]) -> Iterator[None]:
-    """Where a signal, or end(), ends the program in here, call `undo` first."""
+    """Call `undo` before a signal or end() ends the program inside this context."""
     _undo.append(undo)
     try:
         yield
@@ -112,18 +112,18 @@ def undone_by(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def not_ending() -> contextlib.AbstractContextManager:
-    """Let end() in another thread wait until this is over; once it has begun, this is never entered."""
+    """Make end() in another thread wait for this context. Once end() has begun, the context is not entered."""
     return _ending
 
 
 def raised() -> contextlib.AbstractContextManager[None]:
-    """Let the signals be exceptions in here: KeyboardInterrupt, or Ended."""
+    """Make signals raise KeyboardInterrupt or Ended inside this context."""
     return _handled_by(_raise)
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Let the signals wait until this is over."""
+    """Delay signals until this context ends."""
     came = []
     try:
         with _handled_by(lambda number, frame: came.append(number)):

@@ -1,4 +1,4 @@
-"""What a run stored about itself in its trace: common/ fills a RunFacts, and the reader decodes and validates it here.
+"""The facts that a run stored about itself in its trace. common/ fills a RunFacts; the reader decodes it here.
 
 In the file it is the key "lesson": {"script", "flags", "device", "torch", "run", "guesses", "facts": {…}}. A program
 that is no numbered script may store "unprofiled_step_us" at the top of the trace.
@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 T = TypeVar("T")
-# Larger numbers are no count and no rate of anything, and a double does not hold them exactly.
+# A larger number is not a plausible count or rate, and a double does not hold it exactly.
 Count = Annotated[int, msgspec.Meta(gt=0, lt=2**53)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Amount = Annotated[float, msgspec.Meta(gt=0, lt=2**53)]
@@ -19,14 +19,14 @@ STORED_APART = ("script", "flags", "device", "torch", "run", "guesses")  # besid
 
 
 class Roofs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """TFLOP/s and GB/s, the best that a run measured on its machine; the first for elements of its --dtype alone."""
+    """The measured peaks of a run's machine. tflops: TFLOP/s in the run's --dtype. gb_s: GB/s of memory."""
 
     tflops: Amount
     gb_s: Amount
 
 
 class AttentionFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one attention that a step computes. refused: torch's reasons against other backends of SDPA, by backend."""
+    """The attention that a step computes. refused: torch's reasons against other SDPA backends, by backend."""
 
     batch: Size | None = None
     heads: Size | None = None
@@ -38,16 +38,16 @@ class AttentionFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sizes(self) -> tuple[int, int, int, int] | None:
-        """batch, heads, seq, head_dim; None where one of them is not known."""
+        """batch, heads, seq, head_dim; None if one of them is unknown."""
         found = (self.batch, self.heads, self.seq, self.head_dim)
         return None if None in found else found
 
 
 class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The language model whose step was profiled; None where it is not known.
+    """The language model whose step was profiled. A field is None if it is unknown.
 
-    tokens: of one step, over all sequences. *_bytes: of one step: weights and the filled part of the cache,
-    each read once. gb_s: the device's bandwidth as that run measured it.
+    tokens: per step, over all sequences. weight_bytes, cache_bytes: the weights and the filled part of the KV cache,
+    which a step reads once each. gb_s: the device's bandwidth that the run measured.
     """
 
     phase: Literal["decode", "prefill"]
@@ -62,7 +62,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model that was trained. tokens: of one rank's step. losses: one a step, None where it is no number."""
+    """The model that was trained. tokens: per step of one rank. losses: one per step, None if not a number."""
 
     parameters: Count | None = None
     tokens: Count | None = None
@@ -70,11 +70,12 @@ class TrainingFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run stored about itself; all defaults where it stored nothing.
+    """The facts that a run stored about itself; the defaults if it stored none.
 
-    script: the numbered script; "" of any other program. guesses: as expect.py records them. run: the run's id, which
-    stands in its table, too. first_call_s: of the step, cold. unprofiled_step_us: the step's time without the
-    profiler. layers: the names of the step's matrix products, in the order in which forward calls them.
+    script: the numbered script, "" for any other program. guesses: the predictions, as expect.py records them.
+    run: the run's id, which its table has, too. first_call_s: the seconds of the first call of the step.
+    unprofiled_step_us: the µs of a step without the profiler. layers: the names of the step's matrix products, in the
+    order of the forward pass.
     """
 
     script: str = ""
@@ -95,14 +96,14 @@ class RunFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def dtype(self) -> str:
-        """The run's --dtype; "None" where it had none."""
+        """The run's --dtype; "None" if it has none."""
         return str(self.flags.get("dtype"))
 
 
 def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
-    """The facts that a trace holds. Old and foreign traces are read, too: what is not usable counts as not stored.
+    """Return the facts that a trace holds. A value of a wrong type, as in old traces, counts as not stored.
 
-    lesson, unprofiled_step_us: what the trace has under these keys.
+    lesson, unprofiled_step_us: the trace's values of these keys.
     """
     top = {"unprofiled_step_us": unprofiled_step_us}
     if not isinstance(lesson, dict) or not isinstance(lesson.get("script"), str):
@@ -124,7 +125,7 @@ def _whole(value: object) -> object:
 
 
 def _usable(kind: type[T], found: object) -> T | None:
-    """The struct of what has the right type; None where a field without a default has not."""
+    """Return the struct of all values of the right type; None if a field without a default has none."""
     told = found if isinstance(found, dict) else {}
     values = {}
     for field in msgspec.structs.fields(kind):
@@ -139,6 +140,6 @@ def _usable(kind: type[T], found: object) -> T | None:
 
 def as_stored(facts: RunFacts) -> dict:
     """The trace's key "lesson": what run_facts() reads again."""
-    # A flag's value may be of a class of its own, as a model's name is, which is stored as the text that it is.
+    # The value of a flag may have its own class, such as a model's name. It is stored as its text.
     found = msgspec.to_builtins(facts, enc_hook=lambda one: str.__str__(one) if isinstance(one, str) else str(one))
     return {name: found.pop(name) for name in STORED_APART} | {"facts": found}

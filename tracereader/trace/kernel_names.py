@@ -1,14 +1,14 @@
-"""What a kernel's name says about its work. An unknown name is said to be unknown.
+"""What a kernel's name says about its work. An unknown name stays unknown.
 
 Sources: the naming schemes as seen in traces (claims 16, 22, 24, 32), the names inside PyTorch's, cuBLAS's, cuDNN's
 and NCCL's own libraries, CUTLASS's <instruction><tile><stages><layout> pattern, Inductor's
 triton_<kind>_fused_<ops>_<id>, Tensile's Cijk_ scheme, flash-attention's kernel_traits.h and
-flash_fwd_launch_template.h (which template argument is which), ATen's PersistentSoftmax.cuh and
-ScatterGatherKernel.cu (the same). A letter or number whose meaning is nowhere documented is left out, not interpreted.
+flash_fwd_launch_template.h, ATen's PersistentSoftmax.cuh and ScatterGatherKernel.cu (the order of template
+arguments). Letters and numbers without a documented meaning are left out.
 
-How a name is read: the first pattern of READERS that fits, for names that say more than their job. Any other name by
-two tables: MAKERS (whose kernel it is, by namespace or prefix) and JOBS (what it does, by a word of the function's own
-name). Only the first LOOKED_AT characters are looked at: template arguments can make a name tens of kB long.
+The first pattern of READERS that fits reads a name that gives details. Two tables read all other names: MAKERS (the
+library, by namespace or prefix) and JOBS (the operation, by a word of the function's name). Only the first LOOKED_AT
+characters count, because template arguments can make a name tens of kB long.
 """
 
 import functools
@@ -19,12 +19,12 @@ from tracereader.trace.types import WRITTEN as TYPES
 
 UNKNOWN = "unknown"
 LOOKED_AT = 2_000
-# The words a family can be.
+# All families.
 FAMILIES = (
     "GEMM", "attention", "convolution", "normalization", "reduction", "pointwise", "copy", "memset", "communication",
     "optimizer", "embedding", "sort and scan", "other", UNKNOWN,
 )  # fmt: skip
-# Parts that may differ between two kernels doing the same product in the same way.
+# Parts that may differ between two kernels that compute the same product in the same way.
 EPILOGUES = {
     "bz": "beta zero",
     "badd": "beta adds what the output holds",
@@ -61,13 +61,13 @@ class KernelName:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is a matrix product itself, and not what a library runs beside one."""
+        """Return whether the kernel is a matrix product itself, and not a helper that a library runs beside one."""
         return self.family == "GEMM" and self.parts.get("does") != EPILOGUE
 
 
 @functools.lru_cache(maxsize=500_000)  # a pure function of a name, asked of each GPU activity
 def decode(name: str) -> KernelName:
-    """What the name of a kernel, a copy or a memset says."""
+    """Return what the name of a kernel, a copy or a memset says."""
     text, own = _plain(name)
     for pattern, read in READERS:
         if match := re.search(pattern, text):
@@ -85,12 +85,12 @@ def decode(name: str) -> KernelName:
 
 
 def job_of(own: str) -> tuple[str, str] | None:
-    """The family of a function of this name, and what it does; None where no word of the name says."""
+    """Return the family and the operation of a function of this name; None if no word of it is known."""
     return next(((family, does) for pattern, family, does in JOBS if re.search(pattern, own, re.IGNORECASE)), None)
 
 
 def short(name: str, width: int = 40) -> str:
-    """The name at most `width` wide: without C++ wrapping, the middle left out. labels() keeps a table's apart."""
+    """Return the name in at most `width` columns, without C++ wrapping and with the middle left out; see labels()."""
     return cut(_label(name), width)
 
 
@@ -101,7 +101,7 @@ def labels(names, width: int = 40, shorten=short) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
-    numbers: dict[str, int] = {}  # the last number given, by the name that was taken
+    numbers: dict[str, int] = {}  # the last number given to each name
     for name in dict.fromkeys(names):
         label = plain = shorten(name, width)
         number = numbers.get(plain, 1)
@@ -115,18 +115,18 @@ def labels(names, width: int = 40, shorten=short) -> dict[str, str]:
 
 
 def cut(name: str, width: int) -> str:
-    """The name at most `width` wide, the middle left out."""
+    """Return the name in at most `width` columns, with the middle left out."""
     if len(name) <= width:
         return name
     tail = (width - 1) // 2
     return f"{name[: width - 1 - tail]}…{name[-tail:]}" if tail else name[: width - 1] + "…"
 
 
-# Functions that only start what their template argument names: that argument is what says the job.
+# Functions that only run their template argument. That argument names the operation.
 WRAPPER = re.compile(
     r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|rocprim::.{0,60}trampoline_kernel|thrust::|DSL|\w*::_kernel_agent)"
 )
-# What nsys writes before a template's number, and the wrapping that says nothing.
+# nsys' prefix of a template's number, and wrapping without information.
 NOISE = re.compile(
     r"\((?:unsigned )?(?:int|long|bool|char|short)\)(?=-?\d)|\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N_1::"
     r"| ?\[clone [^\]]{0,30}\]|\.kd$"
@@ -136,7 +136,7 @@ RETURNS = re.compile(r"^(?:void|std::enable_if<.{0,120}?>::type) ")
 
 @functools.lru_cache(maxsize=500_000)
 def _plain(name: str) -> tuple[str, str]:
-    """The start of the name without what wraps it; the function's own name in that, with no template or parameters."""
+    """Return the start of the name without its wrapping, and the function's name without template and parameters."""
     text = name[:LOOKED_AT]
     if mangled := re.search(r"_Z(?=\d|N\d|N12_GLOBAL)", text[:200]):
         text = _unmangled(text[mangled.end() :].removeprefix("N"))
@@ -146,7 +146,7 @@ def _plain(name: str) -> tuple[str, str]:
 
 
 def _unmangled(rest: str) -> str:
-    """aiter::fmha_fwd_hd128 of 5aiter14fmha_fwd_hd128…: the path, then what is left as if it were its template."""
+    """Unmangle a name: 5aiter14fmha_fwd_hd128… -> aiter::fmha_fwd_hd128, with the rest as its template."""
     path = []
     while (length := re.match(r"\d{1,3}", rest)) and (size := int(length[0])):
         word, rest = rest[length.end() :][:size], rest[length.end() + size :]
@@ -154,7 +154,7 @@ def _unmangled(rest: str) -> str:
     return "::".join(path) + (f"<{rest}" if rest.startswith("I") else "")
 
 
-# What names of one kind all have, or nearly all: it goes before anything that distinguishes.
+# Parts that (nearly) all names of one kind share. They are left out first.
 LONG_WINDED = re.compile(
     r"^cudnn_generated_(?:fort_native_)?|_cga1x1x1_kernel0_0$|_align[ac]\d|tilesize|(?:_execute)?_kernel__5x_cu\w+$"
 )
@@ -169,7 +169,7 @@ def _label(name: str) -> str:
     if match := re.search(r"cutlass_\d+\w+", text):
         return match[0]
     if match := re.match(r"((?:Custom_)?Cijk_A[a-z]+_B[a-z]+_\w+?)_\w*?_(MT\d+x\d+x\d+(?:_MI\d+x\d+x\d+)?)", text):
-        return f"{match[1]}…{match[2]}"  # a solution's parameters; the tile is the most informative one
+        return f"{match[1]}…{match[2]}"  # a Tensile solution's parameters; the tile is the most informative one
     if said.maker == "ATen":
         own = re.sub(r"^.*::", "", own)
         does = said.parts.get("does", "")
@@ -182,7 +182,7 @@ def _label(name: str) -> str:
     if "<" not in text and "(" not in text:
         return LONG_WINDED.sub("", text) if len(name) <= LOOKED_AT else name
     text = re.sub(r"^cutlass\w*::device_kernel<(?:[\w:]*enable_\w+<)?", "", text)
-    # Up to where the template ends: the parameters repeat it.
+    # The name ends with the template, because the parameters repeat it.
     depth = 0
     for at, char in enumerate(text):
         depth += (char == "<") - (char == ">")
@@ -192,7 +192,7 @@ def _label(name: str) -> str:
     return re.sub(r"\b(?:[a-zA-Z_]\w*::)+", "", text)
 
 
-# --- names that say more than their job -----------------------------------------------------------------------------
+# --- names that give details ----------------------------------------------------------------------------------------
 
 
 def _nvjet(match, text):
@@ -242,9 +242,9 @@ def _cutlass3x(match, text):
     )
 
 
-# A product of fp32 that is no TF32 (ffma, simt, sgemm without an instruction's shape): tensor cores have none.
+# An fp32 product without TF32 (ffma, simt, sgemm without an instruction's shape) does not use tensor cores.
 CUDA_CORES = "CUDA cores"
-# What the letters before gemm say of the types: d and z are fp64, c and z complex, h fp16, i int8.
+# The letters before gemm give the types: d and z are fp64, c and z complex, h fp16, i int8.
 LETTERS = {"d": "fp64", "z": "complex fp64", "c": "complex fp32", "gc": "complex fp32", "h": "fp16", "i": "int8"}
 
 
@@ -271,7 +271,7 @@ def _mma_parts(rest: str) -> dict[str, str]:
 
 
 def _mma_shape(digits: str) -> list[str]:
-    # 16816 is 16x8x16; 161616 and 884 read the same way.
+    # 16816 means 16x8x16; 161616 and 884 follow the same pattern.
     return re.findall("16|8|4|32", digits)
 
 
@@ -298,7 +298,7 @@ def _xmma(match, text):
             "K block x stages": f"{tile[2]}x{stage[1]}" if tile and tile[2] and stage else "",
             "epilogue": _epilogue(text.split("_")),
             "layout": layout[1] if layout else "",
-            # Beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
+            # These run beside the kernel that multiplies; 3% of its time in the convolutions recorded on the H200.
             "does": f"{SPLIT_K} ({does})" if convolves and "_execute_split_k_" in text else does,
         },
     )
@@ -328,8 +328,8 @@ def _composable_convolution(match, text):
     return "convolution", maker or "by hand", {"does": does if known else "backward"}
 
 
-# What the types' letters begin with, those of the factors first. Sources: Tensile's DataType.toChar and the names in
-# traces of MI300X: B_BS_BH and BBS_BH are bf16, S_B fp32, F8B8BS_BH fp8; S_MX multiplies fp32 as xf32, AMD's TF32.
+# The first letters give the factors' types. Sources: Tensile's DataType.toChar, and names in traces of MI300X:
+# B_BS_BH and BBS_BH are bf16, S_B fp32, F8B8BS_BH fp8; S_MX multiplies fp32 as xf32, AMD's TF32.
 TENSILE_TYPES = (
     ("S_MX", "TF32"), ("X", "TF32"), ("F8|B8", "fp8"), ("F6|B6", "fp6"), ("F4", "fp4"), ("4xi8|I8", "int8"),
     ("B", "bf16"), ("H", "fp16"), ("S", "fp32"), ("D", "fp64"), ("C", "complex fp32"), ("Z", "complex fp64"),
@@ -353,7 +353,7 @@ def _tensile(match, text):
 TENSILE = "rocBLAS/hipBLASLt Tensile"
 SPLIT_K = "adds the parts of a split-K product"
 EPILOGUE = "a GEMM's epilogue as a kernel of its own"
-# Ops whose own names hold underscores; any other word of a fused name is an op by itself.
+# Ops whose names contain underscores. Any other word of a fused name is an op.
 COMPOUND_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention", "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
@@ -368,7 +368,7 @@ COMPOUND_OPS = (
     "constant_pad_nd", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
     "linalg_vector_norm", "var_mean",
 )  # fmt: skip
-# An op's own trailing underscore (in place: copy_) is distinguished from the one between ops by what follows it.
+# An op's own trailing underscore (in place: copy_) differs from the separator between ops by what follows it.
 OPS = re.compile("|".join([*COMPOUND_OPS, r"[a-z\d]+(?:_(?=$|_(?!to_copy|unsafe|softmax|log_|scaled|native)))?"]))
 
 
@@ -388,23 +388,23 @@ def _inductor(match, text):
     return family, "Inductor, C++" if kind == "cpp" else "Inductor, Triton", parts
 
 
-# Other sums over many elements, whose kernel only adds up the parts of a product that another one split.
+# A sum that only adds up the parts of a product that another kernel split.
 OTHER_SUMS = {"mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "_softmax", "rsqrt"}
 
 
 def _multiplies(ops: set[str]) -> bool:
-    """Whether a kernel with a matrix product among its ops does that product itself.
+    """Return whether a kernel with a matrix product among its ops computes that product itself.
 
-    The name lists each op that anything in the kernel came from. A rotary embedding's angles come from a bmm of
-    one column with one row, which is a multiplication. A kernel that reads a weight names t, its transposition;
-    without it, a norm or an argmax is what the kernel does (on the H200: grids of a single block, 1 to 34 µs).
+    The name lists all ops that contributed to the kernel. A rotary embedding's angles come from a bmm of one column
+    with one row, which is a plain multiplication. A kernel that reads a weight names t, its transposition. Without t
+    the kernel computes a norm or an argmax (on the H200: grids of a single block, 1 to 34 µs).
     """
     if not {"mm", "bmm"} & ops or {"cos", "sin"} & ops:
         return False
     return "t" in ops or not OTHER_SUMS & ops
 
 
-# By the op's own name, or by what RMS norm is made of.
+# A norm has the op's own name, or the ops that make up RMS norm.
 NORMS = "(?:layer|rms|batch|group|instance)_norm|(?:mean|pow|var)_.{0,200}rsqrt"
 TEMPLATES = (("attention", "attention"), ("conv", "convolution"), ("mm|linear|gemm", "GEMM"))
 
@@ -416,7 +416,7 @@ def _inductor_template(match, text):
 
 # --- ATen -----------------------------------------------------------------------------------------------------------
 
-# Words on the way to the operation that a kernel was made from.
+# Words around the operation in the name of a kernel's functor.
 NO_OPERATION = re.compile(
     r"at|native|c10|std|cuda|detail|internal|apply|binary_internal|lambda|operator|const|instance|array|Array|templates|"
     r"thrust|void|ul|true|false|unsigned|signed|char|int|long|short|float|double|bool|complex|Half|BFloat16|Float[48]_\w+|q?u?int\d+|bits\d+\w*|"
@@ -443,7 +443,7 @@ FIRST_TYPES = re.compile(rf"(?:lambda\(|<)\s*((?:{TYPE})(?:,\s*(?:{TYPE}))*)\s*[
 
 
 def _operation(text: str, start: int) -> str:
-    """The operation inside an ATen kernel: CUDAFunctor_add is add, GeluCUDAKernelImpl is gelu."""
+    """Return the operation of an ATen kernel: CUDAFunctor_add -> add, GeluCUDAKernelImpl -> gelu."""
     for match in re.finditer(r"[A-Za-z_]\w*", text[start : start + 800]):
         word = match[0]
         if not NO_OPERATION.fullmatch(word) and not word.startswith("_INTERNAL_"):
@@ -456,7 +456,7 @@ def _operation(text: str, start: int) -> str:
 
 
 def _types(text: str, start: int) -> str:
-    """The element types that an ATen kernel was made for: the first ones in its template."""
+    """Return the element types of an ATen kernel, which come first in its template."""
     found = FIRST_TYPES.search(text, start, start + 800)
     if not found:
         return ""
@@ -481,7 +481,7 @@ def _aten(family: str):
     return read
 
 
-# Kernels for any operation whose operation is of a family by itself.
+# Generic kernels; their operation decides the family.
 ATEN_OPERATIONS = (
     ("group_norm|batch_norm", "normalization"),
     (r"amp_|.*non_finite", "optimizer"),
@@ -490,7 +490,7 @@ ATEN_OPERATIONS = (
 
 
 def _scatter(match, text):
-    # _cuda_scatter_gather_internal_kernel<is scatter, …>, _cuda_scatter_fill_internal_kernel<…>; then how it combines
+    # _cuda_scatter_gather_internal_kernel<is scatter, …>, _cuda_scatter_fill_internal_kernel<…>, then the reduction
     rest = text[match.end() : match.end() + 800]
     gathers = re.search(r"scatter_gather_internal_kernel<(?:false|0)", rest)
     how = re.search(r"Reduce(Add|Multiply|Maximum|Minimum|Mean)", rest)
@@ -558,12 +558,12 @@ def _way(text: str) -> str:
     return "backward" if re.search("bwd|[Bb]ackward|Bwd|bprop|cutlassB|_dkdv|dk_dv", text) else "forward"
 
 
-# What runs before or after the kernel that attends: a sum of a row, parts put together, another type.
+# Kernels before or after the attention kernel: row sums, combining parts, casts.
 BESIDE = "prepares the gradients"
 
 
 def _attends(own: str) -> str:
-    """forward or backward, of a kernel named so that attends itself; "" of any other."""
+    """Return "forward" or "backward" for the kernel that computes attention itself; "" for any other."""
     words = own.lower()
     if re.search(r"preprocess|postprocess|combine|reduce|merge|convert|prepare|quant|stage|dot_do_o", words):
         return ""
@@ -606,11 +606,11 @@ def _flash(match, text):
     """flash-attention 2, whose traits are <head size, block M, block N, warps, …, type>."""
     traits = re.search(r"Flash_(?:fwd|bwd)_kernel_traits<(\d+), (\d+), (\d+), (\d+),", text)
     typed = re.search("bfloat16_t|half_t|float_e4m3_t", text)
-    # After the traits: dropout, causal, window, …; where K and V are split over blocks, causal comes first.
+    # After the traits come dropout, causal, window, …; with K and V split over blocks, causal comes first.
     flags = re.search(r">((?:, *(?:true|false|[01])\b){2,})", text)
     on = [flag in ("true", "1") for flag in re.findall(r"true|false|[01]", flags[1])] if flags else [False, False]
     split = "splitkv" in match[0]
-    window = on[1 if split else 2] if len(on) >= 6 else False  # before 2.3 there was none
+    window = on[1 if split else 2] if len(on) >= 6 else False  # versions before 2.3 have none
     parts = {"does": "adds the parts of split keys" if "combine" in match[0] else _way(match[0])}
     if traits:
         parts |= {"head size": traits[1], "tile": f"{traits[2]}x{traits[3]}", "warps": traits[4]}
@@ -751,8 +751,9 @@ def _says(family: str, maker: str, does: str = ""):
     return lambda match, text: (family, maker, {"does": does})
 
 
-# Patterns are compiled when they are first needed: compiling all of them takes 12 ms, a tenth of all imports.
-# First match wins: from the most particular to the general. Anchored or plain words: none may try a long name twice.
+# Patterns are compiled when they are first needed, because compiling all of them takes 12 ms, a tenth of all imports.
+# The first match wins, so they go from specific to general. Each is anchored or a plain word, so that no pattern
+# scans a long name twice.
 READERS = (
     # the driver
     (r"^Memcpy (?P<way>\w+)|^\[CUDA memcpy (?P<nsys>[\w -]+)\]|^Copy(?P<hip>(?:Host|Device)To(?:Host|Device))",
@@ -765,13 +766,13 @@ READERS = (
     (r"^nccl(?:Symk?)?(?:Dev)?Kernel_(?P<rest>\w+)|^nccl(?P<older>[A-Z][a-z]\w+Kernel_\w+)",
      lambda m, t: _nccl(m if m["rest"] else {"rest": m["older"]}, t)),
     (r"^rccl_main_kernel|^ncclKernel", _says("communication", "RCCL", "any collective")),
-    # Inductor, before any word of the ops that it names
+    # Inductor, before the words of the ops that its kernels name
     (r"^triton_(?P<kind>poi|red|per|tem|for)_(?:fused_)?(?P<ops>\w+)", _inductor),
     (r"^(?:graph_\d+_)?(?P<kind>cpp)_fused_(?P<ops>\w+)", _inductor),
     (r"^triton_(?P<op>mm|bmm|addmm|mm_plus_mm|convolution\w{0,3}|flex_attention\w{0,20})(?:_\d+)*$",
      _inductor_template),
     (LIGER, _liger),
-    # AOTriton's, which PyTorch calls on AMD's GPUs, and flash-attention's own for Triton: the same names
+    # AOTriton, which PyTorch calls on AMD GPUs, and flash-attention's Triton version have the same names
     (r"^(?:bare_)?attn_fwd(?:_\w+)?$|^bwd_(?:kernel_(?:dk_?dv|dq|fuse)|preprocess)\w*$",
      lambda m, t: ("attention", "Triton", {"does": BESIDE if "preprocess" in t else _way(t)})),
     # attention
@@ -784,12 +785,12 @@ READERS = (
     (r"(?<![A-Za-z])Fmha(?:Fwd|Bwd)\w{0,40}?Kernel", _composable),
     (r"\bflash_(?:fwd|bwd)_\w+|\bflash::\w+|\bpytorch_flash::\w+", _flash),
     (r"^PyTorchMemEffAttention|^AttentionKernel<", _attention("memory-efficient, CUTLASS")),
-    # convolutions, before the GEMMs that they are made of
+    # convolutions, before the GEMMs that they consist of
     (r"cutlass_(?:\d+_)?(?P<rest>\w{0,60}(?:fprop|dgrad|wgrad)\w*)", _convolution),
     (r"^(?:\w{1,40}_)?(?P<rest>(?:[sdhi]|[sh]\d{3,5}|fp16_s|bf16_s\d{0,5})cudnn_\w*)", _convolution),
     (r"^(?:_5x_cudnn_|cudnn_infer_|cudnn_train_)?(?:volta|turing|ampere|maxwell|pascal|hopper)_(?P<rest>\w{0,40}cudnn\w*)",
      _convolution),
-    # Composable Kernel multiplies for a convolution by kernels that are named for the product that it is.
+    # Composable Kernel's convolutions use kernels that are named for their matrix product.
     (r"(?<![a-z])(?P<way>(?:bwd|backward)_(?:weight|data)|conv(?:nd)?_(?:fwd|forward|bwd|backward)\w{0,12})(?![a-z])",
      _composable_convolution),
     (r"^xmma_cudnn::.{0,80}(?P<way>fprop|dgrad|wgrad)", _implicit_gemm),
@@ -808,7 +809,7 @@ READERS = (
     (r"^cublasLt::(?:epilogue::impl::)?globalKernel|^cublasLt::epilogue", _says("pointwise", "cuBLAS", EPILOGUE)),
     (r"^(?:internal::)?gemv|^gemmSN|^gemmk1_kernel|^dot_kernel|^reduce_1Block_kernel",
      _says("GEMM", "cuBLAS", "vector or thin matrix")),
-    # ATen: kernels made for any operation, which their template names
+    # ATen: generic kernels, whose template names the operation
     (r"(?P<name>\bmulti_tensor_apply_kernel)\b", _foreach),
     (r"\b_scatter_gather_elementwise_kernel\b", _scatter),
     (r"(?P<name>\bindex_elementwise_kernel)\b", _aten("copy")),
@@ -820,7 +821,7 @@ READERS = (
     (r"^at::native::(?P<name>triu_tril_kernel)", _triangle),
 )  # fmt: skip
 
-# Whose kernel it is, first match wins.
+# The library; the first match wins.
 MAKERS = (
     (r"^c10d::|^(?:one|two)_shot_all_reduce|^multimem_", "PyTorch, symmetric memory"),
     (r"^at_cuda_detail::cub|^cub::|^at::cuda::cub|^DeviceRadixSort", "CUB"),
@@ -877,13 +878,13 @@ MAKERS = (
     (r"^Eigen::|^tensorflow::", "TensorFlow"),
 )  # fmt: skip
 
-# A name without a known maker is read by its words only where it looks like a kernel's: C++ writes its types behind it.
+# Without a known maker, words count only if the name looks like a kernel's, with C++ types after it.
 HAND_WRITTEN = re.compile(
     r"^_\w|kernel|_(?:fwd|bwd|forward|backward)(?:_|$)|(?:^|_)triton(?:_|$)|Kernel"
     r"|^reduce_segments$|req_to_token|blockscale_offsets|_fp8_quant"
 )
 
-# What a function's own name says that it does, in either case, first match wins. does: "" for the name's own words.
+# What a function's name says it does, in either case; the first match wins. does: "" means the name's own words.
 JOBS = (
     (r"all_?reduce|cross_device_reduce|multimem|quickreduce", "communication", "AllReduce"),
     (r"deep_ep::\w*::\w*(?:dispatch|combine)|\ball_?to_?all|alltoall|^moeA2A", "communication", "AllToAll"),
@@ -905,7 +906,7 @@ JOBS = (
      r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
     (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
     (r"hadamard", "other", "Hadamard transform"),
-    # what surrounds attention and experts, before the words that name those
+    # helpers of attention and experts, before the words that name those
     (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
     (r"(?:expand|shuffle)InputRows|moe_(?:un)?permute", "copy", "rows to their experts"),
     (r"chunk_(?:fwd|bwd)_kernel|chunk_scaled_dot_kkt|recompute_w_u|solve_tril|merge_\d+x\d+_to_\d+x\d+|fused_recurrent",
@@ -951,6 +952,6 @@ JOBS = (
 
 
 def _words(own: str) -> str:
-    """The function's own name as words, without its namespaces: what it is called is what is known of its job."""
+    """Return the function's own name as words, without namespaces, for kernels of which only the name is known."""
     name = re.sub(r"^.*::|_?(?:CUDA|Cuda)?[Kk]ernel(?:Template)?$", "", re.match(r"[\w:]*", own)[0])
     return re.sub(r"(?<=[a-z\d])(?=[A-Z])|_+", " ", name[:60]).strip().lower()

@@ -5,40 +5,40 @@ import re
 
 STEP = "ProfilerStep#"
 MODULE = "nn.Module: "  # of a Python frame
-# How autograd's engine calls a node of backward: an op, in which that node's ops lie.
+# autograd's engine records each node of backward as an op of this name, which encloses the node's own ops.
 AUTOGRAD = "autograd::engine::evaluate_function: "
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER = "Optimizer.step#"
-# torch's own annotations of parts that a user looks for in a step.
+# torch's own annotations that mark parts of a step that users look for.
 PHASES = (
     LOADER, OPTIMIZERS, "DataParallel.forward", "DistributedDataParallel.forward",
     "FullyShardedDataParallel.forward",
 )  # fmt: skip
 SHARDING = ("FSDP::", "FullyShardedDataParallel.")
-# A collective, as its backend's process group labels it. On a CPU it is done in that time; on a GPU, handed over.
+# The annotation of a process group's collective. On a CPU the collective runs in that time; on a GPU it is launched.
 COLLECTIVE = re.compile(r"(nccl|gloo|mpi|xccl|ucc|hccl):(\w+)")
 ON_CPU = ("gloo", "mpi")
-# The ops by which collectives are asked for.
+# The ops that start collectives.
 C10D = re.compile(r"(?:_c10d_functional|c10d)::(\w+)")
 DESCRIBES_COLLECTIVE = "record_param_comms"
 
-# torch.compile: what looks a graph up, leads to it and calls it. torch 2.15 records the last as an annotation,
-# older ones as an op.
+# torch.compile's rows: the lookup of a graph, the code around it, and its call. torch 2.15 records the call as an
+# annotation, older versions as an op.
 LOOKUP, REGION, INDUCTORS_CALL = "TorchDynamo Cache Lookup", "Torch-Compiled Region", "## Call CompiledFxGraph"
 PREGRAPH, PROLOGUE = "Pregraph bytecode", "AOTDispatcher Runtime Wrapper Prologue"
 COMPILE_ROWS = ("TorchDynamo", REGION, "Pregraph", "AOTDispatcher", INDUCTORS_CALL)
 HOLDS_MANY_LAYERS = (REGION, INDUCTORS_CALL, "CompiledFunction")
-GRAPH = re.compile(r"CompiledFxGraph (\w+)")  # by the hash of its code
+GRAPH = re.compile(r"CompiledFxGraph (\w+)")  # the hash of its code
 COMPILED_AGAIN = re.compile(rf"{REGION}: (\d+)/[1-9]\d*")
-# Around the phases of a compilation; and which one it is: of the frame (compiled autograd's number before it), and how
-# often it had been compiled before.
+# A compilation's phases. The id names the frame (after compiled autograd's number, if any) and how often it was
+# compiled before.
 COMPILING = " (dynamo_timed)"
 COMPILE_ID = re.compile(r"compile_id=(?:!\d+/)?(\d+/\d+)")
 
 
 def is_torchs_own(name: str) -> bool:
-    """Whether torch, and not the user, wrote the annotation of this name."""
+    """Return whether torch, and not the user, wrote the annotation of this name."""
     return (
         name.startswith((STEP, *PHASES, *SHARDING, *COMPILE_ROWS))
         or name.endswith(COMPILING)
@@ -48,17 +48,17 @@ def is_torchs_own(name: str) -> bool:
 
 
 def is_phase(name: str) -> bool:
-    """Whether an annotation of this name marks a part of the step: the user's, and those of PHASES."""
+    """Return whether an annotation of this name marks a part of the step: all of the user's, and those of PHASES."""
     return name.startswith(PHASES) or not is_torchs_own(name)
 
 
 def collective_on_cpu(name: str) -> tuple[str, str] | None:
-    """Backend and call, gloo and all_reduce, of the slice in which a CPU's backend does a collective."""
+    """Return backend and call, such as gloo and all_reduce, of a slice in which a CPU backend runs a collective."""
     match = COLLECTIVE.match(name)
     return (match[1], match[2]) if match and match[1] in ON_CPU else None
 
 
 def asks_for_collective(name: str) -> str | None:
-    """The call in the name of an op or annotation that starts communication: all_reduce of nccl:all_reduce."""
+    """Return the call in the name of an op or annotation that starts communication: nccl:all_reduce -> all_reduce."""
     match = COLLECTIVE.match(name) or C10D.match(name)
     return match[match.lastindex] if match else None

@@ -1,4 +1,4 @@
-"""Element types and recorded shapes: the one reader of what torch notes of an op's inputs with record_shapes."""
+"""Element types and recorded shapes: the only reader of what record_shapes stores about an op's inputs."""
 
 import math
 from functools import lru_cache
@@ -18,7 +18,7 @@ class Dtype(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether one operation on it is one FLOP at a peak that is known here: not of complex numbers, not of fp8."""
+        """Return whether one operation is one FLOP at a peak that is known here. Complex numbers and fp8 are not."""
         return not self.name.startswith(("complex", "fp8"))
 
 
@@ -38,11 +38,11 @@ DTYPES = (
     Dtype("int64", 8, 4, ("long int", "long"), "Long"),
     Dtype("bool", 1, 11, ("bool",), "Bool"),
 )
-# The short name by each spelling of C++.
+# The short name for each C++ spelling.
 WRITTEN = {spelling: one.name for one in DTYPES for spelling in one.written}
 
 
-# The size of an element by what an op's arguments record of a dtype.
+# The bytes of an element, by the dtype number that an op's arguments record.
 BYTES_BY_CODE = {str(one.code): one.bytes for one in DTYPES}
 
 
@@ -54,19 +54,20 @@ _BY_SPELLING = {_key(spelling): one for one in DTYPES for spelling in (*one.writ
 
 
 def dtype_of(spelling: object) -> Dtype | None:
-    """The type, however it is written: c10::BFloat16, BFloat16 or bf16; None where it is not known."""
+    """Return the type of any spelling: c10::BFloat16, BFloat16 or bf16. None for an unknown one."""
     return _of_spelling(spelling) if isinstance(spelling, str) else None
 
 
-@lru_cache(256)  # every input of every op is asked for, and a trace has a handful of spellings
+@lru_cache(256)  # called for every input of every op, while a trace has only a few spellings
 def _of_spelling(spelling: str) -> Dtype | None:
     return _BY_SPELLING.get(_key(spelling))
 
 
 class Tensor(NamedTuple):
-    """An op's input. stored: its elements, those of an expanded dimension once. item: bytes each; None: not known.
+    """A tensor that is an op's input.
 
-    type: as torch writes it; "" where it was not recorded.
+    stored: the number of elements in memory; those of an expanded dimension count once. item: bytes per element, None
+    if unknown. type: torch's own spelling; "" if it was not recorded.
     """
 
     shape: list[int]
@@ -76,12 +77,12 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory; only where item is known."""
+        """The bytes in memory; valid only if item is known."""
         return self.stored * self.item
 
 
 def inputs_of(args: dict) -> list[Tensor | None]:
-    """An op's inputs in their places: tensors of one dimension or more as recorded, None for anything else."""
+    """Return an op's inputs by position: tensors of at least one dimension as recorded, None for anything else."""
     dims = shapes_as_recorded(args)
     types, strides = (args.get(key) for key in ("Input type", "Input Strides"))
     types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
@@ -101,39 +102,39 @@ def inputs_of(args: dict) -> list[Tensor | None]:
 
 
 def tensors_of(args: dict) -> list[Tensor]:
-    """An op's tensor inputs, as far as they were recorded."""
+    """Return an op's recorded tensor inputs."""
     return [one for one in inputs_of(args) if one is not None]
 
 
 def dims_of(args: dict) -> list[list[int]]:
-    """The shapes of an op's tensor inputs; none unless recorded as torch records them."""
+    """Return the shapes of an op's tensor inputs; an empty list if none are recorded in torch's form."""
     return [one.shape for one in tensors_of(args)]
 
 
 def dims_at(args: dict, place: int) -> list[int] | None:
-    """The shape of the input in that place, [] of a single number; None where it was not recorded."""
+    """Return the shape of the input at that position, [] for a single number, None if it was not recorded."""
     dims = shapes_as_recorded(args)
     return dims[place] if len(dims) > place and is_shape(dims[place]) else None
 
 
 def types_of(args: dict) -> list[str]:
-    """The types of all inputs as torch writes them; none unless recorded."""
+    """Return the types of all inputs as torch writes them; an empty list if they are not recorded."""
     types = args.get("Input type")
     return [one if isinstance(one, str) else "" for one in types] if isinstance(types, list) else []
 
 
 def shapes_as_recorded(args: dict) -> list:
-    """The recorded value of each input, unchecked; for a list of tensors their shapes."""
+    """Return the recorded shape of each input, unchecked; for a list of tensors, their shapes."""
     dims = args.get(SHAPES)
     return dims if isinstance(dims, list) else []
 
 
 def concrete_of(args: dict) -> list:
-    """The inputs that are no tensors, in their places, as text."""
+    """Return the inputs that are not tensors, by position, as text."""
     concrete = args.get("Concrete Inputs")
     return concrete if isinstance(concrete, list) else []
 
 
 def is_shape(found: object) -> bool:
-    """Whether it is a list of sizes."""
+    """Return whether the value is a list of sizes."""
     return isinstance(found, list) and all(type(size) is int and 0 <= size < 2**40 for size in found)
