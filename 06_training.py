@@ -96,7 +96,7 @@ from common.lesson import lesson
 VOCABULARY = 32_000
 LEARNING_RATE = 1e-3
 MORE_PRODUCTS = 60
-# The losses of so many steps are computed again the plain way. They fall, so a wrong gradient shows in the next one.
+# The losses of this many steps are checked against plain training. A wrong gradient shows in the next loss.
 CHECKED_STEPS = 5
 
 
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Its forward is the loss: how badly each token is foretold from those before it."""
+    """Its forward pass returns the loss: how badly each token is predicted from the tokens before it."""
 
     def __init__(self, layers, dim, seq, recompute, **factory):
         super().__init__()
@@ -146,7 +146,7 @@ class Samples(Dataset):
         number %= self.distinct
         chosen = torch.Generator().manual_seed(hash((self.seed, self.rank, number)) % 2**63)
         tokens = torch.randint(VOCABULARY, (self.seq + 1,), generator=chosen)
-        while time.perf_counter() < done:  # a core is busy, as with a tokenizer
+        while time.perf_counter() < done:  # keep a core busy, as a tokenizer does
             pass
         return tokens
 
@@ -157,7 +157,7 @@ def build(args):
 
 
 def batches(args, rank):
-    """A step's batches on the device, over and over."""
+    """The same batches on the device in every step."""
     samples = Samples(replace(args, loader=None), rank, args.batch * args.accumulate)
     made = torch.stack([samples[number] for number in range(len(samples))]).to(args.device)
     return itertools.cycle(made.split(args.batch))
@@ -176,7 +176,7 @@ def loaded(args, rank):
 
 
 def leave_the_end_to_the_run(worker):
-    """Ctrl-C is answered there; and that it has gone while a batch was handed over is no news."""
+    """Ignore Ctrl-C in a worker, and print nothing if the run ends while a batch is on its way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tell, gone = sys.excepthook, (ConnectionError, EOFError)
     sys.excepthook = lambda kind, *rest: None if issubclass(kind, gone) else tell(kind, *rest)
@@ -191,7 +191,7 @@ def optimizer_of(args, model):
 
 
 def spread(args, model):
-    """The model as this rank has it, and what a step calls."""
+    """Return this rank's model, and the function that a step calls."""
     if args.parallel == "fsdp":
         mesh = init_device_mesh(args.device.type, (args.ranks.world_size,))
         for block in model.blocks:
@@ -205,7 +205,7 @@ def spread(args, model):
 
 
 def exchanging(args, model, last):
-    """Where these gradients are not the step's last ones, keep them on this rank."""
+    """Return a context in which gradients stay on this rank, unless this is the step's last backward pass."""
     if args.parallel == "fsdp":
         model.set_requires_gradient_sync(last)
     return model.no_sync() if args.parallel == "ddp" and not last else contextlib.nullcontext()
@@ -216,7 +216,7 @@ def profiled(args, model):
     model, fn = spread(args, model)
     optimizer = optimizer_of(args, model)
     feed = batches(args, rank) if args.loader is None else loaded(args, rank)
-    # A CUDA graph writes each loss over the one before it.
+    # A CUDA graph overwrites the loss of the previous step.
     keep = torch.clone if args.compile in GRAPH_MODES else lambda loss: loss
     losses = []
     if args.slow == rank:
@@ -249,7 +249,7 @@ def profiled(args, model):
     found = over_all_ranks(args, torch.stack(losses).detach())
     facts = {
         "parameters": sum(one.numel() for one in model.parameters()),
-        "tokens": args.batch * args.seq * args.accumulate,  # of a rank's step
+        "tokens": args.batch * args.seq * args.accumulate,  # per step of one rank
         "losses": [round(loss, 4) for loss in found.tolist()],
     }
     reference = None if rank or is_plain(args) else lambda: plain_losses(args, len(losses))
@@ -270,7 +270,7 @@ def over_all_ranks(args, losses):
 
 @torch.enable_grad()
 def plain_losses(args, count):
-    """The same training again: eager, on one device, on every rank's batches in turn, nothing recomputed."""
+    """Repeat the training in eager mode on one device, over the batches of all ranks, without recomputation."""
     args = replace(args, checkpoint=False, fused=False, foreach=False, for_loop=False)
     (model,) = build(args)
     optimizer = optimizer_of(args, model)
@@ -296,7 +296,7 @@ def predictions(args):
     if loads:
         yield expect.starving()
     elif not waits:
-        # FSDP launches for each block what DDP launches once, of a model that one GPU could hold.
+        # FSDP launches more kernels than DDP, and this model is small, so the CPU falls behind.
         yield expect.regime_is("overhead-bound" if args.parallel == "fsdp" else "GPU-bound")
     yield expect.records_steps(args.wait + args.schedule_warmup, args.active)
     if args.checkpoint:
@@ -308,7 +308,7 @@ def predictions(args):
     if waits:
         yield expect.busy_while_waiting()
     elif args.parallel == "ddp" and args.slow is None:
-        # DDP sends a bucket as soon as its gradients are there: the only one when all of them are.
+        # DDP sends a bucket as soon as its gradients are there. A single bucket waits for all gradients.
         yield expect.communication_is_hidden(not one_bucket(args))
 
 

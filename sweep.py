@@ -30,7 +30,7 @@ from common.publish import published
 from tracereader.command import BadInput, OneLineParser, command
 from tracereader.figures.regime import MUCH_IDLE
 
-if TYPE_CHECKING:  # which imports torch: not before the flags are read
+if TYPE_CHECKING:  # it imports torch, and the flags are read first
     from common.speed import Roof
 
 FOR_ONE_RUN = ("--guess", "--open", "--lanes", "--step", "--only", "--all")
@@ -38,20 +38,20 @@ FOR_ONE_RUN = ("--guess", "--open", "--lanes", "--step", "--only", "--all")
 
 @dataclass(frozen=True)
 class Point:
-    """One value of the flag, as its trace shows it. None where the trace has nothing to measure it by."""
+    """The figures of the run with one value of the flag. A figure that the trace does not decide is None."""
 
     value: int
     cpu_us: float  # of the typical step
     busy_us: float
     bound_by: str
-    idle_share: float | None  # of the GPU, from step to step
-    pointwise_share: float | None  # of the GPU's time in a step; on a CPU of those ops'
-    tflops: float | None  # of the matrix products together
-    gb_s: float | None  # of the pointwise kernels together
-    peak_bytes: int | None = None  # of the device's memory, inputs included
-    compute_share: float | None = None  # on a CPU: of the step, in the ops that compute
-    busy: str | None = None  # what shows that other programs probably used the cores
-    decoding: Any = None  # tokens a second and what they read (tracereader.figures.decoding), where the run told
+    idle_share: float | None  # the GPU's idle time between steps included
+    pointwise_share: float | None  # of a step's GPU time; on a CPU of the time in ops that compute
+    tflops: float | None  # of all matrix products
+    gb_s: float | None  # of all pointwise kernels
+    peak_bytes: int | None = None  # peak device memory, inputs included
+    compute_share: float | None = None  # on a CPU: the share of the step in ops that compute
+    busy: str | None = None  # evidence that other programs used the cores
+    decoding: Any = None  # tracereader.figures.decoding, if the run stored its model
 
     @classmethod
     def of(cls, value: int, trace: Path) -> "Point":
@@ -82,13 +82,13 @@ class Point:
 
     @property
     def step_us(self) -> float:
-        """What a step takes: of a GPU's time, where there is one."""
+        """The time of a step: GPU busy time, or CPU time in a run without a GPU."""
         return self.busy_us or self.cpu_us
 
 
 @dataclass(frozen=True)
 class Series:
-    """One script with flags of its own, over all values that could be run."""
+    """One script with its own flags, over all values that could be run."""
 
     label: str
     points: list[Point]
@@ -100,7 +100,7 @@ def _per_us(amounts: Sequence[tuple[int | None, float]], unit: float) -> float |
 
 
 def roofs(args, points: Sequence[Point], name: str) -> "tuple[Roof, Roof]":
-    """TFLOP/s and GB/s: the best of what is measured now, and of the sweep itself, so that nothing is above."""
+    """Return the peaks in TFLOP/s and GB/s: the best of what is measured now and of the sweep, so none is higher."""
     from common.speed import Roof, measured_roofs
 
     compute, memory = measured_roofs(args.device, args.dtype)
@@ -112,7 +112,7 @@ def roofs(args, points: Sequence[Point], name: str) -> "tuple[Roof, Roof]":
 
 
 def crossing(points: Sequence[Point]) -> float | None:
-    """The value at which a step's GPU work begins to take longer than its CPU time, between two points."""
+    """Return the value at which a step's GPU time begins to exceed its CPU time, interpolated, or None."""
     for before, after in itertools.pairwise(points):
         if before.value and 0 < before.busy_us < before.cpu_us and after.busy_us >= after.cpu_us:
             # Both grow by powers of the size, so the line between them is straight in logarithms.
@@ -122,7 +122,7 @@ def crossing(points: Sequence[Point]) -> float | None:
 
 
 def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
-    """A line for each value, the roofs, and where the regimes meet."""
+    """Print a line for each value, the peaks, and the value at which the regime changes."""
     from tracereader.findings.finding import size
     from tracereader.show.text import console, paragraph, percent, plain, print_columns, rate, us
 
@@ -130,7 +130,7 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
     out.print()
     gpu = any(one.busy_us for one in points)
     unit, scale = ("TFLOP/s", 1) if gpu else ("GFLOP/s", 1e3)
-    # What no point has is left out: of what a CUDA graph replays the trace has no shapes, and so no rates.
+    # A column without values is left out. A replayed CUDA graph has no shapes in the trace, and so no rates.
     columns = {
         name: ("", [str(one.value) for one in points]),
         "CPU µs": ("", [us(one.cpu_us) for one in points]),
@@ -160,26 +160,26 @@ def show(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") ->
         if one.busy:
             paragraph(out, f"{name} {one.value}: {plain(one.busy)}", "[yellow]warning[/yellow] ", " " * 8)
     out.print()
-    paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "roofs of this machine: ", " " * 23)
+    paragraph(out, f"{rate(compute.rate * scale)} {unit} ({compute.reached_by}),", "peaks of this machine: ", " " * 23)
     paragraph(out, f"{rate(memory.rate)} GB/s ({memory.reached_by})", " " * 23, " " * 23)
     if at := crossing(points):
         out.print(f"a step's GPU work outgrows its CPU time at about {name} {at:,.0f}")
 
 
 def least_us(facts, compute: "Roof", memory: "Roof") -> tuple[float, float]:
-    """µs that a decoding step takes at least: to read weights and cache once, and to multiply by the weights."""
+    """Return the least µs of a decode step: to read weights and cache once, and to multiply by the weights."""
     read = (facts.weight_bytes + (facts.cache_bytes or 0)) / memory.rate / 1e3
     return read, 2 * facts.parameters * facts.tokens / compute.rate / 1e6
 
 
 def decodes(points: Sequence[Point]) -> bool:
-    """Whether each point's run told what a decoding step of it reads."""
+    """Return whether each run stored what its decode step reads."""
     found = [point.decoding and point.decoding.facts for point in points]
     return all(one and one.phase == "decode" and one.weight_bytes and one.parameters for one in found)
 
 
 def show_decoding(name: str, points: Sequence[Point], compute: "Roof", memory: "Roof") -> None:
-    """Tokens a second under both roofs, and at which batch arithmetic becomes the lower one."""
+    """Print tokens per second beside both limits, and the batch at which arithmetic becomes the lower limit."""
     from tracereader.findings.finding import size
     from tracereader.show.text import console, paragraph, print_columns, us
 
@@ -190,7 +190,7 @@ def show_decoding(name: str, points: Sequence[Point], compute: "Roof", memory: "
         rows.append((str(point.value), *(f"{one:,.1f}" for one in (point.decoding.tokens_s, read, multiply))))
     out.print()
     print_columns(out, (name, "tokens a second", "reading allows", "arithmetic allows"), rows)
-    if name != "batch":  # of another flag's values no two need have the same cache
+    if name != "batch":  # with another flag, the size of the cache may differ between the values
         return
     facts = points[0].decoding.facts
     _, multiply = (one / facts.batch for one in least_us(facts, compute, memory))
@@ -230,7 +230,7 @@ def picture(file: Path, title: str, name: str, points: Sequence[Point], compute:
 
     values = [point.value for point in points]
     gpu = any(point.busy_us for point in points)
-    rates = gpu and any(point.tflops or point.gb_s for point in points)  # none of what a CUDA graph replays
+    rates = gpu and any(point.tflops or point.gb_s for point in points)  # a replayed CUDA graph has none
     panels = [7, *([5] if rates else []), *([5] if decodes(points) else []), *([4] if points[0].peak_bytes else [])]
     figure, axes = plt.subplots(
         1, len(panels), figsize=(sum(panels), 4.6), width_ratios=panels, squeeze=False, layout="constrained"
@@ -262,7 +262,7 @@ def _scale(values: Sequence[int]) -> str:
 
 
 def _save(figure, title: str, file: Path) -> None:
-    """Whole or not at all; and close it."""
+    """Write the picture atomically, and close it."""
     import matplotlib.pyplot as plt
 
     figure.suptitle(title)
@@ -293,15 +293,15 @@ def _draw_rates(axis, name: str, points: Sequence[Point], compute: "Roof", memor
         if known:
             axis.plot(*zip(*known, strict=True), "o-", color=color, label=f"{what}, of {roof.rate:,.0f} {unit}")
     axis.axhline(1, color="black", linewidth=1)
-    roof_text = "roof: the best rate that this machine reached in the same run"
-    axis.text(points[0].value, 1.02, roof_text, va="bottom", fontsize="small")
+    peak_text = "peak: the best rate that this machine reached in the same run"
+    axis.text(points[0].value, 1.02, peak_text, va="bottom", fontsize="small")
     scale = _scale([point.value for point in points])
-    axis.set(xscale=scale, xlabel=name, ylabel="share of the roof", title="rate of the kernels", ylim=(0, 1.12))
+    axis.set(xscale=scale, xlabel=name, ylabel="share of the peak", title="rate of the kernels", ylim=(0, 1.12))
     axis.legend(loc="lower right")
 
 
 def show_together(name: str, series: Sequence[Series]) -> None:
-    """Time and memory of each series by value, and how each grows at the end."""
+    """Print time and memory of each series by value, and how each grows between the two largest values."""
     from tracereader.findings.finding import size
     from tracereader.show.text import Name, console, print_columns, us
 
@@ -325,7 +325,7 @@ def show_together(name: str, series: Sequence[Series]) -> None:
 
 
 def _growth(name: str, known: dict[int, float]) -> str:
-    """The power of the size by which this grew between the two largest ones."""
+    """Return the power of the flag with which a figure grew between its two largest values."""
     (one, before), (two, after) = ([(0, 0.0)] * 2 + sorted(known.items()))[-2:]
     if not one:
         return "–"
@@ -375,11 +375,11 @@ def sweep(argv: Sequence[str] | None = None) -> None:
         for word in (*flags, *own):
             if word.split("=")[0] in FOR_ONE_RUN:
                 raise BadInput(f"{word} is for one run, and this makes {len(points_argv) * len(parsed.scripts)}")
-        # Shapes are what the rates are made of.
+        # Rates need recorded shapes.
         words = {value: [*some, *own, "--record-shapes"] for value, some in sorted(points_argv.items())}
         script = load_script(Path(file), next(iter(words.values())))
         for some in words.values():
-            script.flags(some)  # all of them now: what is typed wrong is no point that could not be run
+            script.flags(some)  # checks all values first, so that a typing error ends the sweep
         todo.append((" ".join([Path(file).stem, *own]), script, words))
 
     from common.harness import prepare
@@ -417,7 +417,7 @@ def sweep(argv: Sequence[str] | None = None) -> None:
 
 
 def _words(typed: str) -> list[str]:
-    """A script and its own flags. A path with blanks is one word."""
+    """Return the script and its own flags. A path that contains blanks is one word."""
     if Path(typed).is_file():
         return [typed]
     try:
@@ -427,14 +427,14 @@ def _words(typed: str) -> list[str]:
 
 
 def _short(label: str) -> str:
-    """A series in a file's name: the script's number and its own flags."""
+    """Return a series' part of a file's name: the script's number and its own flags."""
     script, *own = label.split()
     number = re.match(r"\d+(_[a-z](?=_))?", script)
     return "-".join([number[0] if number else script, *(re.sub(r"[^\w.]", "", word) for word in own)])
 
 
 def _points(name: str, label: str, script, words: dict[int, list[str]]):
-    """Profile once for each value: the points, and the last run. What does not fit is said, and left out."""
+    """Profile once for each value; return the points and the last run. What does not fit is reported and skipped."""
     import torch
 
     from common.lesson import run_once
@@ -444,9 +444,9 @@ def _points(name: str, label: str, script, words: dict[int, list[str]]):
     refused = None
     for value, some in words.items():
         torch.compiler.reset()  # or the second size would be compiled for every size
-        gc.collect()  # what an earlier run held is no part of this one's peak
+        gc.collect()  # so that memory of an earlier run does not count in this one's peak
         if torch.cuda.is_initialized():
-            torch._C._cuda_clearCublasWorkspaces()  # 34 MB on the H200, which a fused kernel would not have asked for
+            torch._C._cuda_clearCublasWorkspaces()  # 34 MB on the H200 that a later run may not need
         where = f"{label} {name} {value}".strip()
         try:
             run = run_once(script, some)

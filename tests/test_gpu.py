@@ -140,7 +140,7 @@ def test_sweep_reads_rates_off_the_traces(compile_afresh, tmp_path, capsys):
     assert [row[0] for row in rows] == ["64", "4096"]
     assert rows[0][-1] == "overhead" and rows[1][-1] == "compute"
     reached = float(rows[1][5].replace(",", ""))
-    roof = float(re.search(r"roofs of this machine: ([\d,.]+) TFLOP/s", screen)[1].replace(",", ""))
+    roof = float(re.search(r"peaks of this machine: ([\d,.]+) TFLOP/s", screen)[1].replace(",", ""))
     assert 100 < reached <= roof, "TFLOP/s of a large bf16 product"
     assert "outgrows its CPU time" in screen
     assert len(list(tmp_path.rglob("*.png"))) == 1

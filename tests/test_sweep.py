@@ -31,7 +31,7 @@ def test_sweep_on_the_cpu(swept, tmp_path, capsys):
     rows = [line.split() for line in screen.out.splitlines() if line.endswith(bound)]
     assert [row[0] for row in rows] == ["8", "16", "32"]
     assert not any("–" in row for row in rows), "a CPU has its rates, too"
-    assert "roofs of this machine" in screen.out
+    assert "peaks of this machine" in screen.out
     assert "predictions hold" not in screen.out, "no report of each"
     assert screen.err == ""
     assert {file.stem.removesuffix("_cpu") for file in tmp_path.rglob("*.json")} == {
