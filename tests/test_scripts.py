@@ -354,7 +354,7 @@ def test_a_flag_that_makes_another_model_is_refused(compile_afresh, capsys):
 
 def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
     assert run("01_matmul_add", "--size", "8", "--guess") == 2
-    assert "no terminal" in capsys.readouterr().err
+    assert "needs a terminal" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.*"))
 
 
