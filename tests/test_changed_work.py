@@ -10,6 +10,7 @@ from references import H200
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
+from tracereader.findings import differences
 from tracereader.trace import read
 
 NVJET, OTHER_NVJET = "nvjet_sm90_tst_64x8_64x16_4x2_h_bz_TNT", "nvjet_sm90_tst_64x32_64x16_4x2_h_bz_TNT"
@@ -48,11 +49,11 @@ def pair(*files):
 
 
 def changed(*files):
-    return compare.difference(*pair(*files)).work_changed
+    return differences.difference(*pair(*files)).work_changed
 
 
 def told(*files):
-    return compare.change(*pair(*files))
+    return differences.change(*pair(*files))
 
 
 def products(*some):
@@ -245,6 +246,6 @@ def test_the_same_work_is_only_said_of_equal_work():
     sides = pair(*files)
     for first in sides:
         for other in sides:
-            same = compare.change(first, other).startswith("the same GPU work")
+            same = differences.change(first, other).startswith("the same GPU work")
             names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
             assert same == (names[0] == names[1])

@@ -7,6 +7,7 @@ from raw_events import event
 
 from tracereader import cli, expect
 from tracereader.figures import compare, summarize
+from tracereader.findings import differences
 from tracereader.trace import read
 
 LOOKUP, PROLOGUE = "TorchDynamo Cache Lookup", "AOTDispatcher Runtime Wrapper Prologue"
@@ -112,7 +113,7 @@ def test_a_step_that_calls_another_graph_belies_the_guess(tmp_path):
 
 
 def changed(*files):
-    return compare.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+    return differences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
 
 
 @pytest.mark.parametrize(("last", "said"), [(called("faa"), True), ([("aten::add", 1, 9)], False)])

@@ -17,7 +17,7 @@ from tracereader import cli, expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
 from tracereader.figures.occupancy import occupancy
-from tracereader.findings import cheatsheet, steps
+from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
 from tracereader.trace.types import concrete_of
@@ -331,7 +331,7 @@ def test_what_other_programs_wait_for(name, waits):
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
     ours, _ = both
-    assert ours.source.warnings == []
+    assert not ours.source.warnings
 
 
 # Kernels, copies, memsets and launches of a step, as shared/claims.md counts them on an H200.
@@ -369,34 +369,34 @@ def test_compare_reproduces_the_closing_table():
             "kernels_mlp/64x128x768x3072_bf16_warm_eager",
         )
     )  # fmt: skip
-    assert compare.setup(eager) == "3 x GEMM, 2 x memset, 1 x gelu, 1 x mul"
+    assert differences.setup(eager) == "3 x GEMM, 2 x memset, 1 x gelu, 1 x mul"
     for side, kernel in ((compiled, "triton_poi_fused__unsafe_view_gelu_mul_0"), (liger, "_geglu_tanh_forward_kernel")):
-        found = compare.difference(eager, side)
+        found = differences.difference(eager, side)
         assert any(text.startswith("gelu ") and kernel in text for text in found.changed)
         gemms = next(text for text in found.same if "GEMMs" in text)
         assert gemms.startswith("3 of the GEMMs") and "2 x nvjet_sm90_tst_256x128" in gemms
-    changed = " ".join(compare.difference(eager, compiled).changed)
+    changed = " ".join(differences.difference(eager, compiled).changed)
     assert "TorchDynamo" in changed and "aten::linear" in changed
-    assert "TorchDynamo" not in " ".join(compare.difference(eager, liger).changed)
+    assert "TorchDynamo" not in " ".join(differences.difference(eager, liger).changed)
 
 
 def test_compare_names_the_epilogue():
     eager, compiled = (measured(f"01_matmul_add/4096_bf16_warm_{path}") for path in ("eager", "compile"))
-    found = compare.difference(compare.Side(eager), compare.Side(compiled))
+    found = differences.difference(compare.Side(eager), compare.Side(compiled))
     assert any("same tile and layout, epilogue beta zero → beta adds" in text for text in found.changed)
     assert any("Memcpy DtoD" in text for text in found.changed)
 
 
 def test_compare_of_linear_finds_the_same_kernel():
     eager, compiled = (measured(f"02_linear/1024x32x64_bf16_warm_{path}") for path in ("eager", "compile"))
-    found = compare.difference(compare.Side(eager), compare.Side(compiled))
+    found = differences.difference(compare.Side(eager), compare.Side(compiled))
     assert not any("GPU work" in text for text in found.changed)
     assert any(text.startswith("ops gone: ") and "aten::t" in text for text in found.changed)
 
 
 def test_a_trace_equals_itself():
     side = compare.Side(measured("02_linear/1024x32x64_bf16_warm_eager"))
-    assert compare.difference(side, side).changed == ()
+    assert differences.difference(side, side).changed == ()
 
 
 def verdicts(name):

@@ -8,6 +8,7 @@ from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
+from tracereader.findings import differences
 from tracereader.trace import read
 
 BF16, FP32 = "c10::BFloat16", "float"
@@ -33,7 +34,7 @@ def made(tmp_path, name, calls, flags=None):
 
 
 def changed(*files):
-    return compare.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
+    return differences.difference(*(compare.Side(summarize(read(file))) for file in files)).changed
 
 
 def printed(capsys, *words):

@@ -1,14 +1,13 @@
-"""Changes of the GPU work between two runs' steps: by kernel name, and in one line by what the kernels do."""
+"""Changes of the GPU work between two runs' steps: by kernel name, and by what the kernels do."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from tracereader.figures.side import Side, what
-from tracereader.trace.kernel_names import KernelName, decode, labels, short
+from tracereader.trace.kernel_names import KernelName, decode, short
 
-NAMES_SHOWN, FEW = 15, 6
-WIDEST = 60  # letters of a kernel's name
 LONGER_THAN_ANY = 10_000
 # Of a step's GPU time. Less is not what sets a run apart: of 15 programs run twice on the H200 by the same kernels, no
 # part's time differed by 4% of the step.
@@ -17,8 +16,119 @@ MUCH_OF_A_STEP = 0.1
 FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
 
-@dataclass(frozen=True)
-class _Compared:
+class Named(msgspec.Struct, frozen=True):
+    """GPU activities of one name: `count` of the `total` that a step has. us: the time of all of them.
+
+    part: a few words on what they do.
+    """
+
+    name: str
+    part: str
+    count: int
+    total: int
+    us: float
+
+
+class Activities(msgspec.Struct, frozen=True):
+    """GPU activities of one step, by name."""
+
+    by_name: tuple[Named, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return sum(one.count for one in self.by_name)
+
+    @property
+    def total(self) -> int:
+        """How many the step has of these names."""
+        return sum(one.total for one in self.by_name)
+
+    @property
+    def us(self) -> float:
+        """The time of all that the step has of these names."""
+        return sum(one.us for one in self.by_name)
+
+    @property
+    def own_us(self) -> float:
+        """The time of those that are meant: of each name the mean times their number."""
+        return sum(one.us * one.count / one.total for one in self.by_name)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(decode(one.name).maker.partition(",")[0] for one in self.by_name))
+
+    @property
+    def parts(self) -> Counter:
+        """How many there are, by what they do."""
+        found = Counter()
+        for one in self.by_name:
+            found[one.part] += one.count
+        return found
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Activities of two steps that stand for each other."""
+
+    before: Activities
+    after: Activities
+
+
+class Relaunched(msgspec.Struct, frozen=True):
+    """A name that as many calls of the same ops launch more or less often. calls: of these ops."""
+
+    calls: dict[str, int]
+    before: Named
+    after: Named
+
+
+class Replaced(msgspec.Struct, frozen=True):
+    """What as many calls of an op launch in one run, and in another."""
+
+    op: str
+    calls: int
+    before: Activities
+    after: Activities
+
+
+class Merged(msgspec.Struct, frozen=True):
+    """Pointwise kernels, and the one kernel of another run that does what they do. ops: what each of them does."""
+
+    before: tuple[Named, ...]
+    ops: tuple[str, ...]
+    after: Named
+
+
+class ChangedNames(msgspec.Struct, frozen=True):
+    """The GPU work of two steps, by name. gone, new: what is none of the others.
+
+    renamed: GEMM kernels whose names differ only in the epilogue. instances: of one template, equally many.
+    """
+
+    kept: Activities
+    renamed: tuple[tuple[str, str], ...]
+    merged: Merged | None
+    instances: tuple[Pair, ...]
+    relaunched: tuple[Relaunched, ...]
+    replaced: tuple[Replaced, ...]
+    gone: Activities
+    new: Activities
+
+
+class ChangedParts(msgspec.Struct, frozen=True):
+    """What changed between the GPU work of two steps, by what it does; the activities of a pair do the same.
+
+    of_other_names: by part what only one of the steps has, where neither is empty by other kernels.
+    instances: of one template. other_times: done equally often, but in another time.
+    """
+
+    replaced: tuple[Replaced, ...]
+    of_other_names: tuple[Pair, ...]
+    instances: tuple[Pair, ...]
+    relaunched: tuple[Relaunched, ...]
+    other_times: tuple[Pair, ...]
+
+
+class _Compared(msgspec.Struct):
     """The GPU work of two steps by name, with how often. gone, new: what is neither relaunched nor another instance.
 
     relaunched: names that as many calls of the same ops launch, more or less often.
@@ -29,7 +139,7 @@ class _Compared:
     gone: Counter
     new: Counter
     relaunched: list[str]
-    instances: list[tuple[Counter, Counter]]
+    instances: list[Pair]
 
 
 def _compared(first: Side, other: Side) -> _Compared:
@@ -50,13 +160,38 @@ def _compared(first: Side, other: Side) -> _Compared:
     instances = []
     for before, after in by_label.values():
         if count := min(sum(gone[name] for name in before), sum(new[name] for name in after)):
-            instances.append((_taken(gone, before, count), _taken(new, after, count)))
+            pair = _taken(gone, before, count), _taken(new, after, count)
+            instances.append(Pair(_activities(first, pair[0]), _activities(other, pair[1])))
     relaunched.sort(key=lambda name: -other.times[name])
-    instances.sort(key=lambda pair: -_pieces(other, pair[1]).us)
+    instances.sort(key=lambda pair: -pair.after.us)
     return _Compared(kept, gone, new, relaunched, instances)
 
 
-def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[tuple[str, Counter, Counter]]:
+def _taken(counts: Counter, names: Sequence[str], count: int) -> Counter:
+    """At most `count` activities of these names, which are removed from `counts`."""
+    found = Counter()
+    for name in names:
+        found[name] = min(counts[name], count - found.total())
+    counts -= found
+    return +found
+
+
+def _activities(side: Side, names: Counter) -> Activities:
+    return Activities(tuple(_named(side, name, count) for name, count in names.items()))
+
+
+def _named(side: Side, name: str, count: int) -> Named:
+    return Named(name, side.parts[name], count, side.work[name], side.times[name])
+
+
+def _relaunched(first: Side, other: Side, names: Sequence[str]) -> tuple[Relaunched, ...]:
+    return tuple(
+        Relaunched(first.asked_by[name], _named(first, name, first.work[name]), _named(other, name, other.work[name]))
+        for name in names
+    )
+
+
+def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[Replaced]:
     """For ops that both runs call equally often: what each launches in the first run and in the second.
 
     Both are taken out of `gone` and `new`. The op whose work took longest comes first.
@@ -70,92 +205,36 @@ def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[tup
         if before and after:
             gone -= before
             new -= after
-            found.append((op, before, after))
-    return sorted(found, key=lambda one: -max(_share(first, one[1]), _share(other, one[2])))
+            found.append(Replaced(op, first.ops[op], _activities(first, before), _activities(other, after)))
+    return sorted(found, key=lambda one: -max(one.before.own_us, one.after.own_us))
 
 
-def _share(side: Side, names: Counter) -> float:
-    """GPU time (µs) of the given number of activities of each name."""
-    return sum(side.times[name] * count / side.work[name] for name, count in names.items())
-
-
-def _parts_of(side: Side, names: Counter) -> Counter:
-    """The same activities grouped by what they do."""
-    found = Counter()
-    for name, count in names.items():
-        found[side.parts[name]] += count
-    return found
-
-
-def _taken(counts: Counter, names: Sequence[str], count: int) -> Counter:
-    """At most `count` activities of these names, which are removed from `counts`."""
-    found = Counter()
-    for name in names:
-        found[name] = min(counts[name], count - found.total())
-    counts -= found
-    return +found
-
-
-def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
+def by_name(first: Side, other: Side) -> ChangedNames:
     """What changed and what stayed the same, by kernel name."""
-    changed, same = [], []
     found = _compared(first, other)
     gone, new = found.gone, found.new
+    renamed = []
     for before, after in _renamed_epilogues(gone, new, first.says | other.says):
         count = min(gone[before], new[after])
         gone[before] -= count
         new[after] -= count
-        changed.append(
-            f"{short(before)} becomes {short(after)}: same tile and layout, "
-            f"epilogue {decode(before).parts.get('epilogue', 'none')} → {decode(after).parts.get('epilogue', 'none')}"
-        )
+        renamed.append((before, after))
     gone, new = +gone, +new
     if merged := _merged(first, other, gone, new):
-        before, after = merged
-        parts = " + ".join(f"{what(name)} {first.times[name]:,.1f}" for name in before)
-        times = f", {new[after]:,} times" if new[after] > 1 else ""
-        changed.append(
-            f"{parts} µs → one kernel{times}, {short(after, WIDEST)} {other.times[after]:,.1f} µs: the "
-            "intermediate results no longer go through memory"
-        )
-        for name in before:
-            del gone[name]
-        del new[after]
-    changed += [_instances(first, other, *pair) for pair in found.instances]
-    changed += [f"{_relaunched(first, other, name)}: {short(name, WIDEST)}" for name in found.relaunched]
-    for op, before, after in _replaced(first, other, gone, new):
-        shown = labels([*before, *after], WIDEST)
-        changed.append(f"{first.ops[op]:,} x {op}: {_counted(before, shown, first)} → {_counted(after, shown, other)}")
-    shown = labels([*gone, *new], WIDEST)
-    if gone:
-        changed.append("GPU work gone: " + _counted(gone, shown, first))
-    if new:
-        changed.append("GPU work new: " + _counted(new, shown, other))
-    shown = labels(found.kept, WIDEST)
-    gemms = Counter({name: n for name, n in found.kept.items() if first.says[name].family == "GEMM"})
-    if gemms:
-        same.append(f"{gemms.total()} of the GEMMs, by kernel name: {_counted(gemms, shown)}")
-    if others := found.kept - gemms:
-        same.append(_counted(others, shown, most=FEW))
-    return changed, same
-
-
-def _instances(first: Side, other: Side, before: Counter, after: Counter) -> str:
-    """softmax_warp_forward<bf16, fp32>: another instance of its template, for rows of another length."""
-    count, was, is_now = before.total(), _pieces(first, before), _pieces(other, after)
-    old, new = (decode(next(iter(names))).parts for names in (before, after))
-    differ = [f", {part} {old[part]} → {new[part]}" for part in old if old[part] != new.get(part, old[part])]
-    return (
-        f"{count:,} x {short(next(iter(before)), WIDEST)}: another instance of its template{''.join(differ)} "
-        f"({was.time(count)} → {is_now.time(count)} µs)"
+        for one in merged.before:
+            del gone[one.name]
+        del new[merged.after.name]
+    replaced = _replaced(first, other, gone, new)
+    return ChangedNames(
+        kept=_activities(first, found.kept),
+        renamed=tuple(renamed),
+        merged=merged,
+        instances=tuple(found.instances),
+        relaunched=_relaunched(first, other, found.relaunched),
+        replaced=tuple(replaced),
+        gone=_activities(first, gone),
+        new=_activities(other, new),
     )
-
-
-def _relaunched(first: Side, other: Side, name: str) -> str:
-    asking = " + ".join(f"{calls:,} x {op}" for op, calls in first.asked_by[name].items())
-    (before, us_before), (after, us_after) = ((side.work[name], side.times[name]) for side in (first, other))
-    launches = "launch" if after == 1 else "launches"
-    return f"{asking} in {after:,} {launches} instead of {before:,} ({us_before:,.1f} → {us_after:,.1f} µs)"
 
 
 def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]) -> Iterator[tuple[str, str]]:
@@ -180,7 +259,7 @@ def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]
             yield before, after
 
 
-def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[list[str], str] | None:
+def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> Merged | None:
     """The pointwise kernels that one new kernel replaces, by the ops that it does: each as often as it runs."""
     candidates = [name for name in new if other.says[name].family == "pointwise"]
     if len(candidates) != 1:
@@ -194,7 +273,10 @@ def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> tuple[list
         and first.says[name].family == "pointwise"
         and what(name) in does
     ]
-    return (replaced, after) if len(replaced) > 1 else None
+    if len(replaced) < 2:
+        return None
+    before = tuple(_named(first, name, gone[name]) for name in replaced)
+    return Merged(before, tuple(map(what, replaced)), _named(other, after, new[after]))
 
 
 def _fuses(name: str) -> Sequence[str]:
@@ -205,108 +287,42 @@ def _fuses(name: str) -> Sequence[str]:
     return next((ops for word, ops in FUSED_BY_HAND if word in name), ())
 
 
-def _counted(names: Counter, shown: dict[str, str], side: Side | None = None, most: int = NAMES_SHOWN) -> str:
-    """The names with their counts, those that cost most first. shown: each as it is written."""
-    costliest = sorted(names.items(), key=lambda item: -side.times[item[0]] if side else 0)
-    told = [
-        f"{count} x {shown[name]}" + (f" ({_of(count, side.work[name])}{side.times[name]:,.1f} µs)" if side else "")
-        for name, count in costliest[:most]
-    ]
-    return ", ".join(told) + and_more(len(names), most)
+def by_part(first: Side, other: Side) -> ChangedParts:
+    """What changed, by what the kernels do."""
+    found = _compared(first, other)
+    left_gone, left_new = found.gone, found.new
+    replaced = []
+    for one in _replaced(first, other, Counter(found.gone), Counter(found.new)):
+        if one.before.parts == one.after.parts:
+            continue  # listed part by part
+        left_gone = left_gone - Counter({each.name: each.count for each in one.before.by_name})
+        left_new = left_new - Counter({each.name: each.count for each in one.after.by_name})
+        replaced.append(one)
+    gone, new = _by_part(first, left_gone), _by_part(other, left_new)
+    of_other_names = {part: Pair(gone.get(part, Activities()), new.get(part, Activities())) for part in {**gone, **new}}
+    known = {*of_other_names, *(first.parts[name] for name in found.relaunched)}
+    known.update(one.before.by_name[0].part for one in found.instances)
+    known.update(part for one in replaced for part in (*one.before.parts, *one.after.parts))
+    return ChangedParts(
+        replaced=tuple(replaced),
+        of_other_names=tuple(of_other_names.values()),
+        instances=tuple(found.instances),
+        relaunched=_relaunched(first, other, found.relaunched),
+        other_times=tuple(_other_times(first, other, known)) if known else (),
+    )
 
 
-def _of(count: int, total: int) -> str:
-    """Times are those of all activities of a name; the text says so where only some of them are meant."""
-    return "" if count == total else f"of {total:,} in "
-
-
-def and_more(count: int, shown: int) -> str:
-    return f" and {count - shown:,} more" if count > shown else ""
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """The GPU activities of one step that do the same work. total, us: of all activities of the same names."""
-
-    count: int = 0
-    total: int = 0
-    us: float = 0.0
-    makers: str = ""
-
-    def time(self, count: int) -> str:
-        return f"{_of(count, self.total)}{self.us:,.1f}"
-
-    def share(self, count: int) -> float:
-        return self.us * count / self.total if count else 0.0
-
-
-def _pieces(side: Side, names: Counter) -> _Pieces:
-    makers = dict.fromkeys(decode(name).maker.partition(",")[0] for name in names)
-    total, us = sum(side.work[name] for name in names), sum(side.times[name] for name in names)
-    return _Pieces(names.total(), total, us, " and ".join(makers))
-
-
-def _by_part(side: Side, names: Counter) -> dict[str, _Pieces]:
+def _by_part(side: Side, names: Counter) -> dict[str, Activities]:
     found = defaultdict(Counter)
     for name, count in names.items():
         found[side.parts[name]][name] = count
-    return {part: _pieces(side, some) for part, some in found.items()}
+    return {part: _activities(side, some) for part, some in found.items()}
 
 
-def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
-    """What changed by what the kernels do, the longest first; and whether any of it is gone or new."""
-    found = _compared(first, other)
-    told: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by how it changed: how much GPU time that is
-    left_gone, left_new, told_of = Counter(found.gone), Counter(found.new), set()
-    for op, before, after in _replaced(first, other, Counter(found.gone), Counter(found.new)):
-        old, now = _parts_of(first, before), _parts_of(other, after)
-        if old == now:
-            continue  # listed part by part
-        left_gone -= before
-        left_new -= after
-        told_of |= {*old, *now}
-        us = [_share(side, names) for side, names in ((first, before), (other, after))]
-        did, does = (
-            " + ".join(f"{count:,} x {part}" for part, count in some.most_common(FEW)) + and_more(len(some), FEW)
-            for some in (old, now)
-        )
-        text = f"{first.ops[op]:,} x {op} ({did} {us[0]:,.1f} → {does} {us[1]:,.1f} µs)"
-        told["other kernels for "].append((max(us), text))
-    gone, new = _by_part(first, left_gone), _by_part(other, left_new)
-    for part in {**gone, **new}:
-        before, after = gone.get(part, _Pieces()), new.get(part, _Pieces())
-        if both := min(before.count, after.count):
-            old, now = (f"{before.makers} ", f"{after.makers} ") if before.makers != after.makers else ("", "")
-            times = f"{old}{before.time(both)} → {now}{after.time(both)} µs"
-            how = "another kind of " if part in ("memcpy", "memset") else "other kernels for "
-            told[how].append((max(before.share(both), after.share(both)), f"{both:,} x {part} ({times})"))
-        for how, some in (("gone: ", before), ("new: ", after)):
-            if left := some.count - both:
-                told[how].append((some.share(left), f"{left:,} x {part} ({some.time(left)} µs)"))
-    for before, after in found.instances:
-        part, count = next(iter(_parts_of(first, before))), before.total()
-        told_of.add(part)
-        times = f"{_pieces(first, before).time(count)} → {_pieces(other, after).time(count)} µs"
-        told["other instances of a template for "].append((_share(other, after), f"{count:,} x {part} ({times})"))
-    for name in found.relaunched:
-        told[""].append((max(first.times[name], other.times[name]), _relaunched(first, other, name)))
-    if told:
-        told["other times for "] = _other_times(
-            first, other, {*gone, *new, *told_of, *(first.parts[one] for one in found.relaunched)}
-        )
-    texts = []
-    for how, some in sorted(told.items(), key=lambda item: -sum(us for us, _ in item[1])):
-        shown = [text for _, text in sorted(some, key=lambda one: -one[0])[:FEW]]
-        texts += [f"{how}{', '.join(shown)}{and_more(len(some), FEW)}"] if some else []
-    return texts, "gone: " in told or "new: " in told
-
-
-def _other_times(first: Side, other: Side, told: set[str]) -> list[tuple[float, str]]:
+def _other_times(first: Side, other: Side, known: set[str]) -> Iterator[Pair]:
     """Work that both steps do equally often and whose time explains much of the difference between them."""
     before, after = (_by_part(side, side.work) for side in (first, other))
     much = MUCH_OF_A_STEP * max(first.summary.summed_us, other.summary.summed_us)
-    return [
-        (max(old.us, new.us), f"{old.count:,} x {part} ({old.us:,.1f} → {new.us:,.1f} µs)")
-        for part, old in before.items()
-        if part not in told and (new := after.get(part)) and abs(new.us - old.us) > much
-    ]
+    for part, old in before.items():
+        if part not in known and part in after and abs(after[part].us - old.us) > much:
+            yield Pair(old, after[part])

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
-from tracereader.findings import faster, gpu_work, made, steps
+from tracereader.findings import differences, faster, gpu_work, made, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
 from tracereader.findings.opportunity import Opportunity
 from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
@@ -93,7 +93,7 @@ def _in_short(
         known = proposed[against] if against < len(proposed) and not of_one_step else ()
         beside = _beside(base, side, known, whose)
         in_full = view.all or view.only
-        beside.append(f"what changed: {compare.change(base, side)}" if in_full else compare.flags(base, side))
+        beside.append(f"what changed: {differences.change(base, side)}" if in_full else differences.flags(base, side))
         for text in filter(None, beside):
             paragraph(out, plain(text), "  · ", "    ")
 
@@ -229,14 +229,14 @@ def _differences(
     """What changed and what stayed the same: a table, or below each other where there is no room for its columns."""
     first = sides[0]
     if work:
-        setup = compare.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
+        setup = differences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
     else:
         setup = ", ".join(sorted(first.ops))
     previous = any(base is not first for base in bases)
     against = f"(the others are compared with {'the run before each' if previous else 'this run'})"
     rows = []
     for side, base in zip(sides[1:], bases[1:], strict=True):
-        found = compare.difference(base, side)
+        found = differences.difference(base, side)
         changed = found.flags_changed + found.work_changed * work + found.ops_changed * ops
         same = found.work_same * work + found.ops_same * ops
         rows.append((changed or ("nothing",), same))

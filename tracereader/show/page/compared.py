@@ -7,7 +7,7 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.figures import Summary, compare
-from tracereader.findings import made, steps
+from tracereader.findings import differences, made, steps
 from tracereader.findings.finding import family_in_words
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -151,5 +151,5 @@ def status(before: float | None, after: float | None) -> str:
 
 
 def _difference(first: compare.Side, other: compare.Side) -> dict:
-    found = compare.difference(first, other)
+    found = differences.difference(first, other)
     return {"changed": found.changed, "same": found.same}
