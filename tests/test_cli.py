@@ -325,7 +325,7 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
     ours = measured(file)
     assert ours.steps[0].label_to_first_op_us == 8
     assert {name: op.calls for name, op in ours.cpu.ops.items()} == {"aten::mm": 1}
-    assert ours.source.warnings == []
+    assert not ours.source.warnings
 
 
 @pytest.mark.filterwarnings("ignore:with_modules is deprecated")
@@ -347,7 +347,7 @@ def test_with_stacks_a_report_says_what_it_says_without(tmp_path):
         file = tmp_path / f"{number}.json"
         prof.export_chrome_trace(str(file))
         ours = measured(file)
-        assert ours.source.warnings == []
+        assert not ours.source.warnings
         assert ours.cpu.label.name == "training"
         first = ours.cpu.chain[0]
         assert first.name.startswith("ProfilerStep#")

@@ -10,6 +10,7 @@ from references import H200
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.hardware import peaks_of
+from tracereader.figures.source import TraceWarning
 from tracereader.trace import read
 
 MI300X = {
@@ -122,11 +123,13 @@ def test_what_a_device_did_under_another_category_is_its_work(summary_of, capsys
     category = next(e["cat"] for e in events if e["name"] == "job")
     assert summary.gpu.busy_us == busy(events, category) == 80
     assert len(summary.gpu_work) == 2 and summary.steps[0].launches == 1
-    assert f"4 slices on a device of a category not known here, {category}: taken for its work" in " ".join(
-        summary.source.warnings
-    )
+    assert summary.source.warnings == (TraceWarning("category_taken_for_work", 4, (category,)),)
     assert cli.main([summary.source.trace]) == 0
     screen = capsys.readouterr().out
+    assert f"4 slices on a device of a category not known here, {category}: taken for its work" in screen
+    assert cli.main([summary.source.trace, "--json", "--only", "steps"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert f"warning {warning}" in " ".join(screen.split())
     assert "CPU only" not in screen and screen.startswith("device 0")
 
 
@@ -139,7 +142,7 @@ def test_slices_of_the_cpu_under_another_category_are_no_device(summary_of):
 def test_beside_known_kernels_another_category_is_left_out_and_said(summary_of):
     summary = summary_of(*strange(stream=3), *launched(60, 7, 0))
     assert summary.gpu.busy_us == 10
-    assert any("mtia_ccp_events: left out" in warning for warning in summary.source.warnings)
+    assert TraceWarning("category_left_out", 4, ("mtia_ccp_events",)) in summary.source.warnings
 
 
 def test_who_waits_for_which_event_is_no_work_and_no_warning(tmp_path, capsys):

@@ -1,12 +1,26 @@
 """Where a trace comes from: the file, the devices, the rank, and what is wrong with the trace itself."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tracereader.figures.captures import captures, is_launch
-from tracereader.trace import Trace, kernel_names
+from tracereader.trace import Trace
 from tracereader.trace.facts import RunFacts
+
+
+class TraceWarning(msgspec.Struct, frozen=True):
+    """Something that is wrong with the trace itself.
+
+    name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names;
+    table_of_another_run, a file's name; category_left_out and category_taken_for_work, `count` slices of one category;
+    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities.
+    """
+
+    name: str
+    count: int = 0
+    names: tuple[str, ...] = ()
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -21,7 +35,7 @@ class Source(msgspec.Struct, frozen=True):
     has_steps: bool
     shapes_recorded: bool
     peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
-    warnings: list[str]
+    warnings: tuple[TraceWarning, ...]
 
 
 def source(trace: Trace) -> Source:
@@ -36,7 +50,7 @@ def source(trace: Trace) -> Source:
         has_steps=trace.has_steps,
         shapes_recorded=trace.has_shapes,
         peak_bytes=_peak_bytes(trace),
-        warnings=_warnings(trace),
+        warnings=tuple(_warnings(trace)),
     )
 
 
@@ -52,34 +66,21 @@ def _peak_bytes(trace: Trace) -> int | None:
     return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
 
 
-def _warnings(trace: Trace) -> list[str]:
-    """What is wrong with the trace itself."""
-    found = []
+def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     if trace.zeroed:
-        found.append(
-            f"{trace.zeroed} events have time stamp and duration zero (pytorch issue 188481); they are left out"
-        )
+        yield TraceWarning("zero_times", trace.zeroed)
     if trace.crossing:
-        names = ", ".join(kernel_names.short(name) for name, _ in trace.crossing.most_common(3))
-        found.append(
-            f"{trace.crossing.total()} slices overlap another slice of their track without nesting, and Perfetto drops "
-            f"such slices: {names}"
-        )
+        names = tuple(name for name, _ in trace.crossing.most_common(3))
+        yield TraceWarning("overlapping_slices", trace.crossing.total(), names)
     if other := _table_of_another_run(trace):
-        found.append(f"{other.name} beside it is the profiler table of another run")
-    for some, what in ((trace.not_known, "left out"), (trace.taken, "taken for its work")):
+        yield TraceWarning("table_of_another_run", names=(other.name,))
+    for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):
         for category, count in some.most_common(3):
-            slices = f"{count:,} slices" if count > 1 else "1 slice"
-            found.append(f"{slices} on a device of a category not known here, {category}: {what}")
+            yield TraceWarning(name, count, (category,))
     if not trace.work and _launches(trace):
-        found.append(
-            "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
-        )
+        yield TraceWarning("no_gpu_records")
     if trace.unlaunched:
-        several = f"{trace.unlaunched:,} GPU activities have"
-        activities = several if trace.unlaunched > 1 else "one GPU activity has"
-        found.append(f"{activities} no launch in the trace, and so neither a step nor an op")
-    return found
+        yield TraceWarning("no_launch", trace.unlaunched)
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:

@@ -12,6 +12,7 @@ from tracereader.findings import cheatsheet, steps
 from tracereader.findings.finding import Prediction
 from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Refused
+from tracereader.show import warnings
 from tracereader.show.text import strict_json
 from tracereader.show.view import View
 from tracereader.trace import Trace
@@ -59,6 +60,7 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
         document |= value if name in FLAT else {name: value}
     for step, row in zip(summary.steps, document["steps"], strict=True):
         row["cause"] = steps.cause(summary, step)
+    document["warnings"] = warnings.of(summary)
     document["busy_machine"] = steps.busy_machine(summary)
     document["waits_because"] = steps.waiting(summary)[1]
     document["patterns"] = [

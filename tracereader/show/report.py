@@ -25,7 +25,7 @@ from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import chain, lanes, predictions, repeats, training, work
+from tracereader.show import chain, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -232,7 +232,7 @@ def _notes(out: Console, summary: Summary) -> None:
         first = plain(summary.left_out[0])
         paragraph(out, f"{first} is left out of every figure over all steps: {_left_out_for(summary)}", rest="  ")
     busy = steps.busy_machine(summary)
-    for text in [*summary.source.warnings, *([busy] if busy else [])]:
+    for text in [*warnings.of(summary), *([busy] if busy else [])]:
         paragraph(out, plain(text), "[yellow]warning[/yellow] ", " " * 8)
 
 

@@ -21,6 +21,7 @@ from tracereader.findings.finding import Prediction, counted, family_in_words
 from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
+from tracereader.show import warnings
 from tracereader.show.work import attention_in_words, product_in_words
 from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
@@ -90,7 +91,7 @@ def _head(summary: Summary) -> dict:
         "why": ". ".join(filter(None, told)).removesuffix("."),
         "facts": facts,
         "script": summary.source.facts.script or None,
-        "warnings": summary.source.warnings,
+        "warnings": warnings.of(summary),
         "left_out": [one.removeprefix("ProfilerStep") for one in summary.left_out],
     }
 

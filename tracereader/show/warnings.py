@@ -1,0 +1,34 @@
+"""What is wrong with the trace itself, in words."""
+
+from tracereader.figures import Summary
+from tracereader.figures.source import TraceWarning
+from tracereader.findings.finding import activities, counted
+from tracereader.trace.kernel_names import short
+
+
+def of(summary: Summary) -> list[str]:
+    """A sentence for each warning."""
+    return [_in_words(one) for one in summary.source.warnings]
+
+
+def _in_words(one: TraceWarning) -> str:
+    match one.name:
+        case "zero_times":
+            return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
+        case "overlapping_slices":
+            names = ", ".join(map(short, one.names))
+            return (
+                f"{one.count} slices overlap another slice of their track without nesting, and Perfetto drops such "
+                f"slices: {names}"
+            )
+        case "table_of_another_run":
+            return f"{one.names[0]} beside it is the profiler table of another run"
+        case "category_left_out" | "category_taken_for_work":
+            what = "left out" if one.name == "category_left_out" else "taken for its work"
+            return f"{counted(one.count, 'slice')} on a device of a category not known here, {one.names[0]}: {what}"
+        case "no_gpu_records":
+            return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
+        case "no_launch":
+            several = f"{activities(one.count)} have" if one.count > 1 else "one GPU activity has"
+            return f"{several} no launch in the trace, and so neither a step nor an op"
+    raise ValueError(one.name)
