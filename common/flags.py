@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from common import not_installed
-from tracereader.command import BadInput, OneLineParser, add_view_flags, command, not_negative, positive
+from tracereader.command import BadInput, OneLineParser, command, not_negative, positive
 from tracereader.machine import free_memory
+from tracereader.show import sections
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -184,8 +185,10 @@ def parse(
     declared = (*(one for one in own if one.name not in common), *(instead.get(one.name, one) for one in COMMON))
     for one in declared:
         groups[one.group].add_argument(one.name, **one.options | ({} if one.on_cpu is None else {"default": None}))
-    add_view_flags(groups[SHOWN])
-    given = vars(parser.parse_args(argv))
+    sections.add_view_flags(groups[SHOWN])
+    args = parser.parse_args(argv)
+    sections.by_flag(args)  # refuses at once what excludes itself
+    given = vars(args)
     if given["html"] is not None:
         from tracereader.show.page import files
 

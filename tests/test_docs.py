@@ -205,9 +205,9 @@ def test_a_figures_command_shows_it_on_the_reference_traces(scripts, part, figur
 
 def test_the_reference_has_every_section_and_every_head_of_a_table(monkeypatch, capsys):
     from tracereader import cli
-    from tracereader.command import SECTIONS
     from tracereader.findings.steps import WORDS
     from tracereader.show import report, series, starts, table, text
+    from tracereader.show.sections import SECTIONS
 
     page = (ROOT / "docs/reference.md").read_text()
     for section in SECTIONS:
@@ -247,8 +247,8 @@ def test_the_reference_has_every_section_and_every_head_of_a_table(monkeypatch, 
 
 
 def test_a_sections_title_links_to_its_row_of_the_reference(monkeypatch):
-    from tracereader.command import SECTIONS
     from tracereader.show import text
+    from tracereader.show.sections import SECTIONS
 
     anchors = re.findall(r'<a id="(\w+)"></a>', text.REFERENCE.read_text())
     assert set(SECTIONS) <= set(anchors) and len(anchors) == len(set(anchors))

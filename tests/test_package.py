@@ -119,11 +119,12 @@ def modules_after(*words):
     return set(done.stderr.split())
 
 
-def test_help_imports_the_command_line_alone():
+def test_help_imports_the_command_line_and_the_sections_flags_alone():
     """rich and msgspec take longer to import than all the rest of --help."""
     modules = modules_after("--help")
     ours = {name for name in modules if name.partition(".")[0] == "tracereader"}
-    assert ours == {"tracereader", *(f"tracereader.{name}" for name in ("cli", "command", "interrupts"))}
+    needed = ("cli", "command", "interrupts", "show", "show.sections")
+    assert ours == {"tracereader", *(f"tracereader.{name}" for name in needed)}
     assert not {"rich", "msgspec", "dataclasses", "inspect", "json", "statistics"} & modules
 
 

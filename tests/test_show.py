@@ -7,13 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from references import H200, ROOT
 
-from tracereader import cli
+from tracereader import cli, command
 from tracereader.figures.steps import typical
-from tracereader.show import lanes, text
+from tracereader.show import lanes, sections, text
+from tracereader.show.view import View
 from tracereader.trace import read
 
 MLP = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz"
@@ -59,6 +62,28 @@ def test_lanes_only_where_asked_for_in_a_pipe(capsys):
     assert "lanes of step #3" in capsys.readouterr().out
     assert cli.main([str(MLP), "--step", "2"]) == 0
     assert "lanes of step #2" in capsys.readouterr().out
+
+
+def test_a_section_declares_its_own_flag(capsys):
+    assert sections.WITH_A_FLAG
+    parser_files = [Path(module.__file__).read_text() for module in (cli, command)]
+    for name in sections.WITH_A_FLAG:
+        assert cli.main([str(MLP), f"--{name}", "--only", "steps"]) == 2
+        assert f"--{name}: --only leaves the {name} out" in capsys.readouterr().err
+        assert cli.main([str(MLP), f"--{name}", "--html", "x.html"]) == 2
+        assert f"leave out --{name}" in capsys.readouterr().err
+        assert not any(name in text for text in parser_files)
+
+
+def test_a_view_knows_what_was_asked():
+    asked = {"only": None, "all": False, "step": None, **dict.fromkeys(sections.WITH_A_FLAG, False)}
+    usual = View.of(SimpleNamespace(**asked))
+    assert usual.usual and not usual.asks_for("lanes") and usual.shows("gpu")
+    drawn = View.of(SimpleNamespace(**asked | {"lanes": True}), brief=True)
+    assert drawn.usual and drawn.asks_for("lanes") and not drawn.shows("gpu")
+    chosen = View.of(SimpleNamespace(**asked | {"only": ["gpu"]}))
+    assert not chosen.usual and chosen.asks_for("gpu") and not chosen.shows("lanes")
+    assert not View.of(SimpleNamespace(**asked | {"all": True})).usual
 
 
 @pytest.mark.parametrize("wish", ["PYTHONIOENCODING=ascii", "PYTHONIOENCODING=cp1252", "LC_ALL=C"])

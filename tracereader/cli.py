@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import BadInput, OneLineParser, RunFailed, add_view_flags, command, positive, printable
+from tracereader.command import BadInput, OneLineParser, RunFailed, command, positive, printable
+from tracereader.show import sections
 
 
 @command
@@ -49,8 +50,9 @@ def main(argv=None):
         metavar="LIMIT",
         help='of a comparison, exit with 1 where a run crosses it: "step > 5%%", "launches > 0", "memory > 100 MB"',
     )
-    add_view_flags(parser)
+    sections.add_view_flags(parser)
     args = parser.parse_args(argv)
+    sections.by_flag(args)  # refuses at once what excludes itself
     if (args.name is None) == (not args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.name is not None:
@@ -181,7 +183,7 @@ def _refuse_beside_html(args) -> None:
     """Raises BadInput for what does not go with --html, and where its file cannot be written."""
     from tracereader.show.page import files
 
-    for flag in ("json", "open", "only", "all", "lanes", "previous"):
+    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous"):
         if getattr(args, flag):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
     files.refuse_early(args.html, args.force)

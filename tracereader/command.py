@@ -1,4 +1,4 @@
-"""What all commands of the project share: exit statuses, one-line errors, whole numbers, view flags."""
+"""What all commands of the project share: exit statuses, one-line errors, whole numbers."""
 
 from tracereader import interrupts  # first: it answers Ctrl-C while the rest is imported
 
@@ -15,10 +15,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-SECTIONS = (
-    "short", "try", "gpu", "predictions", "steps", "lanes", "training", "table", "repeats", "kernels", "cpu", "work",
-    "names", "starts", "series", "chain", "patterns",
-)  # fmt: skip
 LONG_WORD = 40  # characters of an argument that an error message repeats at most
 
 
@@ -128,12 +124,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise BadInput(f"{message} (--help lists the flags)")
 
-    def parse_args(self, *args, **kwargs):
-        parsed = super().parse_args(*args, **kwargs)
-        if getattr(parsed, "lanes", False) and "lanes" not in (parsed.only or ("lanes",)):
-            raise BadInput("--lanes: --only leaves the lanes out; add lanes to it, or leave out --lanes")
-        return parsed
-
 
 def positive(text: str) -> int:
     """A whole number from 1 up."""
@@ -159,33 +149,3 @@ def _whole(text: str, least: int) -> int:
     if number >= 2**63:
         raise argparse.ArgumentTypeError(f"{told} is too large")
     return number
-
-
-def _section(text: str) -> str:
-    """The sections of a comma-separated list. Checked here, so that a file name after --only is not taken for one."""
-    chosen = text.split(",")
-    for name in chosen:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
-    return chosen
-
-
-def add_view_flags(group) -> None:
-    """Add the flags that the numbered scripts and read-trace share: what is shown, and where."""
-    how_much = group.add_mutually_exclusive_group()
-    how_much.add_argument(
-        "--only",
-        type=_section,
-        metavar="SECTION,…",
-        help=f"show only these sections of the report, separated by commas: {', '.join(SECTIONS)}",
-    )
-    how_much.add_argument("--all", action="store_true", help="show every section with all its rows")
-    group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
-    group.add_argument(
-        "--lanes", action="store_true", help="draw the lanes of that step even if the output is not a terminal"
-    )
-    group.add_argument(
-        "--open", action="store_true", help="open the trace in Perfetto in your browser (waits at most 10 minutes)"
-    )
-    group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
-    group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")

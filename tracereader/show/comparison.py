@@ -36,7 +36,7 @@ def side_by_side(
     if not wanted:
         raise BadInput(f"--only {','.join(view.only)}: a comparison has the sections {', '.join(SECTIONS)}")
     on_gpu = any(one.has_gpu_work for one in summaries)
-    if not view.only and not view.all:
+    if view.usual:
         wanted = ["short", "steps", "gpu" if on_gpu else "cpu"]
     if not on_gpu:
         wanted = [name for name in wanted if name != "gpu"]
@@ -56,10 +56,10 @@ def side_by_side(
     for name in [name for name in wanted if name != "chain" or "work" not in wanted]:
         out.print()
         sections[name]()
-    if view.only and "gpu" in view.only and not on_gpu:
+    if view.asks_for("gpu") and not on_gpu:
         out.print()
         out.print("gpu: not in these traces (no GPU work)")
-    if not view.only and not view.all:
+    if view.usual:
         out.print()
         out.print("more: --all, or --only work,chain (kernels and ops that are gone or new)")
 
@@ -92,8 +92,8 @@ def _in_short(
         paragraph(out, plain("; ".join(told + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
         known = proposed[against] if against < len(proposed) and not of_one_step else ()
         beside = _beside(base, side, known, whose)
-        in_full = view.all or view.only
-        beside.append(f"what changed: {differences.change(base, side)}" if in_full else differences.flags(base, side))
+        shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
+        beside.append(shown)
         for text in filter(None, beside):
             paragraph(out, plain(text), "  · ", "    ")
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from rich.console import Console
 
 from tracereader import expect
-from tracereader.command import SECTIONS, BadInput
+from tracereader.command import BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
@@ -30,6 +30,7 @@ from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
 from tracereader.show import table as table_of_torch
+from tracereader.show.sections import SECTIONS
 from tracereader.show.text import (
     Name,
     ascii_only,
@@ -54,7 +55,6 @@ SMALL = 12
 STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
 WIDE = 100  # columns: in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
-OF_THE_GPU = ("gpu", "try", "kernels", "work", "names", "starts", "repeats")
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 
 
@@ -132,7 +132,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if absent:
         out.print()
     for name in absent:
-        why = " (no GPU activity)" if name in OF_THE_GPU and not summary.has_gpu_work else ""
+        why = " (no GPU activity)" if SECTIONS[name].needs_gpu and not summary.has_gpu_work else ""
         out.print(f"{name}: not in this trace{why}")
     if view.brief and view.usual:
         out.print()
@@ -145,7 +145,8 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     if not lanes_wanted(view):
         wanted.discard("lanes")
     if not summary.has_gpu_work:
-        wanted -= {"try", "kernels", "work", "names", "starts"}
+        # The section gpu also counts activities that no step launched.
+        wanted -= {name for name, one in SECTIONS.items() if one.needs_gpu and name != "gpu"}
     if view.usual:
         wanted.discard("starts")
         if not view.brief:
@@ -520,7 +521,7 @@ def lane_glyphs(out: Console) -> lanes.Glyphs:
 
 def lanes_wanted(view: View) -> bool:
     """Whether lanes are drawn: at a terminal, or where something asks for them."""
-    return bool(view.lanes or view.only or view.step is not None or sys.stdout.isatty())
+    return bool(view.only or view.asks_for("lanes") or view.step is not None or sys.stdout.isatty())
 
 
 def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
@@ -561,7 +562,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     if not found and view.usual:
         return
     roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script
-    explained = view.all or view.only or roomy
+    explained = not view.usual or roomy
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     for pattern, verdict in found:
         seen = f" [dim]({plain(verdict.evidence)})[/dim]" if verdict.evidence else ""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-# What a numbered script shows of its own run: the rest is a command away.
-BRIEF = ("short", "try", "predictions", "steps", "lanes", "training", "table")
+from tracereader.show import sections
+
 # A longer table shows so many rows, and the others in one.
 ROWS = 8
 
@@ -16,18 +16,20 @@ Row = TypeVar("Row")
 class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
-    all: every section and row. brief: what a numbered script shows of its own run.
+    by_flag: the sections that a flag of their own asks for. all: every section and row. brief: what a numbered script
+    shows of its own run.
     """
 
     only: Sequence[str] | None = None
     step: int | None = None
-    lanes: bool = False  # drawn at a terminal anyway
+    by_flag: Sequence[str] = ()
     all: bool = False
     brief: bool = False
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
-        return cls(args.only, args.step, args.lanes, args.all, brief)
+        """What a command's flags ask for. Raises BadInput where one flag excludes what another one asks for."""
+        return cls(args.only, args.step, sections.by_flag(args), args.all, brief)
 
     @property
     def usual(self) -> bool:
@@ -37,7 +39,11 @@ class View:
     def shows(self, section: str) -> bool:
         if self.only is not None:
             return section in self.only
-        return self.all or not self.brief or section in BRIEF
+        return self.all or not self.brief or sections.SECTIONS[section].brief
+
+    def asks_for(self, section: str) -> bool:
+        """Whether this section was asked for by its name."""
+        return section in (self.only or ()) or section in self.by_flag
 
     def most(self, rows: int) -> int | None:
         """How many rows of something to show; None: all."""

@@ -1,0 +1,81 @@
+"""The sections of a report, and the flags that say which of them are shown, and where."""
+
+import argparse
+from typing import NamedTuple
+
+from tracereader.command import BadInput, not_negative
+
+
+class Section(NamedTuple):
+    """A section of the report. brief: a numbered script shows it of its own run; the rest is a command away.
+
+    needs_gpu: only GPU activity fills it. flag: what --NAME does, of a section that has a flag of its own.
+    """
+
+    name: str
+    brief: bool = False
+    needs_gpu: bool = False
+    flag: str = ""
+
+
+SECTIONS = {
+    one.name: one
+    for one in (
+        Section("short", brief=True),
+        Section("try", brief=True, needs_gpu=True),
+        Section("gpu", needs_gpu=True),
+        Section("predictions", brief=True),
+        Section("steps", brief=True),
+        Section("lanes", brief=True, flag="draw the lanes of that step even if the output is not a terminal"),
+        Section("training", brief=True),
+        Section("table", brief=True),
+        Section("repeats", needs_gpu=True),
+        Section("kernels", needs_gpu=True),
+        Section("cpu"),
+        Section("work", needs_gpu=True),
+        Section("names", needs_gpu=True),
+        Section("starts", needs_gpu=True),
+        Section("series"),
+        Section("chain"),
+        Section("patterns"),
+    )
+}
+WITH_A_FLAG = tuple(name for name, one in SECTIONS.items() if one.flag)
+
+
+def _sections(text: str) -> list[str]:
+    """The sections of a comma-separated list. Checked here, so that a file name after --only is not taken for one."""
+    chosen = text.split(",")
+    for name in chosen:
+        if name not in SECTIONS:
+            raise argparse.ArgumentTypeError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    return chosen
+
+
+def add_view_flags(group) -> None:
+    """Add the flags that the numbered scripts and read-trace share: what is shown, and where."""
+    how_much = group.add_mutually_exclusive_group()
+    how_much.add_argument(
+        "--only",
+        type=_sections,
+        metavar="SECTION,…",
+        help=f"show only these sections of the report, separated by commas: {', '.join(SECTIONS)}",
+    )
+    how_much.add_argument("--all", action="store_true", help="show every section with all its rows")
+    group.add_argument("--step", type=not_negative, metavar="N", help="report on step #N (default: a typical step)")
+    for name in WITH_A_FLAG:
+        group.add_argument(f"--{name}", action="store_true", help=SECTIONS[name].flag)
+    group.add_argument(
+        "--open", action="store_true", help="open the trace in Perfetto in your browser (waits at most 10 minutes)"
+    )
+    group.add_argument("--html", metavar="FILE", help="write the whole report as one HTML file (-: standard output)")
+    group.add_argument("--force", action="store_true", help="let --html overwrite a file that is not such a report")
+
+
+def by_flag(args) -> list[str]:
+    """The sections that a flag of their own asks for. Raises BadInput where --only leaves one of them out."""
+    asked = [name for name in WITH_A_FLAG if getattr(args, name)]
+    for name in asked:
+        if args.only and name not in args.only:
+            raise BadInput(f"--{name}: --only leaves the {name} out; add {name} to it, or leave out --{name}")
+    return asked
