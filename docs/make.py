@@ -61,6 +61,7 @@ THRESHOLDS = {
     "faster": f"{cpu_work.MUCH_FASTER - 1:.0%}",
     "reading": f"{decoding.MUCH_READING:.0%}",
     "waited": f"{rank_findings.MUCH_WAITED:.0%}",
+    "longer": f"{rank_findings.MUCH_LONGER:.0%}",
     "causes": f"{rank_findings.CAUSES_IT:.0%}",
     "reason": f"{rank_findings.A_REASON:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",

@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
-from tracereader.figures.places import Place, phases
+from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.trace import Op, Step, Trace, outermost
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
 
-FORWARD, BACKWARD, OPTIMIZER, LOADING, REST = "forward", "backward", "optimizer", "DataLoader", "outside them"
+FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
 
 def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
@@ -28,13 +28,13 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
         return ()
     cpu = {name: length(some) / 1e3 for name, some in spans.items() if some}
     covered = union(span for some in spans.values() for span in some)
-    cpu[REST] = step.us - length(covered) / 1e3
+    cpu[OUTSIDE_PHASES] = step.us - length(covered) / 1e3
     gpu, pieces = Counter(), Counter()
     lengths = {name: Lengths(some) for name, some in spans.items()}
     for one in step.work:
         at = one.launch.start if one.launch else None
         inside = (name for name, some in lengths.items() if at is not None and some.between(at, at + 1))
-        name = next(inside, REST)
+        name = next(inside, OUTSIDE_PHASES)
         gpu[name] += one.dur
         pieces[name] += 1
     return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())

@@ -13,6 +13,8 @@ from tracereader.trace.labels import is_phase
 
 _start = attrgetter("start")
 NUMBER = re.compile(r"_\d+$")  # which of its class a module is
+# In tables of phases and of annotations, the row of what lies in none of them.
+OUTSIDE_PHASES = "outside them"
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ def by_label(step: Step) -> tuple[Place, ...]:
     for one in step.work:
         index = bisect.bisect_right(labels, one.launch.start, key=_start) - 1 if one.launch else -1
         inside = index >= 0 and one.launch.start < labels[index].end
-        name = labels[index].name if inside else "outside them"
+        name = labels[index].name if inside else OUTSIDE_PHASES
         gpu[name] += one.dur
         pieces[name] += 1
     names = dict.fromkeys([*cpu, *gpu])

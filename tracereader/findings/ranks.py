@@ -12,6 +12,9 @@ from tracereader.findings.finding import counted, size
 # Share of a rank's time in exposed waiting for other ranks that is worth naming. On two H200s: 31% in FSDP with a CPU
 # that launches late, 8% with a rank that computes more, 0.5% in plain DDP.
 MUCH_WAITED = 0.02
+# Share of a step by which a rank, or the transfers of a group, must take longer to be named. What is shorter cannot
+# make another rank wait for a share of its time that is worth naming.
+MUCH_LONGER = MUCH_WAITED
 # Share of all waiting that one rank must cause to be named. It caused all of it in the three runs above; where two
 # ranks on two cores of a laptop took turns, 56%.
 CAUSES_IT = 2 / 3
@@ -141,7 +144,7 @@ def loss(summary: RanksSummary) -> Loss | None:
     longer = more(None, own)
     # Its extra time explains the waiting only if it is about as long.
     waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
-    if longer <= max(MOST * waited, MUCH_WAITED * usual(summary, slow, None, lambda one: one.us)):
+    if longer <= max(MOST * waited, MUCH_LONGER * usual(summary, slow, None, lambda one: one.us)):
         return None
     reasons = []
     for part, figure in PARTS.items():
@@ -186,7 +189,7 @@ def slow_link(summary: RanksSummary) -> SlowLink | None:
     if worst is None:
         return None
     window = max(one.window_us for one in summary.ranks if one.rank in worst.ranks) / max(1, len(summary.steps))
-    return worst if worst.more_us > MUCH_WAITED * window else None
+    return worst if worst.more_us > MUCH_LONGER * window else None
 
 
 def sentences(summary: RanksSummary) -> list[str]:
