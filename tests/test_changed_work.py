@@ -3,13 +3,14 @@
 import gzip
 import json
 import re
+from collections import Counter
 
 import pytest
 from raw_events import end, event, raw_steps, raw_work
 from references import H200
 
 from tracereader import cli
-from tracereader.figures import compare, summarize
+from tracereader.figures import changed_work, compare, summarize
 from tracereader.findings import differences
 from tracereader.trace import read
 
@@ -249,3 +250,40 @@ def test_the_same_work_is_only_said_of_equal_work():
             same = differences.change(first, other).startswith("the same GPU work")
             names = [sorted(one.name for one in side.summary.gpu_work) for side in (first, other)]
             assert same == (names[0] == names[1])
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("changes/bert/eager", "changes/bert/graph"),
+        ("changes/encoder/fp32", "changes/encoder/tf32"),
+        ("changes/pointwise/eager", "changes/pointwise/compile"),
+    ],
+)
+def test_each_activity_of_two_steps_is_counted_once(files):
+    files = [H200 / f"{file}.json.gz" for file in files]
+    found = changed_work.by_name(*pair(*files))
+    assert not found.renamed and not found.merged, "these have no counts of their own"
+    pairs = [*found.instances, *found.relaunched, *found.replaced]
+    for file, changed, left in zip(files, ("before", "after"), (found.gone, found.new), strict=True):
+        counted = Counter({one.name: one.count for one in found.kept.by_name})
+        for some in [left, *(getattr(one, changed) for one in pairs)]:
+            for one in getattr(some, "by_name", (some,)):
+                counted[one.name] += one.count
+        assert counted == Counter(one["name"] for one in raw_work(*typical(file)))
+
+
+def test_a_comparison_is_measured_without_words(tmp_path):
+    flags = [{"script": "x", "flags": {"size": size, "compile": on}} for size, on in ((64, False), (128, True))]
+    first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)), ("aten::t", []), lesson=flags[0])
+    other = made(tmp_path, "other", *products((OTHER_NVJET, 90)), lesson=flags[1])
+    sides = pair(first, other)
+    before = changed_work.Named(NVJET, "GEMM", 2, 2, 82.0)
+    after = changed_work.Named(OTHER_NVJET, "GEMM", 1, 1, 90.0)
+    (work,) = changed_work.by_part(*sides).of_other_names
+    assert (work.before.by_name, work.after.by_name) == ((before,), (after,))
+    ops = compare.ops(*sides)
+    assert (ops.gone, ops.new, ops.calls) == (("aten::t",), (), {"aten::mm": (2, 1)})
+    assert compare.flags(*sides) == [
+        compare.FlagChange("size", "64", "128"), compare.FlagChange("compile", None, True),
+    ]  # fmt: skip
