@@ -55,6 +55,7 @@ def pytest_cmdline_main(config):
 
 def pytest_configure():
     sys.argv[0] = "read-trace"  # the name that errors begin with; else it is the name of what started the tests
+    os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a report takes its width from it
 
 
 def pytest_unconfigure():
