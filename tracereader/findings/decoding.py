@@ -6,7 +6,6 @@ from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
-from tracereader.findings.steps import cost_of
 
 # A smaller share of a step, on the lane that it waits for, is not reported. In the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -144,12 +143,10 @@ def graph_would_do(summary: Summary) -> Verdict:
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
-    left = step.cpu_us - step.gpu_busy_us
     return Verdict(
         True,
         f"{step.launches:,} in each of {len(summary.steps)}, none of them after a synchronization; the GPU is busy for "
         f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
-        cost_us=cost_of(summary, cpu_us=left),
     )
 
 
@@ -199,7 +196,7 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
         seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
-    return Verdict(much > WORTH_A_WORD * whole, seen, cost_us=cost_of(summary, found.gpu_us, found.cpu_us or None))
+    return Verdict(much > WORTH_A_WORD * whole, seen)
 
 
 @finding(
@@ -224,7 +221,7 @@ def empty_cache(summary: Summary) -> Verdict:
     if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
         return Verdict(False, "")
     seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
-    return Verdict(True, seen, cost_us=cost_of(summary, us * (1 - filled)))
+    return Verdict(True, seen)
 
 
 @finding(
@@ -247,7 +244,7 @@ def logits_of_all(summary: Summary) -> Verdict:
         return Verdict(False, "")
     shape = head.product
     seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
-    return Verdict(True, seen, cost_us=cost_of(summary, head.us * (1 - asked_for / shape.m)))
+    return Verdict(True, seen)
 
 
 @finding(
@@ -275,5 +272,4 @@ def reads_weights(summary: Summary) -> Verdict:
         seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
     if found.ridge_rows:
         seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
-    above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
-    return Verdict(True, seen, cost_us=cost_of(summary, above_the_least))
+    return Verdict(True, seen)
