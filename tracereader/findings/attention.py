@@ -89,6 +89,7 @@ def _moved(found: Sequence) -> str:
     "needs no copy. Use it where nothing else needs the input.",
     predicts="an op that works out of place copies its input",
     claims="42",
+    change="in_place",
 )
 def hidden_copy(summary: Summary) -> Verdict:
     found = summary.attention.hidden_copies
@@ -111,6 +112,7 @@ def hidden_copy(summary: Summary) -> Verdict:
     "A constant mask is built again in every step. Build it once, outside the step.",
     predicts="a triangular mask is built in every step",
     claims="47",
+    change="mask_once",
 )
 def mask_remade(summary: Summary) -> Verdict:
     made = summary.attention.mask_made

@@ -337,6 +337,7 @@ def graph_replay(summary: Summary) -> Verdict:
     "copies before a cudaGraphLaunch",
     "A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the "
     "launches that the graph saves.",
+    change="static_inputs",
 )
 def copies_into_graph(summary: Summary) -> Verdict:
     copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]

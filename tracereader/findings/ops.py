@@ -173,6 +173,7 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     COMPILE,
     "TorchDynamo Cache Lookup in every step",
     "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
+    change="skip_guards",
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
@@ -203,6 +204,7 @@ def same_graph_in_all_steps(summary: Summary) -> Verdict:
     "Torch-Compiled Region n/1 or higher",
     "A recompilation: a guard failed, for example because shapes, dtypes or strides changed. Look at the time of the "
     "first call, too.",
+    change="recompile",
 )
 def recompiled(summary: Summary) -> Verdict:
     steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
