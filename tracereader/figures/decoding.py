@@ -206,7 +206,7 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     copies, key_heads = _expanded(step)
     return Unneeded(
         casts=_asked(list(casts.values()), us),
-        expanded=_asked(copies, us) or _expanded_by_inductor(measured),
+        expanded=_asked(copies, us) or _of_inductor([measured[place] for place in expanded_by_inductor(measured)]),
         key_heads=key_heads,
         weight_casts=_asked(weight_casts(step), us),
         logits_kept=_logits_kept(step, measured),
@@ -218,6 +218,10 @@ def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Aske
         return None
     pieces = [one for _, work in calls for one in work]
     return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
+
+
+def _of_inductor(kernels: Sequence[GpuWork]) -> Asked | None:
+    return Asked(len(kernels), len(kernels), sum(one.us for one in kernels), 0.0) if kernels else None
 
 
 def _cast(asked_by: Op) -> Op | None:
@@ -338,16 +342,19 @@ def _second(op: Op, which: int = 0) -> int | None:
     return dims[1] if dims and len(dims) > 3 else None
 
 
-def _expanded_by_inductor(measured: Sequence[GpuWork]) -> Asked | None:
-    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel."""
-    us, pairs, attended = 0.0, 0, 0
-    pair: tuple[GpuWork, ...] = ()
-    for before, one in pairwise(measured):
+def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:
+    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel.
+
+    Their places among the step's activities; none where some attention has no such pair.
+    """
+    found: list[int] = []
+    pair: tuple[int, ...] = ()
+    for place, (before, one) in enumerate(pairwise(measured), 1):
         if EXPANDS.match(one.name) and before.name == one.name and before.grid == one.grid:
-            pair = (before, one)
+            pair = (place - 1, place)
         elif one.family == "attention" != before.family:
-            attended += 1
-            pairs += bool(pair)
-            us += sum(half.us for half in pair)
+            if not pair:
+                return []
+            found += pair
             pair = ()
-    return Asked(2 * pairs, 2 * pairs, us, 0.0) if pairs and pairs == attended else None
+    return found

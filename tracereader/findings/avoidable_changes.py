@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures.avoidable import cloned_inputs, triangles
-from tracereader.figures.decoding import CASTS, expanded, weight_casts
+from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
-from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops
+from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace import Op
 from tracereader.trace.labels import LOOKUP
 from tracereader.trace.types import dims_at
@@ -95,12 +95,18 @@ def mask_once(case: Case) -> Proposal | None:
 def shared_keys(case: Case) -> Proposal | None:
     found = [expanded(step) for step in case.steps]
     told = found[case.summary.typical_index]
-    if not told:
+    copies = [work for _, some in told for work in some]
+    if told:
+        graph = without_ops(case.graph, [op for some in found for op, _ in some])
+    elif places := expanded_by_inductor(case.summary.gpu_work):
+        copies = [case.step.work[place] for place in places]
+        graph = without_work(case.graph, case.in_all_steps(dict.fromkeys(copies, 0.0)))
+    else:
         return None
-    us = sum(work.us for _, some in told for work in some)
+    us = sum(work.us for work in copies)
     return Proposal(
-        without_ops(case.graph, [op for some in found for op, _ in some]),
-        f"{counted(len(told), 'copy', 'copies')} write keys and values out for each query head before attention: "
+        graph,
+        f"{counted(len(copies), 'copy', 'copies')} write keys and values out for each query head before attention: "
         f"{duration(us)} of GPU time",
         "scaled_dot_product_attention(…, enable_gqa=True)",
     )
