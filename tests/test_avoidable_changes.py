@@ -7,6 +7,7 @@ import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import CHANGES, H200, OTHERS, ROOT
 
+from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import avoidable_changes as changes
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
@@ -322,3 +323,47 @@ def test_every_change_says_what_it_assumes():
     source = (ROOT / "docs/opportunities.py").read_text()
     for change in CHANGES_OF_A_REPORT:
         assert f'"{change.name}":' in source, change.name
+
+
+def short_steps(launches, first_us, tmp_path):
+    """A file of four steps: every 20 µs an op launches a kernel of 2 µs, the first one of `first_us`."""
+    events, time, correlation = [], 1000, 0
+    for number in range(4):
+        start = time
+        for place in range(launches):
+            correlation += 1
+            time += 20
+            events.append(event("aten::mul", "cpu_op", time, 18))
+            events.append(event("cudaLaunchKernel", "cuda_runtime", time + 2, 8, correlation=correlation))
+            dur = first_us if not place else 2
+            args = {"correlation": correlation, "device": 0, "stream": 7}
+            events.append(event("mul", "kernel", time + 12 + (first_us if place else 0), dur, tid=7, **args))
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", start, time + 20 - start))
+        time += 30
+    file = tmp_path / f"{launches}_{first_us}.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    return file
+
+
+def test_a_cuda_graph_of_few_launches_copies_its_inputs(tmp_path, case_of):
+    """20 launches take 400 µs. One launch of them takes 40 µs, the copies 50 µs of CPU time and 2 µs on the GPU."""
+    one = proposed(case_of(short_steps(20, 1, tmp_path)))["cuda_graph"]
+    assert one.basis == "bound" and "20 identical launches per step" in one.evidence
+    assert one.step_us == pytest.approx(430, abs=5)
+    # Of the CPU's 430 µs, 392 from the first op that launches to the last one's end are gone.
+    assert one.step_us_after == pytest.approx(430 - 398 + 40 + 50, abs=15)
+
+
+def test_a_cuda_graph_of_few_launches_is_not_proposed_where_copies_cost_more(tmp_path, case_of):
+    assert "cuda_graph" not in proposed(case_of(short_steps(20, 200, tmp_path))), "copies take at most 400 µs"
+    assert "cuda_graph" not in proposed(case_of(short_steps(3, 1, tmp_path))), "three launches take 60 µs"
+
+
+def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
+    file = CHANGES / "small/batched.json.gz"
+    assert cli.main([str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    waits = "56% of that time while the launching thread is in Python, between ops, and 23% of that time while it is in"
+    assert f"saves more than 2% of the recorded step. The GPU waits for the CPU: {waits} aten::bmm" in said
+    assert cli.main([str(CHANGES / "products/eager.json.gz")]) == 0
+    assert "The GPU waits for the CPU" not in capsys.readouterr().out

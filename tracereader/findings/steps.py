@@ -26,6 +26,7 @@ from tracereader.findings.finding import (
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
+WAITS_NAMED = 2
 # From this share on, idle time is mentioned although it does not decide the regime.
 SOME_IDLE = 0.1
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
@@ -103,6 +104,19 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
 
 # Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
 LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
+
+
+def longest_waits(summary: Summary) -> str:
+    """Of an overhead-bound step, what the launching thread does while the GPU waits longest; "" of another one."""
+    whole = sum(summary.idle_in.values())
+    if summary.waits_for != "overhead" or not whole:
+        return ""
+    most = sorted(summary.idle_in.items(), key=lambda one: -one[1])[:WAITS_NAMED]
+    who = ("the launching thread", "it")
+    parts = [
+        f"{us / whole:.0%} of that time while {name} is in {op}" for (op, us), name in zip(most, who, strict=False)
+    ]
+    return f"The GPU waits for the CPU: {', and '.join(parts)}"
 
 
 def _untraced(summary: Summary) -> str:
