@@ -29,7 +29,9 @@ WITHIN = (0.7, 1.3)
 # What each change takes for granted beyond the times and dependencies of the trace.
 ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
-    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity",
+    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
+    f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the first op's time on the GPU and "
+    f"{cpu.ONE_CALL_US} µs on the CPU",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",

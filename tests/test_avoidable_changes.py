@@ -8,8 +8,9 @@ from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import CHANGES, H200, OTHERS, ROOT
 
 from tracereader import cli
-from tracereader.figures import summarize
+from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as changes
+from tracereader.findings import made
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Case
@@ -367,3 +368,59 @@ def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
     assert f"saves more than 2% of the recorded step. The GPU waits for the CPU: {waits} aten::bmm" in said
     assert cli.main([str(CHANGES / "products/eager.json.gz")]) == 0
     assert "The GPU waits for the CPU" not in capsys.readouterr().out
+
+
+def side(path):
+    return compare.Side(summarize(read(path)))
+
+
+def test_a_second_trace_shows_whether_a_change_was_made(tmp_path):
+    """Each change is made in an edited copy of the trace that its report is about; turned around, it is not made."""
+
+    def edited(path, name, edit):
+        document = raw(path)
+        edit(document)
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(document))
+        return file
+
+    def without_copies(document):
+        events = slices(document)
+        copies = [e for e in events if e["name"] == "aten::_foreach_copy_"]
+        gone = {e["args"]["correlation"] for copy in copies for e in launched(events, copy)}
+        document["traceEvents"] = [
+            e for e in document["traceEvents"]
+            if e["name"] != "aten::_foreach_copy_" and e.get("args", {}).get("correlation") not in gone
+        ]  # fmt: skip
+
+    def quick_lookups(document):
+        for e in document["traceEvents"]:
+            if "Cache Lookup" in e["name"] and "dur" in e:
+                e["dur"] /= 5
+
+    def without_weight_casts(document):
+        forward_alone(document)
+        events = slices(document)
+        gone = {id(e) for mark in raw_steps(events) for cast in weight_casts(events, mark)
+                for e in [*inside(events, cast), *launched(events, cast)]}  # fmt: skip
+        document["traceEvents"] = [e for e in document["traceEvents"] if id(e) not in gone]
+
+    def of_the_last_token(document):
+        ops_after_the_head(*SELECTS)(document)
+        for e in document["traceEvents"]:
+            dims = e.get("args", {}).get("Input Dims") or []
+            if [HIDDEN, VOCABULARY] in dims:
+                dims[0] = [1, HIDDEN]
+
+    pairs = {
+        "static_inputs": (AUTOTUNED, edited(AUTOTUNED, "static", without_copies)),
+        "skip_guards": (MLP_COMPILED, edited(MLP_COMPILED, "guards", quick_lookups)),
+        "cast_weights": (edited(AUTOCAST, "forward", forward_alone), edited(AUTOCAST, "once", without_weight_casts)),
+        "last_logits": (
+            edited(PREFILL, "all", ops_after_the_head(*SELECTS)), edited(PREFILL, "last", of_the_last_token)
+        ),
+    }  # fmt: skip
+    for change, (before, after) in pairs.items():
+        one, other = side(before), side(after)
+        assert [name for name in pairs if made.MADE[name](one, other)] == [change]
+        assert not made.MADE[change](other, one)
