@@ -123,6 +123,18 @@ def masks(n: int) -> list[dict]:
     return [op(made[k % 5], 10 * k, 5) for k in range(n)] + list(launched(1, "k", 10 * n))
 
 
+def products_in_one_op(n: int) -> list[dict]:
+    """Runs of twenty products of slices, parted by an addition, all of them in one op."""
+    events, time = [step(0, 0, 10 * n + 20), op("Torch-Compiled Region: 0/0", 1, 10 * n + 10)], 2
+    for k in range(n):
+        if k % 21 == 20:
+            events += [op("aten::add", time, 6), *launched(k, "add", time + 1)]
+        else:
+            events += [op("aten::select", time, 1), op("aten::mm", time + 2, 6), *launched(k, "sgemm", time + 3)]
+        time += 10
+    return events
+
+
 KINDS = {
     "one long kernel name (characters)": long_name,
     "one long Triton name": long_triton_name,
@@ -141,6 +153,7 @@ KINDS = {
     "overheads in each wait (--json)": overheads_in_every_wait,
     "backward and optimizers": optimizers,
     "masks made in a trace without steps": masks,
+    "runs of equal products in one op": products_in_one_op,
 }
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from tracereader.figures import compare, summarize
+from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import made
@@ -28,7 +29,9 @@ WITHIN = (0.7, 1.3)
 # What each change takes for granted beyond the times and dependencies of the trace.
 ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
-    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity",
+    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
+    f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the first op's time on the GPU and "
+    f"{cpu.ONE_CALL_US} µs on the CPU",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",
@@ -53,6 +56,12 @@ ASSUMES = {
     "in_place": "nothing else reads the tensor that is overwritten",
     "mask_once": "the mask is the same in each step",
     "shared_keys": "the attention kernel takes keys and values of fewer heads as fast",
+    "cast_weights": "the weights do not change between the steps",
+    "last_logits": f"the product takes the time of fewer rows, or {gpu.BANDWIDTH:.0%} of the memory bandwidth for its "
+    "weight",
+    "shorter_cache": "attention takes proportionally less time for fewer keys",
+    "static_inputs": "inputs stay where they are, or are written where the graph reads them",
+    "skip_guards": f"{avoidable.GUARDS_LEFT:.0%} of a cache lookup is left; inputs fulfil the guards in every step",
 }
 
 # Steps before and after a change, of the recorded pairs and of the ladder's climbs.

@@ -7,7 +7,7 @@ import pytest
 from references import H200, OTHERS, ROOT, measured
 from words import RETIRED
 
-from tracereader import expect
+from tracereader import cli, expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
 from tracereader.findings.finding import Finding
@@ -126,6 +126,7 @@ TABLE = [
     ("graph_would_do", (), "changes/decode/eager", "changes/decode/graph"),
     ("expanded_keys", (), STATIC_CACHE, LARGE),
     ("casts_alone", (), MATH, FLASH),
+    ("weights_cast", (), "changes/encoder/bf16", LARGE),
     ("empty_cache", (), STATIC_CACHE, LARGE),
     ("logits_of_all", (), ("models/qwen3_prefill_logits", said_to_be_prefill), STATIC_CACHE),
     ("reads_weights", (), STATIC_CACHE, LARGE),
@@ -205,3 +206,23 @@ def test_a_prediction_survives_being_written_down(name, given):
 def test_changes_that_findings_name_exist():
     named = {one.change for one in cheatsheet.FINDINGS.values() if one.change}
     assert named <= {one.name for one in CHANGES}
+    assert not [one.name for one in cheatsheet.FINDINGS.values() if one.change and one.teaches]
+
+
+def test_what_can_be_predicted_follows_from_the_declarations():
+    assert {name for name in dir(expect) if name in cheatsheet.FINDINGS} == set(cheatsheet.PREDICTABLE)
+    with pytest.raises(AttributeError, match="no finding 'hotspot' can be predicted"):
+        expect.hotspot  # noqa: B018
+
+
+def test_patterns_that_only_teach_are_shown_of_a_numbered_script_alone(shown_in, capsys):
+    """And where all is asked for."""
+    ours, theirs = shown_in(LARGE), shown_in("memory_bound")
+    for summary, words, expected in (
+        (ours, (), True), (theirs, (), False), (theirs, ("--all",), True), (theirs, ("--only", "patterns"), True),
+    ):  # fmt: skip
+        taught = [one for one, _ in cheatsheet.found(summary) if one.teaches]
+        assert taught
+        assert cli.main([summary.source.trace, *words]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert all((f"{one.where}: {one.see}" in said) == expected for one in taught), (words, said)

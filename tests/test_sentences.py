@@ -199,7 +199,7 @@ def test_a_ranks_window_holds_earlier_steps_work(capsys):
     assert f"which is not part of these steps: {', '.join(told)}" in printed(capsys, *paths, "--only", "gpu")
 
 
-def test_time_in_a_library_costs_where_the_gpu_waits_for_it(capsys):
+def test_time_in_a_library_is_the_ops_self_time(capsys):
     path = next(one for one in MODELS if one.name.startswith("qwen3moe_generate."))
     summary = summarize(read(path))
     events = slices(path)
@@ -210,7 +210,6 @@ def test_time_in_a_library_costs_where_the_gpu_waits_for_it(capsys):
     for op in (e for e in ops if e["name"] == "aten::_cudnn_attention_forward"):
         below = [(e["ts"], end(e)) for e in ops if e is not op and op["ts"] <= e["ts"] and end(e) <= end(op)]
         own += op["dur"] - covered(below)
-    assert attention.time_in_a_library().ask(summary).cost_us == pytest.approx(own, rel=1e-4)
     assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "patterns")
 
 

@@ -27,10 +27,20 @@ EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_d
 MUCH_BUSY = 0.5
 # Of a product's bytes the weight's share, from which on reading the weight is what it does.
 MOSTLY_WEIGHT = 0.8
-# A step with fewer launches gains little from a graph: on the H200 reduce-overhead made a step of 2 slower (claim 19).
+# A step with fewer launches may lose more than it gains by copying its inputs to where a graph reads them: on the H200
+# reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
 COMPARED = 2  # steps whose shapes are compared with the first one's; by name all are
 DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
+# Of ops that take weights, where their input stands among the arguments, and where weight and bias stand.
+TAKES_WEIGHTS = {
+    "aten::linear": (0, (1, 2)),
+    "aten::addmm": (1, (0, 2)),
+    **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"), (0, (1, 2))),
+}
+CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
+# Ops that take a part of a tensor.
+TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
 LOOKED_AT = 20_000  # activities of a step; a larger step's shapes are not compared with another step's
 
 
@@ -83,13 +93,17 @@ class WeightReads(msgspec.Struct, frozen=True):
 class Unneeded(msgspec.Struct, frozen=True):
     """Work that a step may not need. A part is None if the step has none of it.
 
+    weight_casts: those casts that convert a layer's weight or bias; with shapes only.
     expanded: keys and values written out once for each query head that shares them, before attention.
     key_heads: heads of the keys before that, or as attention gets them; with shapes only.
+    logits_kept: rows that are kept of the last product's result, if only some of them are; with shapes only.
     """
 
     casts: Asked | None
     expanded: Asked | None
     key_heads: int | None
+    weight_casts: Asked | None = None
+    logits_kept: int | None = None
 
 
 def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decoding | None:
@@ -161,10 +175,10 @@ def ridge_rows(peaks: Peaks | None) -> int | None:
 def same_in_all_steps(trace: Trace) -> bool | None:
     """Whether all steps do the same GPU work, by names; some of them by grids and the shapes of its ops, too.
 
-    None of a single step, and of one of few launches.
+    None of a single step, and of one without launches or with too many.
     """
     first, *others = trace.steps
-    if not others or not MANY_LAUNCHES <= len(first.work) <= LOOKED_AT:
+    if not others or not 0 < len(first.work) <= LOOKED_AT:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
@@ -191,8 +205,13 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
         if one.kind == "kernel" and asked_by is not None and (op := _cast(asked_by)):
             casts.setdefault(id(op), (op, []))[1].append(one)
     copies, key_heads = _expanded(step)
-    found = _asked([(op, work) for op, work in casts.values()], us)
-    return Unneeded(found, _asked(copies, us) or _expanded_by_inductor(measured), key_heads)
+    return Unneeded(
+        casts=_asked(list(casts.values()), us),
+        expanded=_asked(copies, us) or _of_inductor([measured[place] for place in expanded_by_inductor(measured)]),
+        key_heads=key_heads,
+        weight_casts=_asked(weight_casts(step), us),
+        logits_kept=_logits_kept(step, measured),
+    )
 
 
 def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Asked | None:
@@ -200,6 +219,10 @@ def _asked(calls: Sequence[tuple[Op, list[Work]]], us: dict[int, float]) -> Aske
         return None
     pieces = [one for _, work in calls for one in work]
     return Asked(len(calls), len(pieces), sum(us[id(one)] for one in pieces), sum(op.us for op, _ in calls))
+
+
+def _of_inductor(kernels: Sequence[GpuWork]) -> Asked | None:
+    return Asked(len(kernels), len(kernels), sum(one.us for one in kernels), 0.0) if kernels else None
 
 
 def _cast(asked_by: Op) -> Op | None:
@@ -217,6 +240,53 @@ def _cast(asked_by: Op) -> Op | None:
         else:
             break
     return found
+
+
+def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
+    """The ops of a step that cast a layer's weight or bias to another type, and the work that each launches."""
+    found, pending = [], []
+    for op in step.walk():
+        if op.name == "aten::to" and (work := _cast_below(op)):
+            pending.append((op, work))
+        elif pending and op.name in TAKES_WEIGHTS:
+            of_input, of_weights = TAKES_WEIGHTS[op.name]
+            weights = [dims_at(op.args, place) for place in of_weights]
+            # A tensor of the input's shape may be the input.
+            found += [cast for cast in pending if (dims := dims_at(cast[0].args, 0)) in weights
+                      and dims and dims != dims_at(op.args, of_input)]  # fmt: skip
+            pending = []
+    return found
+
+
+def _cast_below(op: Op) -> list[Work]:
+    """What an aten::to launches to convert its input; nothing where it moves it to another device."""
+    copies = [copy for child in op.children if child.name == "aten::_to_copy" for copy in child.children]
+    types = [types_of(copy.args) for copy in copies if copy.name == "aten::copy_"]
+    if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
+        return []
+    return [one for one in _copies(op) if one.kind == "kernel"]
+
+
+def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
+    """The rows that are kept of the last product's result, where nothing but a cast reads all of them."""
+    launched = zip(asking_ops(step.work), measured, strict=True)
+    products = [(op, one.product) for op, one in launched if op is not None and one.product]
+    if not products:
+        return None
+    last, shape = products[-1]
+    taken, kept = False, None
+    for op in step.walk():
+        dims = dims_at(op.args, 0) if op.kind == "op" and op.start >= last.end else None
+        if not dims or dims[-1] != shape.n:
+            continue
+        rows = math.prod(dims[:-1])
+        if taken and rows < shape.m:
+            kept = max(rows, kept or 0)
+        elif rows == shape.m and op.name in TAKES_A_PART:
+            taken = True
+        elif rows == shape.m and op.name not in CASTS and any(call.work for call in op.children):
+            return None
+    return kept
 
 
 def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
@@ -273,16 +343,19 @@ def _second(op: Op, which: int = 0) -> int | None:
     return dims[1] if dims and len(dims) > 3 else None
 
 
-def _expanded_by_inductor(measured: Sequence[GpuWork]) -> Asked | None:
-    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel."""
-    us, pairs, attended = 0.0, 0, 0
-    pair: tuple[GpuWork, ...] = ()
-    for before, one in pairwise(measured):
+def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:
+    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel.
+
+    Their places among the step's activities; none where some attention has no such pair.
+    """
+    found: list[int] = []
+    pair: tuple[int, ...] = ()
+    for place, (before, one) in enumerate(pairwise(measured), 1):
         if EXPANDS.match(one.name) and before.name == one.name and before.grid == one.grid:
-            pair = (before, one)
+            pair = (place - 1, place)
         elif one.family == "attention" != before.family:
-            attended += 1
-            pairs += bool(pair)
-            us += sum(half.us for half in pair)
+            if not pair:
+                return []
+            found += pair
             pair = ()
-    return Asked(2 * pairs, 2 * pairs, us, 0.0) if pairs and pairs == attended else None
+    return found

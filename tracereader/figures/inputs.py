@@ -5,7 +5,7 @@ from itertools import groupby
 
 from tracereader.figures.moved import INPUTS
 from tracereader.trace import Step
-from tracereader.trace.types import Tensor, dtype_of, tensors_of
+from tracereader.trace.types import Tensor, dtype_of, shapes_as_recorded, tensors_of, types_of
 
 # Tensors that an op reads: behind them, called with out= as compiled code does, stands the one that it writes.
 READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
@@ -14,8 +14,15 @@ READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbm
 def inputs_of(step: Step) -> dict[str, dict[str, int]]:
     """By op, how often it was called with which inputs, in words; only calls with tensors, and recorded shapes."""
     found = defaultdict(Counter)
+    known: dict[tuple, str] = {}  # most ops of a step repeat the inputs of another one
     for op in step.walk():
-        if op.kind == "op" and (words := _words(op.name, op.args)):
+        if op.kind != "op":
+            continue
+        args = op.args
+        key = op.name, str(shapes_as_recorded(args)), str(types_of(args))
+        if (words := known.get(key)) is None:
+            words = known[key] = _words(op.name, args)
+        if words:
             found[op.name][words] += 1
     return {name: dict(calls) for name, calls in found.items()}
 

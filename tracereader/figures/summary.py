@@ -61,7 +61,7 @@ class Attention(msgspec.Struct, frozen=True):
 class LanguageModel(msgspec.Struct, frozen=True):
     """What a language model's step reads and repeats. decoding: where the run stored what the step reads.
 
-    same_in_all_steps: whether all steps have the same GPU work; None of a single step, or of few launches.
+    same_in_all_steps: whether all steps have the same GPU work; None of a single step, or of very many launches.
     """
 
     decoding: Decoding | None

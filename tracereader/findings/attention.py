@@ -18,7 +18,6 @@ from tracereader.findings.finding import (
     listed,
     size,
 )
-from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
 # What scaled_dot_product_attention can call, and torch's name for that choice.
@@ -70,7 +69,7 @@ def unfused(summary: Summary) -> Verdict:
     seen = f"{times}{duration(us)} between the two" + (f", in {activities(pieces)}" if pieces else "")
     if all(one.scores for one in found):
         seen += f"; {_moved(found)}"
-    return Verdict(True, seen, cost_us=cost_of(summary, us, None if summary.has_gpu_work else us))
+    return Verdict(True, seen)
 
 
 def _moved(found: Sequence) -> str:
@@ -90,13 +89,13 @@ def _moved(found: Sequence) -> str:
     "needs no copy. Use it where nothing else needs the input.",
     predicts="an op that works out of place copies its input",
     claims="42",
+    change="in_place",
 )
 def hidden_copy(summary: Summary) -> Verdict:
     found = summary.attention.hidden_copies
     if not found:
         return Verdict(False, "no op of the step clones its input first")
     gpu_us, cpu_us = sum(one.gpu_us for one in found), sum(one.cpu_us for one in found)
-    us = cost_of(summary, gpu_us, cpu_us)
     first = found[0]
     moved = f", {size(first.copied)} moved" if first.copied else ""
     each = first.gpu_us if summary.has_gpu_work else first.cpu_us
@@ -104,7 +103,7 @@ def hidden_copy(summary: Summary) -> Verdict:
     others = len(found) - 1
     more = f", and {counted(others, 'more op')} {'does' if others == 1 else 'do'} so" if others else ""
     seen = f"{first.op}{times} clones first: {duration(each)}{moved}; {first.op}_ does not{more}"
-    return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen, cost_us=us)
+    return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen)
 
 
 @finding(
@@ -113,6 +112,7 @@ def hidden_copy(summary: Summary) -> Verdict:
     "A constant mask is built again in every step. Build it once, outside the step.",
     predicts="a triangular mask is built in every step",
     claims="47",
+    change="mask_once",
 )
 def mask_remade(summary: Summary) -> Verdict:
     made = summary.attention.mask_made
@@ -128,7 +128,6 @@ def mask_remade(summary: Summary) -> Verdict:
         made.steps == len(summary.steps),
         seen,
         f"in {made.steps} of {len(summary.steps)} steps",
-        cost_of(summary, made.gpu_us, made.cpu_us),
     )
 
 
@@ -149,7 +148,7 @@ def cast_before_product(summary: Summary) -> Verdict:
         f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
         f"fp32 of {duration(found.products_us)}"
     )
-    return Verdict(_worth_a_line(summary, found.cast_us), seen, cost_us=cost_of(summary, found.cast_us))
+    return Verdict(_worth_a_line(summary, found.cast_us), seen)
 
 
 @finding(
@@ -173,7 +172,7 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
     # TF32's tensor cores came with compute capability 8.0.
     could = int(summary.source.compute_capability or 0) >= 80
-    return Verdict(could and _worth_a_line(summary, us), seen, cost_us=cost_of(summary, us))
+    return Verdict(could and _worth_a_line(summary, us), seen)
 
 
 @finding(
@@ -181,7 +180,6 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     "a kernel written for an older GPU generation",
     "It runs, but does not use this GPU's newer instructions.",
     needs_gpu=True,
-    telling=True,
 )
 def for_an_older_gpu(summary: Summary) -> Verdict:
     own = summary.source.compute_capability or ""
@@ -216,8 +214,8 @@ def _written_for(one: GpuWork) -> int | None:
     "of shared memory is not an estimate.",
     predicts="occupancy is low: few warps run on a multiprocessor",
     needs_gpu=True,
-    telling=True,
     claims="51",
+    teaches=True,
 )
 def low_occupancy(summary: Summary) -> Verdict:
     one = max(summary.gpu_work, key=lambda one: one.us, default=None)
@@ -244,7 +242,6 @@ def _its_rate(one: GpuWork) -> str:
     "The time is spent in a library that records no ops: cuDNN and cuBLAS choose and prepare kernels there.",
     predicts="one op's CPU self time is above all others'",
     needs_gpu=True,
-    telling=True,
     claims="56",
 )
 def time_in_a_library(summary: Summary) -> Verdict:
@@ -258,11 +255,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
         f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; its kernel is "
         f"{makers[name].split()[0]}'s"
     )
-    # Where the step waits for the GPU, the CPU's time does not matter; and beside all else that a step does a
-    # product's 29.3 of 106.7 µs are not remarkable.
-    much = own[name] >= MOST_OF_IT * summary.chosen.cpu_us
-    cost = cost_of(summary, cpu_us=own[name]) if much else None
-    return Verdict(own[name] >= MOST_OF_IT * total, seen, cost_us=cost)
+    return Verdict(own[name] >= MOST_OF_IT * total, seen)
 
 
 def backends(summary: Summary) -> dict[str, int]:
@@ -278,6 +271,7 @@ def backends(summary: Summary) -> dict[str, int]:
     TREE,
     "scaled_dot_product_attention",
     "It chooses a backend by device, dtypes and shapes. The op below it shows the choice.",
+    teaches=True,
 )
 def sdpa_backend(summary: Summary) -> Verdict:
     calls = backends(summary)

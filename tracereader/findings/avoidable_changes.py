@@ -1,19 +1,28 @@
-"""Changes that remove work: memory allocation, copies, masks and recompilation in the steps."""
+"""Changes that remove work: memory allocation, copies, casts, masks, guards and recompilation in the steps."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures.avoidable import cloned_inputs, triangles
-from tracereader.figures.decoding import expanded
+from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.steps import compilations
+from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, listed
+from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
-from tracereader.replay import spans_of, without_cpu_time, without_ops
+from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace import Op
+from tracereader.trace.labels import LOOKUP
+from tracereader.trace.types import dims_at
 
 # CUDA's and HIP's calls. Those that end in Async allocate from a pool, in a stream's order.
 ALLOCATES = ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
 RUNTIMES = ("cuda", "hip")
+COPIES_INPUTS = "aten::_foreach_copy_"
+# What is left of a cache lookup with skip_guard_eval_unsafe: of a model of 40 layers 10 to 14 µs in place of 59 to 79
+# (PyTorch 2.15, on a CPU).
+GUARDS_LEFT = 0.2
 
 
 def allocator(case: Case) -> Proposal | None:
@@ -86,14 +95,114 @@ def mask_once(case: Case) -> Proposal | None:
 def shared_keys(case: Case) -> Proposal | None:
     found = [expanded(step) for step in case.steps]
     told = found[case.summary.typical_index]
-    if not told:
+    copies = [work for _, some in told for work in some]
+    if told:
+        graph = without_ops(case.graph, [op for some in found for op, _ in some])
+    elif places := expanded_by_inductor(case.summary.gpu_work):
+        copies = [case.step.work[place] for place in places]
+        graph = without_work(case.graph, case.in_all_steps(dict.fromkeys(copies, 0.0)))
+    else:
         return None
-    us = sum(work.us for _, some in told for work in some)
+    us = sum(work.us for work in copies)
     return Proposal(
-        without_ops(case.graph, [op for some in found for op, _ in some]),
-        f"{counted(len(told), 'copy', 'copies')} write keys and values out for each query head before attention: "
+        graph,
+        f"{counted(len(copies), 'copy', 'copies')} write keys and values out for each query head before attention: "
         f"{duration(us)} of GPU time",
         "scaled_dot_product_attention(…, enable_gqa=True)",
+    )
+
+
+def cast_weights(case: Case) -> Proposal | None:
+    """Inference alone: what trains changes its weights in every step."""
+    if case.trains:
+        return None
+    casts = [weight_casts(step) for step in case.steps]
+    told = casts[case.summary.typical_index]
+    if not told:
+        return None
+    gpu_us = sum(work.us for _, some in told for work in some)
+    return Proposal(
+        without_ops(case.graph, [op for some in casts for op, _ in some]),
+        f"{counted(len(told), 'cast')} of weights and biases: {duration(gpu_us)} of GPU time, "
+        f"{duration(sum(op.us for op, _ in told))} of CPU time",
+        "convert the model once before the steps, model.to(torch.bfloat16), in place of torch.autocast",
+    )
+
+
+def last_logits(case: Case) -> Proposal | None:
+    head, needed = head_of_all(case.summary)
+    if head is None:
+        return None
+    shape, times = head.product, {}
+    for work, one, op in case.activities:
+        # The casts of the logits become shorter, too.
+        of_logits = one is head or (
+            op is not None
+            and op.name in CASTS
+            and (dims := dims_at(op.args, 0))
+            and math.prod(dims) == shape.m * shape.n
+        )
+        if of_logits:
+            times[work] = one.us * needed / shape.m
+        if one is head and one.bytes_moved and case.peaks:
+            weight = one.bytes_moved * shape.k * shape.n / shape.elements
+            times[work] = min(one.us, max(times[work], weight / (BANDWIDTH * case.peaks.gb_s) / 1e3))
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"the last product makes {shape.m:,} rows of {shape.n:,} logits in {duration(head.us)}; "
+        f"{counted(needed, 'row is', 'rows are')} needed",
+        "logits_to_keep=1 in transformers, or hidden[:, -1:] before the last layer",
+        assumed=True,
+    )
+
+
+def shorter_cache(case: Case) -> Proposal | None:
+    filled, attending = filled_part(case.summary)
+    if filled is None:
+        return None
+    mine = {id(one) for one in attending}
+    copies = {id(work) for _, some in expanded(case.step) for work in some}
+    times = {work: one.us * filled for work, one, _ in case.activities if id(one) in mine or id(work) in copies}
+    keys = attending[0].attention.keys
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{counted(len(times), 'kernel')} of attention over {keys:,} keys, of which {keys * filled:,.0f} are filled: "
+        f"{duration(sum(work.us for work in times))}",
+        "pass attention only the filled part of the cache, allocate a shorter one, or use flex_attention with a block "
+        "mask",
+        assumed=True,
+    )
+
+
+def static_inputs(case: Case) -> Proposal | None:
+    """The copies of inputs to the addresses that a CUDA graph reads."""
+    if not any("GraphLaunch" in one.launched_by for one in case.summary.gpu_work):
+        return None
+    copies = [[op for op in step.walk() if op.name == COPIES_INPUTS] for step in case.steps]
+    told = _in_typical(case, copies)
+    if not told:
+        return None
+    us = sum(work.us for op in told for below in op.walk() for work in below.work)
+    return Proposal(
+        without_ops(case.graph, [op for some in copies for op in some]),
+        f"{duration(us)} of copies to the addresses that the CUDA graph reads",
+        "torch._dynamo.mark_static_address(tensor) for inputs that stay where they are, or write inputs into the "
+        "graph's own tensors",
+    )
+
+
+def skip_guards(case: Case) -> Proposal | None:
+    lookups = [[op for op in step.walk() if op.name.startswith(LOOKUP)] for step in case.steps]
+    told = _in_typical(case, lookups)
+    if not all(lookups) or any(compilations(step) for step in case.steps):
+        return None
+    spans = [(op.track, op.start, op.start + round(op.dur * (1 - GUARDS_LEFT))) for some in lookups for op in some]
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"torch.compile looks up its cache and checks guards {counted(len(told), 'time')} in a step: "
+        f"{duration(sum(op.us for op in told))} of CPU time",
+        "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after warm-up, if inputs do not change",
+        assumed=True,
     )
 
 
@@ -103,4 +212,9 @@ AVOIDABLE_CHANGES = (
     Change("in_place", "work in place", in_place),
     Change("mask_once", "make the mask once", mask_once),
     Change("shared_keys", "share keys and values between query heads", shared_keys),
+    Change("cast_weights", "cast the weights once", cast_weights),
+    Change("last_logits", "compute the logits of the last token only", last_logits),
+    Change("shorter_cache", "attend to the filled part of the cache only", shorter_cache),
+    Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs),
+    Change("skip_guards", "skip the guards of compiled code", skip_guards),
 )

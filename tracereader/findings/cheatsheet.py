@@ -1,10 +1,7 @@
 """All findings, and the cheatsheet: what one sees in a trace, and what it usually means.
 
-The page docs/cheatsheet.md is made by markdown() from the findings that have a row. A finding that costs nothing
-measurable is not found.
+The page docs/cheatsheet.md is made by markdown() from the findings that have a row.
 """
-
-from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.findings import attention, attention_predictions, decoding, gpu_work, ops, steps, training
@@ -20,32 +17,14 @@ Shown = tuple[Finding, Verdict]
 
 
 def found(summary: Summary) -> list[Shown]:
-    """The findings that a trace shows: those with a cost first, the costliest before the others."""
-    verdicts = [(one, one.ask(summary)) for one in CHEATSHEET]
-    return sorted((one for one in verdicts if one[1].holds), key=lambda one: -(one[1].cost_us or 0))
-
-
-# A finding that costs a smaller share of a step is not part of the answer.
-WORTH_TELLING = 0.05
-
-
-def costliest(summary: Summary, shown: Sequence[Shown]) -> list[Shown]:
-    """The one or two findings that cost a step most, of those that a trace shows."""
-    step_us = max(summary.chosen.cpu_us, summary.chosen.gpu_busy_us)
-    return [one for one in shown if (one[1].cost_us or 0) > WORTH_TELLING * step_us][:2]
+    """The findings that a trace shows, in the cheatsheet's order. What one costs is its change's saving."""
+    return [(one, verdict) for one in CHEATSHEET if (verdict := one.ask(summary)).holds]
 
 
 def what_to_do(summary: Summary) -> str:
     """What the regime usually means."""
     busy = dict.fromkeys(("compute", "memory", "gpu"), steps.gpu_bound.means)
     return {"overhead": steps.overhead_bound.means, **busy}.get(summary.waits_for, "")
-
-
-def reveals(summary: Summary) -> list[str]:
-    """One line for each of the findings that cost a step most; if none has a cost, one characteristic finding."""
-    shown = found(summary)
-    most = costliest(summary, shown) or [one for one in shown if one[0].telling][:1]
-    return [f"{one.see}: {verdict.evidence}" for one, verdict in most]
 
 
 def markdown() -> str:

@@ -4,6 +4,7 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
@@ -49,6 +50,7 @@ MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
+# What a call of a few ops takes the CPU while the profiler records.
 ONE_CALL_US = 50
 
 
@@ -67,6 +69,8 @@ def cuda_graph(case: Case) -> Proposal | None:
         or any(_launches_after_a_wait(step) for step in case.steps)
     ):
         return None
+    if summary.chosen.launches < MANY_LAUNCHES:
+        return None if case.trains else _small_graph(case)
     if not case.trains:
         return Proposal(
             as_cuda_graph(case.graph),
@@ -90,6 +94,26 @@ def cuda_graph(case: Case) -> Proposal | None:
         f"{len(captured):,} identical launches per step in forward and backward, no synchronization between them",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
         title="replay forward and backward as CUDA graphs",
+    )
+
+
+def _small_graph(case: Case) -> Proposal:
+    """Of few launches the copies of the inputs count, too: they take at most twice the first op's time."""
+    asking = [op for _, _, op in case.activities]
+    first = [(work, one.us) for work, one, op in case.activities if op is asking[0]]
+    copies = 2 * sum(us for _, us in first)
+    graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
+    calls = [
+        (one.launch.track, one.launch.start, ONE_CALL_US)
+        for one in (step.work[0] for step in case.steps if step.work)
+        if one.launch is not None
+    ]
+    return Proposal(
+        with_cpu_time(graph, calls),
+        f"{case.summary.chosen.launches:,} identical launches per step, no synchronization between them; copies of its "
+        f"inputs, of at most {duration(copies)}, are counted",
+        "torch.cuda.graph, with the inputs copied into the tensors that it reads",
+        assumed=True,
     )
 
 

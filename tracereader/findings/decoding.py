@@ -4,9 +4,9 @@ from collections import Counter
 
 from tracereader.figures import Summary
 from tracereader.figures.decoding import MANY_LAUNCHES, Asked, Decoding, ridge_rows
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
-from tracereader.findings.steps import cost_of
 
 # A smaller share of a step, on the lane that it waits for, is not reported. In the H200's traces
 # copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
@@ -144,12 +144,10 @@ def graph_would_do(summary: Summary) -> Verdict:
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
-    left = step.cpu_us - step.gpu_busy_us
     return Verdict(
         True,
         f"{step.launches:,} in each of {len(summary.steps)}, none of them after a synchronization; the GPU is busy for "
         f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
-        cost_us=cost_of(summary, cpu_us=left),
     )
 
 
@@ -169,6 +167,7 @@ def _launches_after_a_wait(summary: Summary) -> bool:
     "Grouped-query attention by copying: each key head is copied once per query head. Attention can take the keys and "
     "values without copies (enable_gqa=True).",
     needs_gpu=True,
+    change="shared_keys",
 )
 def expanded_keys(summary: Summary) -> Verdict:
     found = summary.llm.unneeded.expanded
@@ -182,13 +181,28 @@ def expanded_keys(summary: Summary) -> Verdict:
 @finding(
     GPU,
     "casts with a kernel of their own",
-    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels. A "
-    "weight that is cast in every step can be cast once.",
+    "Each of these kernels only converts one dtype to another. Compiled code casts inside the neighbouring kernels.",
     needs_gpu=True,
+    change="fuse_pointwise",
 )
 def casts_alone(summary: Summary) -> Verdict:
     found = summary.llm.unneeded.casts
     return _verdict(summary, found, f"{counted(found.pieces, 'cast')}") if found else Verdict(False, "")
+
+
+@finding(
+    GPU,
+    "weights cast in every step",
+    "torch.autocast casts each weight once per step. In inference, convert the model once instead. In training the "
+    "weights change in every step, and the casts are needed.",
+    needs_gpu=True,
+    change="cast_weights",
+)
+def weights_cast(summary: Summary) -> Verdict:
+    found = summary.llm.unneeded.weight_casts
+    if found is None:
+        return Verdict(False, "")
+    return _verdict(summary, found, f"{counted(found.pieces, 'cast')} of weights and biases")
 
 
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
@@ -199,7 +213,7 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
         seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
-    return Verdict(much > WORTH_A_WORD * whole, seen, cost_us=cost_of(summary, found.gpu_us, found.cpu_us or None))
+    return Verdict(much > WORTH_A_WORD * whole, seen)
 
 
 @finding(
@@ -208,23 +222,34 @@ def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
     "The mask hides the empty part, but the kernel still reads it. Use a shorter cache, or attention that stops at "
     "the last key.",
     needs_gpu=True,
+    change="shorter_cache",
 )
 def empty_cache(summary: Summary) -> Verdict:
+    filled, attending = filled_part(summary)
+    if filled is None:
+        return Verdict(False, "")
+    keys = attending[0].attention.keys
+    expanded = summary.llm.unneeded.expanded
+    us = sum(one.us for one in attending) + (expanded.gpu_us if expanded else 0)
+    return Verdict(True, f"attention over {keys:,} keys, {keys * filled:,.0f} of them filled: {duration(us)} a step")
+
+
+def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
+    """The filled part (0 to 1) of the static cache that attention reads all of, and attention's kernels.
+
+    None where the trace does not show that a kernel reads more than is filled.
+    """
     facts, heads = summary.llm.decoding and summary.llm.decoding.facts, summary.llm.unneeded.key_heads
     attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
     if not facts or not heads or not attending or not facts.layers or not facts.cache_bytes_allocated:
-        return Verdict(False, "")
+        return None, []
     shape, moved = attending[0].attention, attending[0].bytes_moved
     item = moved // shape.elements
     whole = 2 * facts.layers * shape.batch * heads * shape.keys * shape.head_size * item
     filled = facts.cache_bytes / facts.cache_bytes_allocated if facts.cache_bytes else 1.0
-    us = sum(one.us for one in attending) + (
-        summary.llm.unneeded.expanded.gpu_us if summary.llm.unneeded.expanded else 0
-    )
     if whole != facts.cache_bytes_allocated or filled > 0.9 or shape.queries != 1:
-        return Verdict(False, "")
-    seen = f"attention over {shape.keys:,} keys, {shape.keys * filled:,.0f} of them filled: {duration(us)} a step"
-    return Verdict(True, seen, cost_us=cost_of(summary, us * (1 - filled)))
+        return None, []
+    return filled, attending
 
 
 @finding(
@@ -232,22 +257,34 @@ def empty_cache(summary: Summary) -> Verdict:
     "logits of every token in prefill",
     "Generation needs one row of logits per sequence, that of the last token (logits_to_keep=1).",
     needs_gpu=True,
+    change="last_logits",
 )
 def logits_of_all(summary: Summary) -> Verdict:
-    facts = summary.llm.decoding and summary.llm.decoding.facts
-    phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
-    products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
-    if phase != "prefill" or len(products) < 3:
-        return Verdict(False, "")
-    head = max(products, key=lambda one: one.product.n)
-    rows = [one.product.m for one in products if one is not head]
-    asked_for = facts.batch if facts else 1
-    # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
-    if head is not products[-1] or head.product.m != max(rows) or head.product.m <= asked_for:
+    head, _ = head_of_all(summary)
+    if head is None:
         return Verdict(False, "")
     shape = head.product
     seen = f"M {shape.m:,} · K {shape.k:,} · N {shape.n:,}: {duration(head.us)} for {shape.m:,} rows of logits"
-    return Verdict(True, seen, cost_us=cost_of(summary, head.us * (1 - asked_for / shape.m)))
+    return Verdict(True, seen)
+
+
+def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
+    """The product that makes the logits of all tokens, and of how many tokens the step needs them; None without one.
+
+    A prefill needs those of each sequence's last token. Elsewhere the ops after the product show which rows are kept.
+    """
+    facts = summary.llm.decoding and summary.llm.decoding.facts
+    phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
+    needed = (facts.batch if facts else 1) if phase == "prefill" else summary.llm.unneeded.logits_kept
+    products = [one for one in summary.gpu_work if one.product and one.product.batch == 1]
+    if not needed or len(products) < 3:
+        return None, 0
+    head = max(products, key=lambda one: one.product.n)
+    rows = [one.product.m for one in products if one is not head]
+    # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
+    if head is not products[-1] or head.product.m != max(rows) or head.product.m <= needed:
+        return None, 0
+    return head, needed
 
 
 @finding(
@@ -256,6 +293,7 @@ def logits_of_all(summary: Summary) -> Verdict:
     "Their time is bytes over bandwidth, as in decoding. A larger batch reads the weights once for more tokens, and "
     "smaller dtypes read fewer bytes.",
     needs_gpu=True,
+    change="larger_batch",
 )
 def reads_weights(summary: Summary) -> Verdict:
     found = next(iter(summary.llm.weight_reads), None)
@@ -275,5 +313,4 @@ def reads_weights(summary: Summary) -> Verdict:
         seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
     if found.ridge_rows:
         seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
-    above_the_least = found.us - found.bytes / peaks.gb_s / 1e3 if peaks else 0.0
-    return Verdict(True, seen, cost_us=cost_of(summary, above_the_least))
+    return Verdict(True, seen)

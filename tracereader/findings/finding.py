@@ -19,15 +19,11 @@ TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane
 
 @dataclass(frozen=True)
 class Verdict:
-    """holds: None if the trace does not decide it. why_not: shown only if it does not hold.
-
-    cost_us: what it costs each step, where that is known.
-    """
+    """holds: None if the trace does not decide it. why_not: shown only if it does not hold."""
 
     holds: bool | None
     evidence: str
     why_not: str = ""
-    cost_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,9 @@ class Finding:
     where, see, means: its row of the cheatsheet; a finding without them shows as a prediction only.
     predicts: the sentence that predicts it, or a function that makes the sentence from the judge's parameters; a
     finding without it cannot be predicted. Called with these parameters, a finding makes the prediction.
-    needs_gpu: only GPU work can show it. telling: worth naming first where no finding with a cost holds.
-    claims: the numbers of the articles' claims that it bears on. change: the id of the change that it suggests.
+    needs_gpu: only GPU work can show it. teaches: it explains how to read a trace, and suggests nothing; a report shows
+    it only for the trace of a numbered script, or where all is asked for. claims: the numbers of the articles' claims
+    that it bears on. change: the id of the change that it suggests. What that saves is its cost, and replay prices it.
     """
 
     name: str
@@ -49,7 +46,7 @@ class Finding:
     means: str = ""
     predicts: str | Callable[..., str] = ""
     needs_gpu: bool = False
-    telling: bool = False
+    teaches: bool = False
     claims: str = ""
     change: str = ""
 

@@ -18,7 +18,6 @@ from tracereader.findings.finding import (
     finding,
     listed,
 )
-from tracereader.findings.steps import cost_of
 from tracereader.trace.kernel_names import short
 
 # The ratio of a step's summed times to its busy time: 2.4 on the H200 where each kernel starts during the one
@@ -37,7 +36,7 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.")
+@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.", teaches=True)
 def hotspot(summary: Summary) -> Verdict:
     total = Counter()
     for one in summary.gpu_work:
@@ -83,6 +82,7 @@ def _span(summary: Summary) -> str:
     "A library asks how many blocks of a kernel fit on a multiprocessor: cuBLAS before a GEMM (on Hopper once per "
     "process, then it remembers the answer), CUB before a sort or a scan.",
     needs_gpu=True,
+    teaches=True,
 )
 def occupancy_query(summary: Summary) -> Verdict:
     asking = [step for step in summary.steps if step.occupancy_queries]
@@ -125,6 +125,7 @@ VARIES = 1.05
     predicts="the same kernel on the same data takes a different time in each step",
     needs_gpu=True,
     claims="14",
+    teaches=True,
 )
 def duration_varies(summary: Summary) -> Verdict:
     # Each place in the step is compared with itself: one name may do different work at each.
@@ -170,11 +171,11 @@ def copy_before_gemm(summary: Summary) -> Verdict:
         adds = copy.asked_by == after.asked_by == "aten::addmm" or "beta adds" in after.name_says.get("epilogue", "")
         if adds and "DtoD" in copy.name and after.family == "GEMM":
             seen = f"{copy.us:.1f} µs before {short(after.name)}"
-            return Verdict(copy.us >= 1, seen, cost_us=cost_of(summary, gpu_us=copy.us))
+            return Verdict(copy.us >= 1, seen)
     return Verdict(False, "")
 
 
-@finding(TREE, "addmm without an add", "The GEMM's epilogue adds the bias while it writes the result.")
+@finding(TREE, "addmm without an add", "The GEMM's epilogue adds the bias while it writes the result.", teaches=True)
 def addmm_without_add(summary: Summary) -> Verdict:
     launched = Counter(one.asked_by for one in summary.gpu_work if one.kind == "kernel")
     for one in summary.gpu_work:
@@ -257,6 +258,7 @@ def fused_into_one(summary: Summary, maker: str, *words: str) -> Verdict:
     COMPILE,
     "a triton_poi_fused_… kernel",
     "Several pointwise ops run in one kernel. Their intermediate results never go through memory.",
+    teaches=True,
 )
 def pointwise_ops_fused(summary: Summary) -> Verdict:
     for one in summary.gpu_work:
@@ -319,6 +321,7 @@ def _graph_launches(summary: Summary) -> int:
     "cudaGraphLaunch",
     "A CUDA graph: one launch replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
     "max-autotune).",
+    teaches=True,
 )
 def graph_replay(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
@@ -334,6 +337,7 @@ def graph_replay(summary: Summary) -> Verdict:
     "copies before a cudaGraphLaunch",
     "A graph reads fixed addresses, so its inputs are copied in. Copies of large inputs can cost more than the "
     "launches that the graph saves.",
+    change="static_inputs",
 )
 def copies_into_graph(summary: Summary) -> Verdict:
     copies = [one for one in summary.gpu_work if one.asked_by == "aten::_foreach_copy_"]
@@ -341,4 +345,4 @@ def copies_into_graph(summary: Summary) -> Verdict:
         return Verdict(False, "")
     us = sum(one.us for one in copies)
     total = summary.summed_us
-    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step", cost_us=cost_of(summary, gpu_us=us))
+    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step")

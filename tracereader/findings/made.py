@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
+from tracereader.findings.avoidable_changes import COPIES_INPUTS
+from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
 from tracereader.findings.opportunity import Opportunity
+from tracereader.trace.labels import LOOKUP
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -178,6 +181,48 @@ def _shared_keys(before: Side, after: Side) -> bool:
     return was is not None and now is None and _by_calls(before, after) and _same_products(before, after)
 
 
+def _cast_weights(before: Side, after: Side) -> bool:
+    """Weights are not cast in the steps any more, beside as many products, most of them of the same types."""
+    was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
+    same = _usual_type(before) == _usual_type(after) and _same_products(before, after)
+    return was is not None and now is None and same and _by_calls(before, after)
+
+
+def _last_logits(before: Side, after: Side) -> bool:
+    """As many products, and the one with the vocabulary makes the needed rows only."""
+    head, needed = head_of_all(before.summary)
+    if head is None:
+        return False
+    shapes = [one.product for one in _single_products(after)]
+    now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
+    return bool(now) and all(one.m <= needed for one in now) and _same_products(before, after)
+
+
+def _shorter_cache(before: Side, after: Side) -> bool:
+    """As many attention kernels and products, and attention does not read an empty part of the cache any more."""
+    was, now = (filled_part(side.summary)[0] for side in (before, after))
+    keys = [max((one.attention.keys for one in side.summary.gpu_work if one.attention), default=0)
+            for side in (before, after)]  # fmt: skip
+    return was is not None and now is None and 0 < keys[1] < keys[0] and _same_products(before, after)
+
+
+def _static_inputs(before: Side, after: Side) -> bool:
+    """CUDA graphs in both steps, about the same kernels, and most of the copies of inputs before them are gone."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
+    )
+    graphs = all(any("GraphLaunch" in one.launched_by for one in side.summary.gpu_work) for side in (before, after))
+    return graphs and was > 0 and now <= LEFT * was and _same_heavy(before, after)
+
+
+def _skip_guards(before: Side, after: Side) -> bool:
+    """The same kernels, and cache lookups of torch.compile that take at most half the time."""
+    was, now = (
+        sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
+    )
+    return 0 < now <= LEFT * was and _by_calls(before, after) and share_in_common(before, after) == 1
+
+
 def _allocator(before: Side, after: Side) -> bool:
     """About the same kernels, and most calls that allocate GPU memory are gone."""
     was, now = (
@@ -317,6 +362,11 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "in_place": _in_place,
     "mask_once": _mask_once,
     "shared_keys": _shared_keys,
+    "cast_weights": _cast_weights,
+    "last_logits": _last_logits,
+    "shorter_cache": _shorter_cache,
+    "static_inputs": _static_inputs,
+    "skip_guards": _skip_guards,
     "allocator": _allocator,
     "recompile": _recompile,
     "no_recompute": _no_recompute,

@@ -205,9 +205,9 @@ class Case:
         of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)
         spans, added = [], []
-        for work, _ in groups:
+        for (work, _), calls in zip(groups, launching_only([work for work, _ in groups]), strict=True):
             by_track = defaultdict(list)
-            for op in launching_only(work):
+            for op in calls:
                 by_track[op.track].append(op)
             for track, ops in by_track.items():
                 start, end = min(op.start for op in ops), max(op.end for op in ops)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
 from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
-from tracereader.findings.steps import compiled, cost_of
+from tracereader.findings.steps import compiled
 from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
 # Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
@@ -36,14 +36,19 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
     return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
-@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.")
+@finding(TABLE, "a row with very many calls", "Many cheap calls add up. Try to batch or fuse them.", teaches=True)
 def many_calls(summary: Summary) -> Verdict:
     # The busiest op of the rungs' MLP runs 9 times a step and is not a bottleneck.
     name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
     return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
 
 
-@finding(TABLE, "a row's total far above its self time", "The time is spent in the calls below it. Look at those rows.")
+@finding(
+    TABLE,
+    "a row's total far above its self time",
+    "The time is spent in the calls below it. Look at those rows.",
+    teaches=True,
+)
 def cost_in_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
     if label is None or label.us - label.self_us <= label.us / 2:
@@ -55,6 +60,7 @@ def cost_in_children(summary: Summary) -> Verdict:
     TABLE,
     "the annotation twice, with a percentage over 100",
     "The second row is the annotation's span on the GPU, including idle time. Read the kernels' rows instead.",
+    teaches=True,
 )
 def annotation_twice(summary: Summary) -> Verdict:
     label, step = summary.cpu.label, summary.chosen
@@ -80,6 +86,7 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
     TREE,
     "matmul or linear that ends in mm, addmm or bmm",
     "The dispatcher chooses by the inputs' shapes. The last op is the one that launches.",
+    teaches=True,
 )
 def resolves_to_a_product(summary: Summary) -> Verdict:
     above = None
@@ -122,6 +129,7 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     "t, view, reshape, … without GPU work",
     "These ops change shape and strides on the CPU. No data moves.",
     needs_gpu=True,
+    teaches=True,
 )
 def views_launch_nothing(summary: Summary) -> Verdict:
     counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
@@ -165,6 +173,7 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     COMPILE,
     "TorchDynamo Cache Lookup in every step",
     "Guards are checked in every call. For one or two ops this costs more CPU time than it saves.",
+    change="skip_guards",
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
@@ -175,10 +184,15 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
         f"regions' self time {own:,.1f} µs"
     )
     in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
-    return Verdict(in_all, seen, cost_us=cost_of(summary, cpu_us=own))
+    return Verdict(in_all, seen)
 
 
-@finding(COMPILE, "the same graph hash in all steps", "The compiled graph is reused, and nothing is recompiled.")
+@finding(
+    COMPILE,
+    "the same graph hash in all steps",
+    "The compiled graph is reused, and nothing is recompiled.",
+    teaches=True,
+)
 def same_graph_in_all_steps(summary: Summary) -> Verdict:
     again = len(summary.steps) > 1 and _same_graphs(summary)
     seen = f"{len(summary.compiled.graphs)} in {counted(len(summary.steps), 'step')}"
@@ -190,14 +204,9 @@ def same_graph_in_all_steps(summary: Summary) -> Verdict:
     "Torch-Compiled Region n/1 or higher",
     "A recompilation: a guard failed, for example because shapes, dtypes or strides changed. Look at the time of the "
     "first call, too.",
+    change="recompile",
 )
 def recompiled(summary: Summary) -> Verdict:
     steps = [one for one in summary.steps if any(not which.endswith("/0") for which in one.compiled)]
     seen = "; ".join(f"{compiled(one)} for {duration(one.compile_us)} in step {one.number}" for one in steps[:2])
-    spoken_of = [one for one in steps if one.name not in summary.left_out]
-    us = sum(one.compile_us for one in spoken_of) / (len(summary.steps) - len(summary.left_out))
-    # While the CPU compiles, both lanes wait.
-    cost = cost_of(summary, us, us) if us else None
-    return Verdict(
-        bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]), cost_us=cost
-    )
+    return Verdict(bool(summary.compiled.recompiled or steps), seen or ", ".join(summary.compiled.recompiled[:5]))

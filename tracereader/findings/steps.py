@@ -26,6 +26,7 @@ from tracereader.findings.finding import (
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
+WAITS_NAMED = 2
 # From this share on, idle time is mentioned although it does not decide the regime.
 SOME_IDLE = 0.1
 # Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
@@ -56,20 +57,6 @@ ALIKE_SLOWER = 1.25
 MUCH_SLOWER = 5
 # The largest of these factors over the smallest: up to 2.7 in the reference traces; 9.7 where one op was held up.
 ALIKE_SPREAD = 3
-
-
-def cost_of(
-    summary: Summary, gpu_us: float | None = None, cpu_us: float | None = None, idle_us: float | None = None
-) -> float | None:
-    """How much shorter a step would be without something (µs); None where the trace does not show it.
-
-    gpu_us, cpu_us: the GPU work and the CPU time that it would save. idle_us: the GPU's idle time that it causes.
-    A step that waits for launches is no shorter with less GPU work, and one that waits for the GPU is no shorter with
-    less CPU time. Idle time that has a known cause counts in either.
-    """
-    if idle_us is not None:
-        return idle_us
-    return {"overhead": cpu_us, "cpu-only": cpu_us, "capture": None, None: None}.get(summary.waits_for, gpu_us)
 
 
 def regime(summary: Summary) -> str:
@@ -126,6 +113,19 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
 
 # Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
 LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
+
+
+def longest_waits(summary: Summary) -> str:
+    """Of an overhead-bound step, what the launching thread does while the GPU waits longest; "" of another one."""
+    whole = sum(summary.idle_in.values())
+    if summary.waits_for != "overhead" or not whole:
+        return ""
+    most = sorted(summary.idle_in.items(), key=lambda one: -one[1])[:WAITS_NAMED]
+    who = ("the launching thread", "it")
+    parts = [
+        f"{us / whole:.0%} of that time while {name} is in {op}" for (op, us), name in zip(most, who, strict=False)
+    ]
+    return f"The GPU waits for the CPU: {', and '.join(parts)}"
 
 
 def _untraced(summary: Summary) -> str:
@@ -423,7 +423,12 @@ def _gaps(summary: Summary) -> list[float]:
     return [one.label_to_first_op_us for one in summary.steps if one.label_to_first_op_us is not None]
 
 
-@finding(CPU, "a gap between the annotation's start and its first op", "Also cold-start cost, before the first op.")
+@finding(
+    CPU,
+    "a gap between the annotation's start and its first op",
+    "Also cold-start cost, before the first op.",
+    teaches=True,
+)
 def late_first_op(summary: Summary) -> Verdict:
     # 3 to 6 µs are the record_function itself on the H200's machine.
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
@@ -460,6 +465,7 @@ def one_buffer_request(summary: Summary) -> Verdict:
     GPU,
     "an Activity Buffer Request",
     "The profiler allocates a buffer for GPU records. This is the profiler's cost, not the program's.",
+    teaches=True,
 )
 def buffer_request(summary: Summary) -> Verdict:
     requests = summary.profiler.buffer_requests
@@ -487,6 +493,7 @@ def long_final_sync(summary: Summary) -> Verdict:
     "a long cudaDeviceSynchronize after the last step",
     "The profiler waits for the GPU before it collects its records. After much GPU work, the wait is for queued "
     "kernels. After little GPU work, the GPU is idle for most of the wait.",
+    teaches=True,
 )
 def final_synchronization(summary: Summary) -> Verdict:
     # The shortest one seen on the H200 took 8.5 µs: the call itself.
@@ -511,7 +518,6 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     return Verdict(
         us > 5,
         f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
-        cost_us=cost_of(summary, idle_us=us),
     )
 
 
@@ -520,6 +526,7 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     "kernels that start long after their launch",
     "The kernels are queued behind earlier work. The CPU runs ahead, and the GPU does not wait for launches.",
     needs_gpu=True,
+    teaches=True,
 )
 def kernels_queue(summary: Summary) -> Verdict:
     # A launch reaches an idle GPU in 5 to 15 µs on the H200.
@@ -540,6 +547,7 @@ def kernels_queue(summary: Summary) -> Verdict:
     "gaps between the kernels of one step",
     "The GPU is idle because the CPU has not launched the next kernel.",
     needs_gpu=True,
+    teaches=True,
 )
 def gaps_between_kernels(summary: Summary) -> Verdict:
     span, found = summary.chosen.gpu_span_us, summary.step_gpu
@@ -563,4 +571,4 @@ def gaps_in_a_graph(summary: Summary) -> Verdict:
         return Verdict(False, "no CUDA graph in the step")
     gaps = found.idle_launched_us
     seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
-    return Verdict(gaps > 0.05 * span, seen, cost_us=cost_of(summary, gpu_us=gaps))
+    return Verdict(gaps > 0.05 * span, seen)

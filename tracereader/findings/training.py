@@ -2,7 +2,6 @@
 
 from tracereader.figures import Summary
 from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
-from tracereader.findings.steps import cost_of
 
 # Share of a step spent waiting for its batch. Below it, the batch comes from a queue that is never empty.
 MUCH_LOADING = 0.1
@@ -50,7 +49,7 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
         f"{most.name}: {most.launches:,} launches a step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
         f"of GPU time; the GPU idle for {most.idle_us:,.1f}"
     )
-    return Verdict(True, seen, cost_us=cost_of(summary, idle_us=most.idle_us))
+    return Verdict(True, seen)
 
 
 @finding(
@@ -69,10 +68,10 @@ def starving(summary: Summary) -> Verdict:
     if waits.share < MUCH_LOADING:
         return Verdict(False, seen)
     if waits.idle_us is None:
-        return Verdict(True, seen, cost_us=cost_of(summary, cpu_us=waits.us))
+        return Verdict(True, seen)
     idle = waits.idle_us / waits.us if waits.us else 0.0
     seen += f", the GPU idle for {idle:.0%} of that"
-    return Verdict(idle > 0.5, seen, cost_us=cost_of(summary, idle_us=waits.idle_us))
+    return Verdict(idle > 0.5, seen)
 
 
 @finding(

@@ -6,7 +6,7 @@ step's time is a median over them.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from tracereader.trace import Op, Step, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
+OTHER = -2  # in place of a group: other work, or that of several groups
 # Measured in graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42 to
 # 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the first
 # one starts when it returns.
@@ -82,7 +83,7 @@ def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
     """This GPU work is gone, with the ops that launch nothing else."""
     work = list(work)
-    return _without_activities(without_cpu_time(graph, spans_of(launching_only(work))), work)
+    return _without_activities(without_cpu_time(graph, spans_of(launching_only([work])[0])), work)
 
 
 def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
@@ -96,30 +97,40 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
 
 
-def launching_only(work: Iterable[Work]) -> Iterator[Op]:
-    """The outermost ops and calls that launch some of this work and nothing else."""
-    gone = {id(one) for one in work}
-    roots = {}
-    for one in work:
-        top = _outermost_op(one.launch) if one.launch is not None else None
-        roots[id(top)] = top
-    for root in filter(None, roots.values()):
-        of_it: dict[int, int] = {}  # by op, how much of what is launched below it is gone, and how much is not
-        others: dict[int, int] = {}
+def launching_only(groups: Sequence[Collection[Work]]) -> list[list[Op]]:
+    """Of each group of work, the outermost ops and calls that launch some of it and nothing else."""
+    group_of = {id(one): number for number, group in enumerate(groups) for one in group}
+    found: list[list[Op]] = [[] for _ in groups]
+    roots: dict[int, Op] = {}
+    seen: dict[int, Op] = {}  # by op, the root that was found above it
+    for group in groups:
+        for one in group:
+            if one.launch is not None:
+                top = _outermost_op(one.launch, seen)
+                roots[id(top)] = top
+    for root in roots.values():
+        of_op: dict[int, int] = {}  # by op, the group that all that is launched below it is of
         for op in reversed(list(root.walk())):
-            found = sum(id(one) in gone for one in op.work)
-            of_it[id(op)] = found + sum(of_it[id(child)] for child in op.children)
-            others[id(op)] = len(op.work) - found + sum(others[id(child)] for child in op.children)
-        yield from outermost([root], lambda op, some=of_it, rest=others: some[id(op)] and not rest[id(op)])
+            several = {group_of.get(id(one), OTHER) for one in op.work} | {of_op[id(child)] for child in op.children}
+            several.discard(NOBODY)
+            of_op[id(op)] = (several.pop() if len(several) == 1 else OTHER) if several else NOBODY
+        for op in outermost([root], lambda op, groups=of_op: groups[id(op)] >= 0):
+            found[of_op[id(op)]].append(op)
+    return found
 
 
-def _outermost_op(call: Op) -> Op:
+def _outermost_op(call: Op, seen: dict[int, Op]) -> Op:
     """The op or call around a call that lies in annotations only."""
-    top = call
-    for above in call.above():
-        if above.kind == "label":
+    path, top = [], call
+    while True:
+        if id(top) in seen:
+            top = seen[id(top)]
             break
-        top = above
+        path.append(top)
+        if top.parent is None or top.parent.kind == "label":
+            break
+        top = top.parent
+    seen.update((id(op), top) for op in path)
     return top
 
 

@@ -12,18 +12,18 @@ from tracereader.show.text import Name, head, paragraph, percent, plain, print_c
 SHOWN = 2
 
 
-def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool) -> None:
+def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool, limit: str = "") -> None:
     """The changes with the step's time before and after each; of the first one the reason and how to try it, too.
 
     A saving that assumes a hardware limit or a typical rate is shown as "at most". everything: as many rows as there
-    are, each with its reason.
+    are, each with its reason. limit: what the trace shows to limit the step, said where no change is known.
     """
     if isinstance(found, Refused):
         paragraph(out, f"{head('try first', 'try')}: no change can be priced, because {plain(str(found))}", rest="  ")
         return
     if not found:
         nothing = f"no change that read-trace knows saves more than {WORTH_SHOWING:.0%} of the recorded step"
-        paragraph(out, f"{head('try first', 'try')}: {nothing}", rest="  ")
+        paragraph(out, f"{head('try first', 'try')}: {nothing}{f'. {plain(limit)}' * bool(limit)}", rest="  ")
         return
     shown = found if everything else found[:SHOWN]
     unit = unit_of([found[0].step_us], ms_from=1e3)

@@ -92,12 +92,13 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     step = trace.steps[summary.typical_index]
     changes = opportunities(trace, summary) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
+    limit = steps.longest_waits(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     # In this order. A section that appears twice has its answer above and its evidence below.
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
-        ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual)),
+        ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual, limit)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
         ("short", lambda: _tokens(out, summary)),
@@ -542,17 +543,10 @@ def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, vie
     if not view.usual:
         return found
     proposed = set() if isinstance(changes, Refused) else {one.change for one in changes}
-    told = SAID_ABOVE if summary.source.facts.script else SAID_ABOVE | TEACH
-    return [one for one in found if one[0].name not in told and one[0].change not in proposed]
+    others = [one for one in found if one[0].name not in SAID_ABOVE and one[0].change not in proposed]
+    return [one for one in others if summary.source.facts.script or not one[0].teaches]
 
 
-# Findings that teach to read a trace and cost nothing.
-TEACH = {
-    "many_calls", "cost_in_children", "annotation_twice", "hotspot", "late_first_op", "final_synchronization",
-    "occupancy_query", "graph_replay", "buffer_request", "kernels_queue", "gaps_between_kernels", "duration_varies",
-    "low_occupancy", "resolves_to_a_product", "views_launch_nothing", "addmm_without_add", "sdpa_backend",
-    "same_graph_in_all_steps", "pointwise_ops_fused",
-}  # fmt: skip
 # What the regime and the table of the steps say already.
 SAID_ABOVE = {"overhead_bound", "gpu_bound", "slow_first_step"}
 

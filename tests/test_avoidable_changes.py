@@ -1,0 +1,426 @@
+"""Changes that remove work which a step may not need, against the raw events of the trace."""
+
+import gzip
+import json
+
+import pytest
+from raw_events import GPU, end, event, pace, raw_steps, raw_work
+from references import CHANGES, H200, OTHERS, ROOT
+
+from tracereader import cli
+from tracereader.figures import compare, summarize
+from tracereader.findings import avoidable_changes as changes
+from tracereader.findings import made
+from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
+from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Case
+from tracereader.replay import graph_of
+from tracereader.trace import read
+
+TESTS = OTHERS[0].parent
+LLM = H200 / "05_llm"
+AUTOTUNED = H200 / "01_matmul_add/4096_bf16_warm_compile_max-autotune.json.gz"
+MLP_COMPILED = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_compile.json.gz"
+# Of an H200's bandwidth, what a kernel that only reads reaches.
+GB_S = 0.85 * 4800
+
+
+def raw(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def slices(document):
+    return [e for e in document["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+
+
+def inside(events, outer):
+    return [e for e in events if e["tid"] == outer["tid"] and outer["ts"] <= e["ts"] and end(e) <= end(outer)]
+
+
+def launched(events, outer):
+    """The GPU work launched in a slice, by correlation."""
+    calls = {e["args"].get("correlation") for e in inside(events, outer) if e.get("cat", "").startswith("cuda_")}
+    return [e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls]
+
+
+@pytest.fixture
+def case_of(tmp_path):
+    """case_of(path, edit): what changes are proposed from. edit: changes the document of the trace first."""
+
+    def case(path, edit=None):
+        if edit:
+            document = raw(path)
+            edit(document)
+            path = tmp_path / "edited.json"
+            path.write_text(json.dumps(document))
+        trace = read(path)
+        return Case(trace, summarize(trace), graph_of(trace))
+
+    return case
+
+
+def proposed(case):
+    return {one.change: one for one in opportunities(case.trace, case.summary)}
+
+
+def test_copies_into_a_cuda_graph_cost_a_gpu_bound_step_their_time(case_of):
+    events = slices(raw(AUTOTUNED))
+    marks = raw_steps(events)
+    copies = [e for e in inside(events, marks[1]) if e["name"] == "aten::_foreach_copy_"]
+    us = sum(work["dur"] for copy in copies for work in launched(events, copy))
+    assert us > 20
+    one = proposed(case_of(AUTOTUNED))["static_inputs"]
+    assert one.basis == "replay" and one.saves_us == pytest.approx(us, rel=0.15)
+    assert "static_inputs" not in proposed(case_of(H200 / "01_matmul_add/4096_bf16_warm_compile.json.gz"))
+
+
+def test_skipped_guards_save_most_of_the_lookups_of_a_step_that_waits_for_the_cpu(case_of):
+    path = LLM / "1x512_bf16_warm_compile_gqa_tune_max-autotune.json.gz"
+    events = slices(raw(path))
+    lookups = [e for mark in raw_steps(events) for e in inside(events, mark) if "Cache Lookup" in e["name"]]
+    one = proposed(case_of(path))["skip_guards"]
+    each = sum(e["dur"] for e in lookups) / len(raw_steps(events))
+    assert one.basis == "bound" and one.saves_us == pytest.approx(0.8 * each, rel=0.2)
+
+
+def test_skipped_guards_save_nothing_where_the_step_waits_for_the_gpu(case_of):
+    assert "skip_guards" not in proposed(case_of(CHANGES / "products/compile.json.gz"))
+
+
+def test_guards_of_a_step_that_compiles_are_not_to_be_skipped(case_of):
+    assert changes.skip_guards(case_of(MLP_COMPILED)) is not None
+    assert changes.skip_guards(case_of(MLP_COMPILED, compiles_in_every_step)) is None
+
+
+def later(document, mark, us):
+    """Everything from shortly after a step's start on comes so much later, and the step takes so much longer."""
+    for e in document["traceEvents"]:
+        if e.get("ts", 0) > mark["ts"] + 5:
+            e["ts"] += us
+    mark["dur"] += us
+
+
+def compiles_in_every_step(document, us=40_000):
+    for mark in raw_steps(document["traceEvents"]):
+        later(document, mark, us)
+        call = event("_compile.compile_inner (dynamo_timed)", "cpu_op", mark["ts"] + 4, us - 10)
+        document["traceEvents"].append(call | {"pid": mark["pid"], "tid": mark["tid"]})
+
+
+def test_compilation_in_every_step_costs_its_time(case_of):
+    one = proposed(case_of(MLP_COMPILED, compiles_in_every_step))["recompile"]
+    assert one.basis == "replay" and one.saves_us == pytest.approx(39_990, rel=0.01)
+    assert one.evidence == "torch.compile compiles in the step: 40.0 ms"
+    assert "recompile" not in proposed(case_of(MLP_COMPILED))
+
+
+def test_compilation_in_one_step_of_three_costs_the_typical_step_nothing(case_of):
+    def in_the_first(document):
+        mark = raw_steps(document["traceEvents"])[0]
+        later(document, mark, 40_000)
+        call = event("_compile.compile_inner (dynamo_timed)", "cpu_op", mark["ts"] + 4, 39_990)
+        document["traceEvents"].append(call | {"pid": mark["pid"], "tid": mark["tid"]})
+
+    assert "recompile" not in proposed(case_of(MLP_COMPILED, in_the_first))
+
+
+MATH = H200 / "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager_math.json.gz"
+MASK = ("aten::ones", "aten::tril")
+
+
+def of_the_program(document):
+    """The ops of SDPA's math are called by the program itself."""
+    for e in document["traceEvents"]:
+        if e["name"] == "aten::_scaled_dot_product_attention_math":
+            e["name"] = "attention of one's own"
+
+
+def test_a_mask_made_in_every_step_costs_its_kernels_where_the_step_waits_for_the_gpu(case_of):
+    events = slices(raw(MATH))
+    mark = raw_steps(events)[1]
+    made = [e for e in inside(events, mark) if e["name"] in MASK]
+    us = sum(work["dur"] for op in made for work in launched(events, op))
+    assert changes.mask_once(case_of(MATH)) is None, "SDPA's math makes it, and no program can change that"
+    case = case_of(MATH, of_the_program)
+    proposal = changes.mask_once(case)
+    gaps = 2 * 1.5  # before each of two kernels
+    assert us < case.graph.recorded_us - proposal.graph.step_us() < us + gaps + 1
+    assert proposal.evidence.startswith("aten::ones, aten::tril make a triangular mask in every step")
+
+
+def forward_alone(document):
+    """Inference: what autograd's thread and the optimizer do is gone, with the work that they launch."""
+    events = slices(document)
+    (main,) = {mark["tid"] for mark in raw_steps(events)}
+    gone = {id(e) for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver") and e["tid"] != main}
+    for label in [e for e in events if e["name"].startswith("Optimizer.")]:
+        gone |= {id(e) for e in inside(events, label)}
+    calls = {e["args"].get("correlation") for e in events if id(e) in gone}
+    document["traceEvents"] = [
+        e
+        for e in document["traceEvents"]
+        if id(e) not in gone and not (e.get("cat") in GPU and e["args"]["correlation"] in calls)
+    ]
+
+
+AUTOCAST = CHANGES / "encoder/bf16.json.gz"
+
+
+def weight_casts(events, mark):
+    """The casts in aten::linear of its weight and bias, by their shapes."""
+    found, events = [], raw_work(events, mark) + inside(events, mark)
+    for linear in [e for e in events if e["name"] == "aten::linear"]:
+        given, *weights = linear["args"]["Input Dims"]
+        found += [
+            e
+            for e in inside(events, linear)
+            if e["name"] == "aten::to" and e["args"]["Input Dims"][0] in weights and launched(events, e)
+            and e["args"]["Input Dims"][0] != given
+        ]  # fmt: skip
+    return found
+
+
+def test_weights_cast_in_every_step_cost_the_casts_of_an_inference(case_of):
+    events = slices(raw(AUTOCAST))
+    marks = raw_steps(events)
+    casts = weight_casts(events, marks[1])
+    assert len(casts) == 8 * 8  # of eight layers: four weights and their biases
+    case = case_of(AUTOCAST, forward_alone)
+    one = proposed(case)["cast_weights"]
+    assert one.basis == "replay" and one.evidence.startswith("64 casts of weights and biases")
+    each = [sum(e["dur"] for e in weight_casts(events, mark)) for mark in marks]
+    assert 0.7 * min(each) < one.saves_us < 1.3 * max(each), "the forward pass waits for launches"
+
+
+def test_weights_that_are_trained_have_to_be_cast_in_every_step(case_of):
+    assert changes.cast_weights(case_of(AUTOCAST)) is None
+
+
+PREFILL = TESTS / "models/qwen3_prefill_logits.json.gz"
+ROWS, VOCABULARY, HIDDEN = 512, 151_936, 1024
+
+
+def head_of(path, graph, trace):
+    """The time of the product with the vocabulary in each step (µs), as the graph has it."""
+    heads = [
+        work for step in trace.steps for work in step.work
+        if work.launch is not None and [HIDDEN, VOCABULARY] in (work.launch.parent.args.get("Input Dims") or [])
+        and work.kind == "kernel"
+    ]  # fmt: skip
+    return [graph.dur[graph.activity[id(work)]] / 1e3 for work in heads]
+
+
+def ops_after_the_head(*ops):
+    """These ops, each with a kernel, at the end of every step: a name and the shape of its input."""
+
+    def edit(document):
+        events = document["traceEvents"]
+        for number, mark in enumerate(raw_steps(events)):
+            mine = inside(slices(document), mark)
+            time = max(end(e) for e in mine if e["name"] == "aten::linear") + 1
+            later_by = 20 * len(ops)
+            for e in events:
+                if e.get("ts", 0) >= time and e.get("cat") not in GPU:
+                    e["ts"] += later_by
+            mark["dur"] += later_by
+            last = max((e for e in slices(document) if e.get("cat") in GPU), key=end)
+            for place, (name, dims, launches) in enumerate(ops):
+                at, correlation = time + 20 * place, 10**8 + 100 * number + place
+                thread = {"pid": mark["pid"], "tid": mark["tid"]}
+                events.append(event(name, "cpu_op", at, 15, **{"Input Dims": [dims]}) | thread)
+                if launches:
+                    events.append(
+                        event("cudaLaunchKernel", "cuda_runtime", at + 2, 5, correlation=correlation) | thread
+                    )
+                    on_gpu = {"pid": last["pid"], "tid": last["tid"]}
+                    args = last["args"] | {"correlation": correlation}
+                    starts = max(at + 8, max(end(e) for e in slices(document) if e.get("cat") in GPU) + 2)
+                    events.append(event("reduce_kernel", "kernel", starts, 2, **args) | on_gpu)
+
+    return edit
+
+
+SELECTS = (
+    ("aten::slice", [1, ROWS, VOCABULARY], False),
+    ("aten::select", [1, ROWS, VOCABULARY], False),
+    ("aten::argmax", [1, VOCABULARY], True),
+)
+
+
+def test_logits_of_all_tokens_of_which_one_is_read(case_of):
+    case = case_of(PREFILL, ops_after_the_head(*SELECTS))
+    proposal = changes.last_logits(case)
+    assert proposal is not None and "makes 512 rows of 151,936 logits" in proposal.evidence
+    assert "1 row is needed" in proposal.evidence
+    before, after = (head_of(PREFILL, graph, case.trace) for graph in (case.graph, proposal.graph))
+    reads_us = 2 * VOCABULARY * HIDDEN / GB_S / 1e3
+    assert min(before) > 200 and after == pytest.approx([reads_us] * len(after), rel=0.05)
+    # This step waits for launches, and the change gains it nothing.
+    assert "last_logits" not in proposed(case)
+
+
+def test_logits_of_which_all_are_read_are_needed(case_of):
+    everything = (("aten::argmax", [1, ROWS, VOCABULARY], True),)
+    assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None
+    assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*SELECTS, *everything))) is None
+    assert changes.last_logits(case_of(PREFILL)) is None, "nothing shows what reads them"
+
+
+def test_attention_to_the_filled_half_of_a_cache_takes_half_the_time(case_of):
+    path = LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz"
+    case = case_of(path)
+    proposal = changes.shorter_cache(case)
+    filled = 512 / 1024
+    events = slices(raw(path))
+    # The copies of keys and values, and what scaled_dot_product_attention launches.
+    attends = [e for e in inside(events, raw_steps(events)[0]) if e["name"] == "aten::scaled_dot_product_attention"]
+    kernels = [work for e in attends for work in launched(events, e) if "cudnn_generated" in work["name"]]
+    assert len(kernels) == 28
+    for work in case.trace.steps[0].work:
+        before, after = (graph.dur[graph.activity[id(work)]] for graph in (case.graph, proposal.graph))
+        if "cudnn_generated" in work.name:
+            assert after == pytest.approx(filled * before, rel=0.05)
+    assert "84 kernels of attention over 1,024 keys, of which 512 are filled" in proposal.evidence
+    # The GPU waits for launches: less GPU work does not make this step shorter.
+    assert case.graph.recorded_us == pytest.approx(proposal.graph.step_us(), rel=0.001)
+    assert "shorter_cache" not in proposed(case)
+
+
+def test_expanded_keys_in_a_cuda_graph_predict_the_gpu_time_recorded_without_them(case_of):
+    """Of the same model with enable_gqa the CPU's time was longer in that recording: the GPU's spans are compared."""
+    events = slices(raw(LLM / "1x512_bf16_warm_compile_gqa_reduce-overhead.json.gz"))
+    spans = []
+    for mark in raw_steps(events):
+        work = raw_work(events, mark)
+        spans.append(max(map(end, work)) - work[0]["ts"])
+    one = proposed(case_of(TESTS / "models/qwen3_decode_graph.json.gz"))["shared_keys"]
+    assert "56 copies" in one.evidence
+    assert one.step_us_after == pytest.approx(sorted(spans)[len(spans) // 2], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        H200 / "01_matmul_add/4096_bf16_warm_compile_reduce-overhead.json.gz",
+        LLM / "1x512_bf16_warm_compile_flex_reduce-overhead.json.gz",
+        LLM / "1x512_bf16_warm_compile_gqa_tune_max-autotune.json.gz",
+    ],
+    ids=lambda path: path.name,
+)
+def test_a_change_of_gpu_work_alone_is_not_proposed_where_the_step_waits_for_launches(path, case_of):
+    """The step is as long on the CPU as from start to start: no GPU work decides it."""
+    events = slices(raw(path))
+    marks = raw_steps(events)
+    work = [raw_work(events, mark) for mark in marks]
+    on_cpu = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
+    busy = [sum(e["dur"] for e in some) for some in work]
+    assert on_cpu > 1.5 * sorted(busy)[len(busy) // 2] or "tune" in path.name
+    of_the_gpu = {"fuse_pointwise", "fused_attention", "tensor_cores", "align_shapes", "shorter_cache", "last_logits"}
+    assert not of_the_gpu & set(proposed(case_of(path)))
+
+
+def test_every_change_says_what_it_assumes():
+    """docs/opportunities.md has a row for each change."""
+    source = (ROOT / "docs/opportunities.py").read_text()
+    for change in CHANGES_OF_A_REPORT:
+        assert f'"{change.name}":' in source, change.name
+
+
+def short_steps(launches, first_us, tmp_path):
+    """A file of four steps: every 20 µs an op launches a kernel of 2 µs, the first one of `first_us`."""
+    events, time, correlation = [], 1000, 0
+    for number in range(4):
+        start = time
+        for place in range(launches):
+            correlation += 1
+            time += 20
+            events.append(event("aten::mul", "cpu_op", time, 18))
+            events.append(event("cudaLaunchKernel", "cuda_runtime", time + 2, 8, correlation=correlation))
+            dur = first_us if not place else 2
+            args = {"correlation": correlation, "device": 0, "stream": 7}
+            events.append(event("mul", "kernel", time + 12 + (first_us if place else 0), dur, tid=7, **args))
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", start, time + 20 - start))
+        time += 30
+    file = tmp_path / f"{launches}_{first_us}.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    return file
+
+
+def test_a_cuda_graph_of_few_launches_copies_its_inputs(tmp_path, case_of):
+    """20 launches take 400 µs. One launch of them takes 40 µs, the copies 50 µs of CPU time and 2 µs on the GPU."""
+    one = proposed(case_of(short_steps(20, 1, tmp_path)))["cuda_graph"]
+    assert one.basis == "bound" and "20 identical launches per step" in one.evidence
+    assert one.step_us == pytest.approx(430, abs=5)
+    # Of the CPU's 430 µs, 392 from the first op that launches to the last one's end are gone.
+    assert one.step_us_after == pytest.approx(430 - 398 + 40 + 50, abs=15)
+
+
+def test_a_cuda_graph_of_few_launches_is_not_proposed_where_copies_cost_more(tmp_path, case_of):
+    assert "cuda_graph" not in proposed(case_of(short_steps(20, 200, tmp_path))), "copies take at most 400 µs"
+    assert "cuda_graph" not in proposed(case_of(short_steps(3, 1, tmp_path))), "three launches take 60 µs"
+
+
+def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
+    file = CHANGES / "small/batched.json.gz"
+    assert cli.main([str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    waits = "56% of that time while the launching thread is in Python, between ops, and 23% of that time while it is in"
+    assert f"saves more than 2% of the recorded step. The GPU waits for the CPU: {waits} aten::bmm" in said
+    assert cli.main([str(CHANGES / "products/eager.json.gz")]) == 0
+    assert "The GPU waits for the CPU" not in capsys.readouterr().out
+
+
+def side(path):
+    return compare.Side(summarize(read(path)))
+
+
+def test_a_second_trace_shows_whether_a_change_was_made(tmp_path):
+    """Each change is made in an edited copy of the trace that its report is about; turned around, it is not made."""
+
+    def edited(path, name, edit):
+        document = raw(path)
+        edit(document)
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(document))
+        return file
+
+    def without_copies(document):
+        events = slices(document)
+        copies = [e for e in events if e["name"] == "aten::_foreach_copy_"]
+        gone = {e["args"]["correlation"] for copy in copies for e in launched(events, copy)}
+        document["traceEvents"] = [
+            e for e in document["traceEvents"]
+            if e["name"] != "aten::_foreach_copy_" and e.get("args", {}).get("correlation") not in gone
+        ]  # fmt: skip
+
+    def quick_lookups(document):
+        for e in document["traceEvents"]:
+            if "Cache Lookup" in e["name"] and "dur" in e:
+                e["dur"] /= 5
+
+    def without_weight_casts(document):
+        forward_alone(document)
+        events = slices(document)
+        gone = {id(e) for mark in raw_steps(events) for cast in weight_casts(events, mark)
+                for e in [*inside(events, cast), *launched(events, cast)]}  # fmt: skip
+        document["traceEvents"] = [e for e in document["traceEvents"] if id(e) not in gone]
+
+    def of_the_last_token(document):
+        ops_after_the_head(*SELECTS)(document)
+        for e in document["traceEvents"]:
+            dims = e.get("args", {}).get("Input Dims") or []
+            if [HIDDEN, VOCABULARY] in dims:
+                dims[0] = [1, HIDDEN]
+
+    pairs = {
+        "static_inputs": (AUTOTUNED, edited(AUTOTUNED, "static", without_copies)),
+        "skip_guards": (MLP_COMPILED, edited(MLP_COMPILED, "guards", quick_lookups)),
+        "cast_weights": (edited(AUTOCAST, "forward", forward_alone), edited(AUTOCAST, "once", without_weight_casts)),
+        "last_logits": (
+            edited(PREFILL, "all", ops_after_the_head(*SELECTS)), edited(PREFILL, "last", of_the_last_token)
+        ),
+    }  # fmt: skip
+    for change, (before, after) in pairs.items():
+        one, other = side(before), side(after)
+        assert [name for name in pairs if made.MADE[name](one, other)] == [change]
+        assert not made.MADE[change](other, one)
