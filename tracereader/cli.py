@@ -212,7 +212,7 @@ def _as_ranks(args) -> bool:
     elif args.html is not None:
         from tracereader.show import page
 
-        page.write(page.of_ranks(summary, traces), args.html, args.force)
+        page.write(page.of_ranks(summary, traces, args.limit or DEFAULT_LIMIT), args.html, args.force)
     else:
         ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
     if args.open:

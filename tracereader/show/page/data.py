@@ -46,7 +46,7 @@ def figures(
         "version": __version__,
         "file": Path(summary.source.trace).name,
         "head": _head(summary),
-        "opportunities": _opportunities(found),
+        "opportunities": proposed(found),
         "guesses": _guesses(summary, guesses),
         "patterns": _patterns(summary),
         "steps": _steps(summary),
@@ -100,7 +100,8 @@ def _launched(summary: Summary) -> bool:
     return any("Launch" in name for name in summary.cpu.runtime)
 
 
-def _opportunities(found: Sequence[Opportunity] | Refused) -> dict:
+def proposed(found: Sequence[Opportunity] | Refused) -> dict:
+    """The changes to try first, or why none can be priced."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
     return {"refused": None, "found": [msgspec.to_builtins(one) | {"share": one.share} for one in found]}

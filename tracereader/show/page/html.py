@@ -20,7 +20,7 @@ from tracereader.show.text import strict_json
 MARK = "<!doctype html><!-- a report of read-trace -->"
 SCRIPTS = (
     "dom", "format", "load", "address", "table", "charts", "slices", "draw", "timeline", "details", "overview",
-    "sections", "roofline", "compare", "ranks", "main",
+    "sections", "roofline", "compare", "heat", "ranks", "main",
 )  # fmt: skip
 STYLES = ("page", "timeline")
 ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})

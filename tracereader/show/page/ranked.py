@@ -8,10 +8,17 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.figures.rank import RankTrace
-from tracereader.figures.ranks import RanksSummary
+from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings import ranks as findings
+from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
+
+# The timeline has the collectives of all steps up to so many parts of ranks in them; beyond it, those of one step.
+PARTS_DRAWN = 200_000
+# Bars beside each other are read up to so many; the heat map has all.
+RANKS_BESIDE, STEPS_BESIDE = 16, 12
 
 
 class _Slice(msgspec.Struct):
@@ -28,18 +35,25 @@ class _Slice(msgspec.Struct):
         return self.start + self.dur
 
 
-def page(summary: RanksSummary, traces: Sequence[RankTrace]) -> tuple[dict, dict, list[bytes]]:
-    """The figures, the description of the timeline's columns, and the columns."""
+def page(
+    summary: RanksSummary, traces: Sequence[RankTrace], found: Sequence[Opportunity] | Refused | None
+) -> tuple[dict, dict, list[bytes]]:
+    """The figures, the description of the timeline's columns, and the columns. found: None if nothing can be tried."""
     lanes = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
+    drawn = next((one.step for one in lanes.values()), None)
+    collectives = summary.matched
+    if sum(len(one.ranks) for one in collectives) > PARTS_DRAWN:
+        collectives = [one for one in collectives if one.step == drawn]
     packing = Packing()
-    rows = {one.rank: _rows(summary, one.rank, traces, lanes) for one in summary.ranks}
+    rows = _rows(summary, traces, lanes, collectives)
     zero = min((one.start for some in rows.values() for one, _ in some), default=0)
     for one in summary.ranks:
         host = f" on {one.host}" if len(summary.clocks.hosts) > 1 and one.host else ""
         packing.add("CPU", f"rank {one.rank}{host}", rows[one.rank], zero)
-    slices, chunks = packing.packed({"steps": _steps(summary, rows, lanes, zero), "zero": zero})
+    slices, chunks = packing.packed({"steps": _steps(summary.steps, collectives, rows, lanes, zero), "zero": zero})
     slices = data.described(slices, {}, [], "")
     straggler = findings.straggler(summary)
+    beside = summary.steps[:STEPS_BESIDE] if len(summary.ranks) <= RANKS_BESIDE else ()
     figures = {
         "page": "ranks",
         "version": __version__,
@@ -50,51 +64,92 @@ def page(summary: RanksSummary, traces: Sequence[RankTrace]) -> tuple[dict, dict
         "world_size": summary.world_size,
         "in_short": findings.sentences(summary),
         "straggler": straggler.rank if straggler else None,
+        "opportunities": None if found is None else data.proposed(found),
         "missing": summary.missing,
         "not_read": {Path(path).name: why for path, why in summary.not_read.items()},
-        "drawn": next((one.step for one in lanes.values()), None),
-        "ranks": [{**msgspec.to_builtins(one), "trace": Path(one.trace).name} for one in summary.ranks],
+        "drawn": drawn,
+        "collectives_drawn": "of all steps" if collectives is summary.matched else "of that step alone",
+        "ranks": [_rank(one, beside) for one in summary.ranks],
         "steps": summary.steps,
-        "matched": [{**msgspec.to_builtins(one), "wait_us": max(one.waits_us, default=0.0)} for one in summary.matched],
+        "beside": beside,
+        "heat": _heat(summary),
+        "matched": [_collective(one) for one in summary.matched],
         "unmatched": summary.unmatched,
         "kinds": msgspec.to_builtins(summary.kinds),
     }
     return figures, slices, chunks
 
 
-def _rows(summary: RanksSummary, rank: int, traces: Sequence[RankTrace], lanes: dict) -> list[tuple[_Slice, int]]:
-    """On the common clock: what a rank computes in the drawn step, and below it its collectives of all steps."""
-    origin = min(
-        (one.start - round(summary.clocks.ahead_us[one.rank] * 1000) for one in traces if one.rank in lanes), default=0
-    )
-    ahead = round(summary.clocks.ahead_us[rank] * 1000) + origin
-    lane = lanes.get(rank)
-    found = [
-        (_Slice(name or "compute", "phase", start - ahead, end - start), 0)
-        for start, end, name in (lane.pieces if lane else ())
-    ]
+def _rank(one: RankFigures, beside: Sequence[str]) -> dict:
+    """One rank's figures, with those of the steps that are drawn beside the other ranks'."""
+    found = {name: getattr(one, name) for name in one.__struct_fields__ if name != "steps"}
+    steps = [msgspec.to_builtins(step) for step in one.steps if step.name in beside]
+    return {**found, "trace": Path(one.trace).name, "steps": steps}
+
+
+def _collective(one: Collective) -> dict:
+    """One collective as a row of a table: its times by rank are in the timeline."""
+    left_out = ("ranks", "starts_us", "took_us", "waits_us")
+    found = {name: getattr(one, name) for name in one.__struct_fields__ if name not in left_out}
+    return {**found, "wait_us": max(one.waits_us, default=0.0), "start_us": min(one.starts_us, default=0.0)}
+
+
+def _heat(summary: RanksSummary) -> dict | None:
+    """By rank and step: the step's time, and how long the rank waits for others in the step's collectives, summed."""
+    steps = {name: place for place, name in enumerate(summary.steps)}
+    if not steps:
+        return None
+    times = {one.rank: [None] * len(steps) for one in summary.ranks}
+    waits = {one.rank: [0.0] * len(steps) for one in summary.ranks}
+    for one in summary.ranks:
+        for step in one.steps:
+            if step.name in steps:
+                times[one.rank][steps[step.name]] = round(step.us, 3)
     for one in summary.matched:
-        if rank not in one.ranks:
-            continue
-        at = one.ranks.index(rank)
-        start, waited, took = (round(some[at] * 1000) for some in (one.starts_us, one.waits_us, one.took_us))
+        place = steps.get(one.step)
+        for rank, us in zip(one.ranks, one.waits_us, strict=True):
+            if place is not None:
+                waits[rank][place] += us
+    return {
+        "ranks": list(times),
+        "us": list(times.values()),
+        "waited_us": [[round(us, 3) for us in some] for some in waits.values()] if summary.matched else None,
+    }
+
+
+def _rows(
+    summary: RanksSummary, traces: Sequence[RankTrace], lanes: dict, collectives: Sequence[Collective]
+) -> dict[int, list[tuple[_Slice, int]]]:
+    """By rank, on the common clock: what it computes in the drawn step, and below it its collectives."""
+    ahead = {rank: round(us * 1000) for rank, us in summary.clocks.ahead_us.items()}
+    origin = min((one.start - ahead[one.rank] for one in traces if one.rank in lanes), default=0)
+    found: dict[int, list[tuple[_Slice, int]]] = {one.rank: [] for one in summary.ranks}
+    for rank, rows in found.items():
+        off = ahead[rank] + origin
+        rows += [
+            (_Slice(name or "compute", "phase", start - off, end - start), 0)
+            for start, end, name in (lanes[rank].pieces if rank in lanes else ())
+        ]
+    for one in collectives:
         told = {
             "collective": one.kind,
             "group": one.group,
             "step": one.step,
             "bytes": one.bytes,
-            "waited, µs": round(waited / 1e3, 3),
             "last to arrive": f"rank {one.last}",
             "bus GB/s": one.bus_gb_s,
         }
-        raw = json.dumps({name: value for name, value in told.items() if value is not None}).encode()
-        if waited > 0:
-            found.append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), 1))
-        found.append((_Slice(one.kind, "collective", start + waited, max(0, took - waited), raw), 1))
-    return sorted(found, key=lambda row: row[0].start)
+        told = {name: value for name, value in told.items() if value is not None}
+        for rank, *times in zip(one.ranks, one.starts_us, one.waits_us, one.took_us, strict=True):
+            start, waited, took = (round(us * 1000) for us in times)
+            raw = json.dumps({**told, "waited, µs": round(waited / 1e3, 3)}).encode()
+            if waited > 0:
+                found[rank].append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), 1))
+            found[rank].append((_Slice(one.kind, "collective", start + waited, max(0, took - waited), raw), 1))
+    return {rank: sorted(rows, key=lambda row: row[0].start) for rank, rows in found.items()}
 
 
-def _steps(summary: RanksSummary, rows: dict, lanes: dict, zero: int) -> list[dict]:
+def _steps(names: Sequence[str], collectives: Sequence[Collective], rows: dict, lanes: dict, zero: int) -> list[dict]:
     """Where the collectives of each step lie, and the computing that is drawn, on the common clock."""
     edges: dict[str, tuple[int, int]] = {}
     for rank, lane in lanes.items():
@@ -103,9 +158,9 @@ def _steps(summary: RanksSummary, rows: dict, lanes: dict, zero: int) -> list[di
             start, end = min(one.start for one in drawn) - zero, max(one.end for one in drawn) - zero
             before = edges.get(lane.step, (start, end))
             edges[lane.step] = min(before[0], start), max(before[1], end)
-    for one in summary.matched:
+    for one in collectives:
         start = round(min(one.starts_us) * 1000) - zero
         end = round(max(a + b for a, b in zip(one.starts_us, one.took_us, strict=True)) * 1000) - zero
         before = edges.get(one.step, (start, end))
         edges[one.step] = min(before[0], start), max(before[1], end)
-    return [{"name": name, "start": edges[name][0], "end": edges[name][1]} for name in summary.steps if name in edges]
+    return [{"name": name, "start": edges[name][0], "end": edges[name][1]} for name in names if name in edges]

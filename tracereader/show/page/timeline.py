@@ -205,7 +205,15 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
     zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
     zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
     packing.add_trace(trace, pieces, zero)
-    steps = [{"name": one.name, "start": one.start - zero, "end": one.end - zero} for one in trace.steps]
+    steps = [
+        {
+            "name": one.name,
+            "start": one.start - zero,
+            "end": one.end - zero,
+            "work_end": max((work.end for work in one.work), default=one.end) - zero,
+        }
+        for one in trace.steps
+    ]
     return packing.packed({"steps": steps, "idle": _idle(trace, zero), "memory": _memory(trace, zero)})
 
 

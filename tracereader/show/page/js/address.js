@@ -4,6 +4,9 @@ const address = {
   get(name) {
     return new URLSearchParams(location.hash.slice(1)).get(name);
   },
+  all(name) {
+    return new URLSearchParams(location.hash.slice(1)).getAll(name);
+  },
   // Changes some of it; null takes a name away.
   set(changes) {
     const words = new URLSearchParams(location.hash.slice(1));

@@ -16,7 +16,7 @@ function comparisonPage(data, root) {
   ];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
   withTimeline(data, place, {
-    note: "of each run the step that its report speaks of, with all steps starting at zero.",
+    note: "Each run has the step that its report speaks of, and all steps start at zero.",
     showKernel: name => pick({name}),
     ready: made => {
       timeline = made;

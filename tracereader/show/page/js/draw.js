@@ -1,8 +1,9 @@
 // Draws the timeline on a canvas: an axis with the steps, then every track's rows, of which only the visible ones.
 
 const ROW = 18, HEADER = 20, AXIS = 44, GAP = 6, FONT = "11px system-ui, sans-serif";
-const MEMORY_ROW = 44;
+const MEMORY_ROW = 44, MARK = 8; // pixels; of a mark, its radius
 const LEAST_WIDE = 1; // pixels; narrower slices of a row are drawn as one
+const LEAST_HIGH = 3, LOOKED_AT = 16; // of such slices: pixels; how many are looked at for the longest
 const ARROWS_DRAWN = 400;
 const IDLE = [
   ["not_launched", "idle, CPU launching"], ["launched", "idle, next activity launched and waiting"],
@@ -70,11 +71,11 @@ class Painter {
     return this.view.from + x / this.width * (this.view.to - this.view.from);
   }
 
-  // state: {view, scroll, selected, hover, searching}; how many slices were merged with others.
+  // state: {view, scroll, selected, hover, searching, marks}; how many slices are in view, narrower than a pixel, merged.
   draw(state) {
     this.view = state.view;
     const {context, paint} = this;
-    this.merged = this.seen = 0;
+    this.merged = this.narrow = this.seen = 0;
     context.fillStyle = paint.background;
     context.fillRect(0, 0, this.width, this.viewHeight);
     context.font = FONT;
@@ -91,11 +92,11 @@ class Painter {
       else if (band.kind === "idle") this.idle(band);
       else this.memory(band);
     }
-    if (state.searching) this.matches();
     this.arrows(state);
+    state.marks.forEach((mark, place) => this.mark(mark, String(place + 1)));
     context.restore();
     this.axis(state);
-    return {merged: this.merged, seen: this.seen};
+    return {merged: this.merged, narrow: this.narrow, seen: this.seen};
   }
 
   stepLines() {
@@ -127,31 +128,47 @@ class Painter {
   }
 
   row(row, y, state) {
-    const {context, slices, view} = this, {start, dur} = slices;
+    const {context, slices, view, paint} = this, {start, dur} = slices;
     const scale = this.width / (view.to - view.from), pixel = LEAST_WIDE / scale;
     let place = slices.firstFrom(row, view.from);
     while (place > 0 && start[row[place - 1]] + dur[row[place - 1]] > view.from) place--;
-    context.globalAlpha = state.searching ? 0.3 : 1;
     while (place < row.length) {
       const one = row[place], from = start[one];
       if (from > view.to) break;
       const x = (from - view.from) * scale, wide = dur[one] * scale;
-      if (wide >= LEAST_WIDE) {
-        this.slice(one, x, y, wide, state);
-        this.seen++;
-        place++;
-        continue;
+      let next = place + 1;
+      if (wide < LEAST_WIDE) {
+        // Everything that starts within this pixel, as one; the last of them may reach beyond it.
+        next = slices.firstFrom(row, from + pixel, next);
+        if (next - 1 > place && dur[row[next - 1]] >= pixel) next--;
       }
-      // Everything that starts within this pixel, as one; the last of them may reach beyond it.
-      let next = slices.firstFrom(row, from + pixel, place + 1);
-      if (next - 1 > place && dur[row[next - 1]] >= pixel) next--;
-      context.fillStyle = this.fillOf(one);
-      context.fillRect(x, y, LEAST_WIDE, ROW - 2);
+      const matching = state.searching && slices.matchesIn(row, place, next) > 0;
+      context.globalAlpha = state.searching && !matching ? 0.3 : 1;
+      if (wide >= LEAST_WIDE) this.slice(one, x, y, wide, state);
+      else {
+        this.together(row, place, next, x, y, slices.timeIn(row, place, next) / pixel);
+        this.narrow += next - place;
+      }
+      if (matching) {
+        const left = Math.max(-2, x);
+        context.fillStyle = paint.match;
+        context.fillRect(left, y + ROW - 4, Math.max(2, Math.min(this.width + 2, x + wide) - left), 2);
+      }
       if (next - place > 1) this.merged += next - place;
       this.seen += next - place;
       place = next;
     }
     context.globalAlpha = 1;
+  }
+
+  // Slices narrower than a pixel, in the color of a long one of them; as high as the share of the pixel that they fill.
+  together(row, place, next, x, y, filled) {
+    const {context, slices} = this, each = Math.max(1, Math.floor((next - place) / LOOKED_AT));
+    let longest = row[place];
+    for (let at = place + each; at < next; at += each) if (slices.dur[row[at]] > slices.dur[longest]) longest = row[at];
+    const high = Math.max(LEAST_HIGH, Math.round((ROW - 2) * Math.min(1, filled)));
+    context.fillStyle = this.fillOf(longest);
+    context.fillRect(x, y + ROW - 2 - high, LEAST_WIDE, high);
   }
 
   fillOf(one) {
@@ -198,20 +215,27 @@ class Painter {
 
   idle(band) {
     const {context, slices, view, paint} = this, {idle} = slices, y = band.y + HEADER;
-    const several = slices.tracks.filter(one => one.group === "GPU").length > 1 ? ` of GPU ${idle.device}` : "";
+    const several = slices.tracks.some(one => /^GPU \d+ /.test(one.title)) ? ` of GPU ${idle.device}` : "";
     this.header(band, `idle time${several}, by cause`);
     const scale = this.width / (view.to - view.from);
+    // Gaps narrower than a pixel stand on each other, each as high as the share of the pixel that it fills.
+    const filled = new Float64Array(Math.ceil(this.width) + 1);
     for (const [cause] of IDLE) {
-      const gaps = idle[cause];
+      const gaps = idle[cause], narrow = new Float64Array(filled.length);
       context.fillStyle = paint.idle[cause];
-      let drawn = -1;
       for (let place = 0; place < gaps.length; place += 2) {
         const x = (gaps[place] - view.from) * scale, wide = gaps[place + 1] * scale;
         if (x > this.width) break;
-        if (x + wide < 0 || x + wide < drawn + 0.5) continue;
-        context.fillRect(x, y, Math.max(0.5, wide), ROW - 2);
-        drawn = x + wide;
+        if (x + wide < 0) continue;
+        if (wide >= 1) context.fillRect(x, y, wide, ROW - 2);
+        else narrow[Math.max(0, Math.floor(x))] += wide;
       }
+      narrow.forEach((share, x) => {
+        const high = Math.min(share, 1 - filled[x]) * (ROW - 2);
+        if (high <= 0) return;
+        filled[x] += share;
+        context.fillRect(x, y + (ROW - 2) * (1 - Math.min(1, filled[x])), 1, high);
+      });
     }
   }
 
@@ -244,25 +268,6 @@ class Painter {
     return {x, y: band.y + HEADER + depth * ROW, wide: Math.max(1, this.x(slices.start[one] + slices.dur[one]) - x)};
   }
 
-  matches() {
-    const {context, slices, paint, view} = this, drawn = new Map();
-    const low = view.from, high = view.to;
-    for (const one of slices.matches) {
-      if (slices.start[one] > high) break;
-      if (slices.start[one] + slices.dur[one] < low) continue;
-      const box = this.boxOf(one);
-      if (!box || box.x + box.wide < (drawn.get(box.y) ?? -9) + 0.5) continue;
-      const left = Math.max(-2, box.x), wide = Math.max(2, Math.min(this.width + 2, box.x + box.wide) - left);
-      drawn.set(box.y, left + wide);
-      const fill = this.fillOf(one);
-      context.fillStyle = fill;
-      context.fillRect(left, box.y, wide, ROW - 2);
-      context.fillStyle = paint.match;
-      context.fillRect(left, box.y + ROW - 4, wide, 2);
-      if (wide > 22) this.label(slices.shownName(one), left + 4, box.y, wide - 6, fill);
-    }
-  }
-
   arrows({selected}) {
     this.arrowsLeft = 0;
     if (selected === null) return;
@@ -290,10 +295,42 @@ class Painter {
     context.globalAlpha = 1;
     const box = this.boxOf(selected);
     if (box) {
+      const left = Math.max(-2, box.x), right = Math.min(this.width + 2, box.x + box.wide);
       context.strokeStyle = paint.ink;
       context.lineWidth = 2;
-      context.strokeRect(Math.max(-2, box.x), box.y - 1, Math.max(3, Math.min(this.width + 4, box.wide)), ROW);
+      if (right >= left) context.strokeRect(left, box.y - 1, Math.max(3, right - left), ROW);
     }
+  }
+
+  // Whether so many pixels of a slice's row are empty before it.
+  isFreeBefore(one, pixels) {
+    const {slices} = this, row = slices.trackOf(one).rows[slices.columns.depth[one]];
+    const before = row[slices.firstFrom(row, slices.start[one]) - 1];
+    return before === undefined || this.x(slices.start[before] + slices.dur[before]) < this.x(slices.start[one]) - pixels;
+  }
+
+  // A numbered disc at a slice or an idle gap: at the right end of what is wide, else before it where there is room.
+  mark({slice, gap}, text) {
+    const {context, paint} = this, band = gap && this.bands.find(one => one.kind === "idle");
+    const box = slice !== undefined ? this.boxOf(slice)
+      : band ? {x: this.x(gap.start), y: band.y + HEADER, wide: this.x(gap.start + gap.dur) - this.x(gap.start)} : null;
+    if (!box || box.x > this.width || box.x + box.wide < 0) return;
+    const left = Math.max(0, box.x), right = Math.min(this.width, box.x + box.wide), wide = right - left;
+    const inside = wide > 5 * MARK || (wide > 2 * MARK && slice !== undefined && !this.isFreeBefore(slice, 2 * MARK + 2));
+    const x = Math.max(MARK + 1, inside ? right - MARK - 2 : left - MARK - 2), y = box.y + ROW / 2 - 1;
+    context.beginPath();
+    context.arc(x, y, MARK, 0, 2 * Math.PI);
+    context.fillStyle = paint.match;
+    context.fill();
+    context.lineWidth = 1.5;
+    context.strokeStyle = paint.background;
+    context.stroke();
+    context.font = `bold ${FONT}`;
+    context.textAlign = "center";
+    context.fillStyle = this.inkOn(paint.match);
+    context.fillText(text, x, y + 0.5);
+    context.textAlign = "start";
+    context.font = FONT;
   }
 
   axis(state) {

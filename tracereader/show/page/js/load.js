@@ -23,15 +23,25 @@ async function slicesOf() {
   let at = 8 + length;
   const columns = {};
   for (const {name, bytes: width, count} of found.columns) {
-    columns[name] = numbers(whole.subarray(at, at + width * count), width, count);
-    at += width * count;
+    const planes = whole.subarray(at, at += width * count);
+    once(columns, name, () => numbers(planes, width, count));
   }
   return {...found, columns};
 }
 
+// A property that is made when it is first read: some columns are read for a selected slice only.
+function once(object, name, make) {
+  Object.defineProperty(object, name, {configurable: true, get() {
+    const value = make();
+    Object.defineProperty(object, name, {value});
+    return value;
+  }});
+}
+
 // From byte planes, the lowest first. Times may need more than 32 bits: doubles hold 53.
 function numbers(planes, width, count) {
-  const Kind = width === 1 ? Uint8Array : width === 2 ? Uint16Array : width === 4 ? Uint32Array : Float64Array;
+  if (width === 1) return planes;
+  const Kind = width === 2 ? Uint16Array : width === 4 ? Uint32Array : Float64Array;
   const found = new Kind(count);
   for (let plane = width - 1; plane >= 0; plane--) {
     const from = plane * count;

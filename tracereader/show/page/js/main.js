@@ -3,7 +3,7 @@
 const SECTIONS = [
   ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
   ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
-  ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["rank-list", "Ranks"],
+  ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
   ["collectives", "Collectives"], ["changes", "What changed"],
 ];
 
@@ -46,7 +46,7 @@ function tracePage(data, root) {
   fill(root, [bar(data, parts), el("main", {}, parts)]);
 
   withTimeline(data, place, {
-    note: "frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.",
+    note: "These are all slices that the reader keeps; frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.",
     showKernel, ready: made => { timeline = made; applyAddress(); },
   });
 
@@ -82,12 +82,13 @@ function withTimeline(data, place, {note, showKernel, ready}) {
   slicesOf().then(found => {
     const slices = new Slices(found);
     const timeline = new Timeline(slices, one => fill(clear(details), [describe(slices, one, timeline, showKernel)]));
-    const held = `The timeline holds ${counted(slices.count, "slice")} of ${counted(slices.tracks.length, "track")}: all that the reader keeps; ${note}`;
+    const held = `The timeline holds ${counted(slices.count, "slice")} on ${counted(slices.tracks.length, "track")}. ${note}`;
     fill(clear(place), [el("h2", {}, "Timeline"), el("p", {class: "told"}, held), timelineLegend(slices),
       el("div", {class: "panes"}, timeline.node, details)]);
     timeline.fit();
     fill(details, [describe(slices, null, timeline, showKernel)]);
     ready(timeline);
+    timeline.mark(address.all("mark"));
     document.body.dataset.ready = "true";
   }).catch(problem => {
     fill(place, [el("p", {class: "warning"}, `The timeline cannot be drawn here: ${problem.message}`)]);
@@ -99,7 +100,7 @@ const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime ca
   span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank"};
 
 function timelineLegend(slices) {
-  const used = new Set(slices.columns.family), kinds = new Set(slices.columns.kind);
+  const used = valuesOf(slices.columns.family), kinds = valuesOf(slices.columns.kind);
   const idle = slices.idle ? IDLE.filter(([cause]) => slices.idle[cause].length) : [];
   const item = (value, text) => el("li", {}, swatch(value), text);
   return el("ul", {class: "legend small"},

@@ -12,14 +12,22 @@ function ranksPage(data, root) {
     if (!timeline) return;
     const at = timeline.slices.steps.findIndex(step => step.name === row.step);
     if (at >= 0) timeline.goTo(at);
-    const start = Math.min(...row.starts_us), found = nearest(timeline.slices, start * 1e3, row);
+    const found = nearest(timeline.slices, row.start_us * 1e3, data.ranks.findIndex(one => one.rank === row.last));
     if (found !== null) { timeline.select(found, true); timeline.zoomTo(found); timeline.zoom(3); }
     place.scrollIntoView({behavior: "smooth"});
   };
-  const parts = [ranksOverview(data), data.hasTimeline && place, rankSteps(data), rankTable(data), collectivesSection(data, goTo), about(data)];
+  const goToStep = number => {
+    const at = timeline ? timeline.slices.steps.findIndex(step => step.name === data.steps[number]) : -1;
+    if (at < 0) return;
+    timeline.goTo(at);
+    place.scrollIntoView({behavior: "smooth"});
+  };
+  const parts = [ranksOverview(data), data.opportunities && opportunities({...data, hasTimeline: false}, () => {}),
+    data.hasTimeline && place, heatSection(data, goToStep), rankSteps(data), rankTable(data), collectivesSection(data, goTo), about(data)];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
   withTimeline(data, place, {
-    note: `on one clock: collectives of all steps, and computing in ${data.drawn ?? "no step"}.`,
+    note: data.drawn === null ? "All ranks are on one clock."
+      : `All ranks are on one clock: computing in ${data.drawn.replace(/^ProfilerStep/, "step ")}, and collectives ${data.collectives_drawn}.`,
     showKernel: () => {},
     ready: made => {
       timeline = made;
@@ -30,11 +38,10 @@ function ranksPage(data, root) {
   });
 }
 
-// The collective of a row of the table, on the rank that came last.
-function nearest(slices, start, row) {
-  const track = slices.tracks[row.ranks.indexOf(row.last)] ?? slices.tracks[0], wanted = track.rows[1];
-  const zero = slices.zero ?? 0;
-  return wanted ? slices.at(wanted, start - zero, Infinity) : null;
+// The collective that starts at a time, on a rank's track.
+function nearest(slices, start, place) {
+  const wanted = slices.tracks[place]?.rows[1];
+  return wanted ? slices.at(wanted, start - (slices.zero ?? 0), Infinity) : null;
 }
 
 function ranksOverview(data) {
@@ -48,7 +55,7 @@ function ranksOverview(data) {
 
 function rankSteps(data) {
   const parts = rank => RANK_PARTS.map(([key, name, color]) => ({name, color, key}));
-  const steps = data.steps.slice(0, 12);
+  const steps = data.beside;
   if (!steps.length) return null;
   const most = Math.max(...data.ranks.flatMap(rank => rank.steps.map(step => step.us))) || 1;
   return section("step-list", "Steps of all ranks",

@@ -8,6 +8,7 @@ class Slices {
     this.decoded = new Map(Object.entries(found.decoded));
     const {start, name} = this.columns;
     this.count = name.length;
+    this.timeUpTo = new Map();
     this.start = new Float64Array(this.count);
     this.tracks = this.placedTracks();
     for (const track of this.tracks) {
@@ -16,7 +17,7 @@ class Slices {
     }
     delete this.columns.start;
     this.dur = this.columns.dur;
-    this.matches = new Uint32Array(0);
+    this.search(() => false);
   }
 
   // By track its rows: the places of its slices, by depth and in each by start.
@@ -89,12 +90,38 @@ class Slices {
     return found;
   }
 
-  // The slices whose names pass a test, by start.
+  // Finds the slices whose names pass a test; how many there are.
   search(test) {
-    const wanted = this.names.map(name => test(name) || test(this.shown.get(name) ?? "")), found = [];
-    for (let one = 0; one < this.count; one++) if (wanted[this.columns.name[one]]) found.push(one);
-    this.matches = Uint32Array.from(found).sort((a, b) => this.start[a] - this.start[b]);
-    return this.matches;
+    const wanted = Uint8Array.from(this.names, name => test(name) || test(this.shown.get(name) ?? "")), {name} = this.columns;
+    this.isMatch = one => wanted[name[one]] === 1;
+    this.matchesUpTo = new Map();
+    once(this, "matches", () => this.foundMatches());
+    this.matched = 0;
+    for (let one = 0; one < this.count; one++) this.matched += wanted[name[one]];
+    return this.matched;
+  }
+
+  // Their places, by start.
+  foundMatches() {
+    const found = new Uint32Array(this.matched);
+    let next = 0;
+    for (let one = 0; one < this.count; one++) if (this.isMatch(one)) found[next++] = one;
+    return found.sort((a, b) => this.start[a] - this.start[b]);
+  }
+
+  // How many slices of a row match from one place to another.
+  matchesIn(row, from, to) {
+    if (!this.matched) return 0;
+    if (!this.matchesUpTo.has(row)) this.matchesUpTo.set(row, summed(row, one => this.isMatch(one), Uint32Array));
+    const upTo = this.matchesUpTo.get(row);
+    return upTo[to] - upTo[from];
+  }
+
+  // ns that the slices of a row take from one place to another.
+  timeIn(row, from, to) {
+    if (!this.timeUpTo.has(row)) this.timeUpTo.set(row, summed(row, one => this.dur[one], Float64Array));
+    const upTo = this.timeUpTo.get(row);
+    return upTo[to] - upTo[from];
   }
 
   // In a row, the first place whose slice starts at or after a time.
@@ -123,4 +150,18 @@ class Slices {
   stepAt(moment) {
     return this.steps.find(step => moment >= step.start && moment < step.end) ?? null;
   }
+}
+
+// Of a row, the sums of a value over its first slices, so that a sum over any part of it is one difference.
+function summed(row, value, Kind) {
+  const found = new Kind(row.length + 1);
+  for (let place = 0; place < row.length; place++) found[place + 1] = found[place] + Number(value(row[place]));
+  return found;
+}
+
+// The values in a column of small numbers.
+function valuesOf(column) {
+  const seen = new Uint8Array(256);
+  for (const value of column) seen[value] = 1;
+  return {has: value => seen[value] === 1};
 }

@@ -9,7 +9,7 @@ class Timeline {
     this.onSelect = select;
     this.whole = {from: -0.01 * slices.end, to: 1.01 * slices.end};
     this.step = slices.steps[0];
-    this.state = {view: {...this.whole}, scroll: 0, selected: null, hover: null, searching: false, step: null, origin: 0};
+    this.state = {view: {...this.whole}, scroll: 0, selected: null, hover: null, searching: false, step: null, origin: 0, marks: []};
     this.build();
     this.painter = new Painter(this.canvas, slices);
     this.painter.layout();
@@ -71,6 +71,7 @@ class Timeline {
     this.fittedTo = width;
     this.painter.resize(width, Math.max(160, Math.min(TALLEST, innerHeight * 0.8, this.painter.layout() + AXIS)));
     this.scrollTo(this.state.scroll);
+    this.drawNow(); // a canvas of another size is empty
   }
 
   // Draws with the next frame, once however often it is asked for.
@@ -80,14 +81,16 @@ class Timeline {
   }
 
   drawNow() {
+    cancelAnimationFrame(this.asked);
     this.asked = null;
     if (!this.fittedTo) return;
-    const {merged, seen} = this.painter.draw(this.state);
+    const {merged, narrow, seen} = this.painter.draw(this.state);
     this.view = this.state.view;
     const left = this.painter.arrowsLeft ? ` ${whole(this.painter.arrowsLeft)} more arrows are not drawn.` : "";
+    const high = narrow ? " What is narrower than a pixel is as high as the share of the pixel that it fills." : "";
     this.told.textContent = (merged
       ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors: zoom in to tell them apart.`
-      : `All ${whole(seen)} slices in view are drawn.`) + left;
+      : `All ${whole(seen)} slices in view are drawn.`) + high + left;
     this.canvas.dataset.from = this.state.view.from;
     this.canvas.dataset.to = this.state.view.to;
   }
@@ -101,11 +104,18 @@ class Timeline {
     this.draw();
   }
 
-  zoom(factor, x = this.painter.width / 2) {
+  // Around a point of the canvas; else around the selection where it is in view, or the middle.
+  zoom(factor, x = this.middle()) {
     const {from, to} = this.state.view, at = from + x / this.painter.width * (to - from);
     const long = Math.max(LEAST_NS, Math.min((to - from) * factor, this.whole.to - this.whole.from));
     const start = at - x / this.painter.width * long;
     this.show({from: start, to: start + long});
+  }
+
+  middle() {
+    const {state: {selected, view}, slices, painter} = this;
+    const at = selected === null ? NaN : slices.start[selected] + slices.dur[selected] / 2;
+    return at > view.from && at < view.to ? (at - view.from) / (view.to - view.from) * painter.width : painter.width / 2;
   }
 
   pan(shares) {
@@ -275,12 +285,44 @@ class Timeline {
     if (found !== null && found !== undefined) this.select(found, true);
   }
 
+  // Numbered marks, each at the first slice in view whose name matches; `REGEXP,3` is the third, `idle` the longest gap.
+  mark(texts) {
+    this.state.marks = texts.map(text => text === "idle" ? {gap: this.longestGap()} : {slice: this.inView(text)})
+      .filter(one => one.gap || one.slice !== undefined);
+    this.canvas.dataset.marks = this.state.marks.length;
+    this.draw();
+  }
+
+  // Of the step that is shown, GPU work is what was launched in it.
+  inView(text) {
+    const [, name, number] = /^(.*?)(?:,(\d+))?$/s.exec(text), test = matcher(name), {slices, state: {view, step}} = this;
+    if (!test) return undefined;
+    const wanted = slices.names.map(one => test(one)), found = [], from = step?.start ?? view.from, to = step?.end ?? view.to;
+    for (let one = 0; one < slices.count; one++) {
+      if (!wanted[slices.columns.name[one]]) continue;
+      const moment = slices.start[(step && slices.launchOf(one)) ?? one];
+      if (moment >= from && moment < to) found.push(one);
+    }
+    return found.sort((a, b) => slices.start[a] - slices.start[b])[Number(number ?? 1) - 1];
+  }
+
+  longestGap() {
+    const {slices: {idle}, state: {view}} = this;
+    let longest = null;
+    for (const [cause] of idle ? IDLE : [])
+      for (let place = 0; place < idle[cause].length; place += 2) {
+        const [start, dur] = idle[cause].slice(place, place + 2);
+        if (start >= view.from && start + dur <= view.to && dur > (longest?.dur ?? 0)) longest = {start, dur};
+      }
+    return longest;
+  }
+
   // What matches, highlighted; the text is kept in the address.
   searchFor(text) {
     const test = text ? matcher(text) : () => false;
     this.search.setAttribute("aria-invalid", String(!test));
     this.highlight(test ?? (() => false), Boolean(text && test));
-    this.found.textContent = !text ? "" : test ? counted(this.slices.matches.length, "match", "matches") : "not a regular expression";
+    this.found.textContent = !text ? "" : test ? counted(this.slices.matched, "match", "matches") : "not a regular expression";
     address.set({search: text || null});
   }
 
@@ -295,7 +337,7 @@ class Timeline {
     const wanted = new Set(names);
     this.search.value = "";
     this.highlight(name => wanted.has(name), wanted.size > 0);
-    this.found.textContent = wanted.size ? `${counted(this.slices.matches.length, "slice")} of ${told}` : "";
+    this.found.textContent = wanted.size ? `${counted(this.slices.matched, "slice")} of ${told}` : "";
   }
 
   nextMatch(places) {
@@ -319,9 +361,9 @@ class Timeline {
     this.steps.value = place === null ? "" : String(place);
     if (remember) address.set({step: step ? step.name.replace(/^ProfilerStep#/, "") : null});
     if (!step) return this.show(this.whole);
-    // A step's GPU work may run behind it: where the next step begins it is still shown.
-    const room = 0.02 * (step.end - step.start);
-    this.show({from: step.start - room, to: step.end + room});
+    // A step's GPU work may end after the CPU has left the step.
+    const end = Math.max(step.end, step.work_end ?? step.end), room = 0.02 * (end - step.start);
+    this.show({from: step.start - room, to: end + room});
   }
 
   moveStep(places) {
