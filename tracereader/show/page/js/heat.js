@@ -1,6 +1,6 @@
 // A heat map: ranks from top to bottom, steps from left to right, one cell for each.
 
-const HEAT_HIGH = 420, CELL_HIGH = 18, HEAT_LEFT = 58, HEAT_TOP = 20;
+const HEAT_HIGH = 420, CELL_HIGH = 18, HEAT_LEFT = 66, HEAT_TOP = 20;
 
 class HeatMap {
   // layers: {name, values (by rank, by step, in µs), low}; pick(step's place): what Enter and a click do.
@@ -14,9 +14,10 @@ class HeatMap {
     this.chips = layers.map(layer => el("button", {type: "button", "aria-pressed": String(layer === this.layer), onclick: () => this.show(layer)}, layer.name));
     this.node = el("div", {class: "heat"}, layers.length > 1 && el("div", {class: "chips"}, this.chips), this.scale, this.canvas, this.told);
     this.high = Math.max(1, Math.min(CELL_HIGH, HEAT_HIGH / ranks.length));
-    new ResizeObserver(() => this.draw()).observe(this.node);
-    addEventListener("themed", () => this.draw());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    this.cells = document.createElement("canvas"); // they are many: drawn once, and copied under each selection
+    new ResizeObserver(() => this.drawCells()).observe(this.node);
+    addEventListener("themed", () => this.drawCells());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.drawCells());
     const cellOf = event => this.at(event.offsetX, event.offsetY);
     this.canvas.addEventListener("pointermove", event => this.select(cellOf(event)));
     this.canvas.addEventListener("click", event => { const cell = cellOf(event); if (cell) this.pick(cell.step); });
@@ -28,6 +29,7 @@ class HeatMap {
     this.layer = layer;
     this.chips.forEach((chip, place) => chip.setAttribute("aria-pressed", String(this.layers[place] === layer)));
     this.select(this.cell);
+    this.drawCells();
   }
 
   at(x, y) {
@@ -51,22 +53,24 @@ class HeatMap {
     if (cell) this.told.dataset.value = value ?? "";
     this.told.textContent = cell ? `Rank ${this.ranks[cell.rank]}, ${this.stepName(cell.step)}: ${time(value)}.`
       : "Point at a cell, or use the arrow keys, to read its time. A click or Enter shows the step in the timeline.";
-    this.draw();
+    this.asked ??= requestAnimationFrame(() => this.draw());
   }
 
   stepName(place) {
     return this.steps[place].replace(/^ProfilerStep/, "step ");
   }
 
-  draw() {
+  drawCells() {
     const width = this.node.clientWidth;
     if (!width) return;
-    const {canvas, ranks, steps, high, layer} = this, ratio = window.devicePixelRatio || 1, height = HEAT_TOP + Math.ceil(ranks.length * high) + 2;
+    const {cells, canvas, ranks, steps, high, layer} = this, ratio = window.devicePixelRatio || 1;
+    const height = HEAT_TOP + Math.ceil(ranks.length * high) + 2;
     this.wide = (width - HEAT_LEFT - 2) / steps.length;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
+    this.gap = high >= 6 && this.wide >= 6 ? 1 : 0;
+    canvas.width = cells.width = Math.round(width * ratio);
+    canvas.height = cells.height = Math.round(height * ratio);
     canvas.style.height = `${height}px`;
-    const context = canvas.getContext("2d", {alpha: false});
+    const context = cells.getContext("2d", {alpha: false});
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = color("card");
     context.fillRect(0, 0, width, height);
@@ -74,18 +78,31 @@ class HeatMap {
     const most = known.reduce((a, b) => Math.max(a, b), 0), least = layer.low ?? known.reduce((a, b) => Math.min(a, b), most);
     this.scale.textContent = most > least ? `From ${time(least)} (pale) to ${time(most)} (full color).` : `All cells: ${time(most)}.`;
     context.fillStyle = color(layer.color);
-    const gap = high >= 6 && this.wide >= 6 ? 1 : 0;
     layer.values.forEach((row, rank) => row.forEach((value, step) => {
       if (value === null) return;
       context.globalAlpha = 0.08 + 0.92 * (most > least ? (value - least) / (most - least) : 0);
-      context.fillRect(HEAT_LEFT + step * this.wide, HEAT_TOP + rank * high, Math.max(1, this.wide - gap), Math.max(1, high - gap));
+      context.fillRect(...this.box(rank, step, 1));
     }));
     context.globalAlpha = 1;
     this.labels(context, width);
+    this.draw();
+  }
+
+  draw() {
+    this.asked = undefined;
+    if (!this.wide) return;
+    const context = this.canvas.getContext("2d", {alpha: false}), ratio = window.devicePixelRatio || 1;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.drawImage(this.cells, 0, 0);
     if (!this.cell) return;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.strokeStyle = color("ink");
     context.lineWidth = 2;
-    context.strokeRect(HEAT_LEFT + this.cell.step * this.wide, HEAT_TOP + this.cell.rank * high, Math.max(3, this.wide - gap), Math.max(3, high - gap));
+    context.strokeRect(...this.box(this.cell.rank, this.cell.step, 3));
+  }
+
+  box(rank, step, least) {
+    return [HEAT_LEFT + step * this.wide, HEAT_TOP + rank * this.high, Math.max(least, this.wide - this.gap), Math.max(least, this.high - this.gap)];
   }
 
   // Every so many ranks and steps that their labels have room.
@@ -94,7 +111,7 @@ class HeatMap {
     context.font = FONT;
     context.fillStyle = color("muted");
     context.textBaseline = "middle";
-    for (let rank = 0, each = Math.ceil(14 / high); rank < ranks.length; rank += each)
+    for (let rank = 0, each = Math.ceil(14 / high); rank === 0 || rank + 6 / high < ranks.length; rank += each)
       context.fillText(`rank ${ranks[rank]}`, 2, HEAT_TOP + (rank + 0.5) * high + (high < 14 ? 3 : 0));
     for (let step = 0, each = Math.ceil(60 / wide); step < steps.length; step += each)
       if (HEAT_LEFT + step * wide < width - 40) context.fillText(cut(this.stepName(step), 12), HEAT_LEFT + step * wide + 1, 9);

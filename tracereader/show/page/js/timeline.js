@@ -172,7 +172,7 @@ class Timeline {
     }
     const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, one]) => one);
     if (others.length) { // two fingers: the distance between them zooms
-      const before = Math.abs(held.x - others[0].x), after = Math.abs(x - others[0].x);
+      const before = Math.hypot(held.x - others[0].x, held.y - others[0].y), after = Math.hypot(x - others[0].x, y - others[0].y);
       if (before > 10 && after > 10) this.zoom(before / after, (x + others[0].x) / 2);
       this.moved = 99;
     } else {
