@@ -1007,12 +1007,19 @@ def test_the_step_that_was_asked_for_is_the_one_shown(chromium, tmp_path, capsys
 
 
 def test_paper_is_white_whatever_the_screen_is(chromium, pages):
+    screen = {"width": 1280, "height": 400, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     browser = shown(chromium, pages(TRAINING))
     browser.execute_script("document.getElementById('theme').click()")
     assert browser.execute_script("return document.documentElement.dataset.theme") in ("light", "dark")
-    browser.execute_script("document.documentElement.dataset.theme = 'dark'; dispatchEvent(new Event('beforeprint'))")
+    high = "return document.getElementById('canvas').clientHeight"
+    browser.execute_script("document.documentElement.dataset.theme = 'dark'")
+    on_screen = browser.execute_script(high)
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
+    assert browser.execute_script(high) > on_screen  # all tracks: paper does not scroll
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
     assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
     assert printed.startswith(b"%PDF") and len(printed) > 20_000

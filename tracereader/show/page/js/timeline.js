@@ -1,6 +1,6 @@
 // The timeline: zoom and pan, selection, search, steps to jump to.
 
-const TALLEST = 640, LEAST_NS = 40;
+const TALLEST = 640, TALLEST_ON_PAPER = 900, LEAST_NS = 40;
 const KEYS = "W and S zoom, A and D pan, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
 
 class Timeline {
@@ -48,6 +48,8 @@ class Timeline {
     const again = () => { this.painter.repaint(); this.draw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     addEventListener("themed", () => { this.painter.repaint(); this.drawNow(); });
+    addEventListener("beforeprint", () => this.fit(true));
+    addEventListener("afterprint", () => this.fit());
     canvas.addEventListener("keydown", event => this.key(event));
     canvas.addEventListener("wheel", event => this.wheel(event), {passive: false});
     canvas.addEventListener("pointerdown", event => this.grab(event));
@@ -65,11 +67,13 @@ class Timeline {
     this.steps.addEventListener("change", () => this.goTo(this.steps.value === "" ? null : Number(this.steps.value)));
   }
 
-  fit() {
+  // Paper does not scroll: there the timeline is as high as its tracks, up to a page.
+  fit(onPaper = false) {
     const width = this.frame.clientWidth;
     if (!width) return;
     this.fittedTo = width;
-    this.painter.resize(width, Math.max(160, Math.min(TALLEST, innerHeight * 0.8, this.painter.layout() + AXIS)));
+    const most = onPaper ? TALLEST_ON_PAPER : Math.min(TALLEST, innerHeight * 0.8);
+    this.painter.resize(width, Math.max(160, Math.min(most, this.painter.layout() + AXIS)));
     this.scrollTo(this.state.scroll);
     this.drawNow(); // a canvas of another size is empty
   }
