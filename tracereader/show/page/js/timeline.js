@@ -48,8 +48,8 @@ class Timeline {
     const again = () => { this.painter.repaint(); this.draw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     addEventListener("themed", () => { this.painter.repaint(); this.drawNow(); });
-    addEventListener("beforeprint", () => this.fit(true));
-    addEventListener("afterprint", () => this.fit());
+    for (const kind of ["beforeprint", "afterprint"])
+      addEventListener(kind, () => { this.onPaper = kind === "beforeprint"; this.fit(); });
     canvas.addEventListener("keydown", event => this.key(event));
     canvas.addEventListener("wheel", event => this.wheel(event), {passive: false});
     canvas.addEventListener("pointerdown", event => this.grab(event));
@@ -68,11 +68,11 @@ class Timeline {
   }
 
   // Paper does not scroll: there the timeline is as high as its tracks, up to a page.
-  fit(onPaper = false) {
+  fit() {
     const width = this.frame.clientWidth;
     if (!width) return;
     this.fittedTo = width;
-    const most = onPaper ? TALLEST_ON_PAPER : Math.min(TALLEST, innerHeight * 0.8);
+    const most = this.onPaper ? TALLEST_ON_PAPER : Math.min(TALLEST, innerHeight * 0.8);
     this.painter.resize(width, Math.max(160, Math.min(most, this.painter.layout() + AXIS)));
     this.scrollTo(this.state.scroll);
     this.drawNow(); // a canvas of another size is empty
