@@ -558,7 +558,7 @@ def test_a_large_trace_is_there_at_once(chromium, tmp_path, events):
     browser.execute_script(
         "const one = document.getElementById('search'); one.value = '^aten::mm$'; one.dispatchEvent(new Event('input'))"
     )
-    named = sum(one["name"] == "aten::mm" for one in json.loads(trace.read_text())["traceEvents"])
+    named = trace.read_text().count('"name": "aten::mm"')
     assert text(browser, "#found") == f"{named:,} matches"
     press(browser, "n", "w", "w", "d", "s", "Escape")
     is_quiet(browser, page)
