@@ -23,6 +23,7 @@ TIME, SEQUENCE, FLAGS = 0x40, 0x50, 0x68
 CLOCKS, SLICE, NAMES, TRACK, WORK, COUNTERS = 0x32, 0x5A, 0x62, 482, 426, 418
 PACKED = (402, 1066)  # packets compressed once more, which torch does not write
 CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH = 0x0A, 0x12, 0x1A, 234, 194, 8010  # tables of names
+COUNTED = 378  # the table of the groups of counters
 REAL_TIME, SINCE_BOOT = 6, 1  # clocks
 CLEARED = 1  # a bit of FLAGS: the tables so far no longer hold
 BEGIN, END = 1, 2
@@ -36,6 +37,7 @@ CATEGORY_OF = {
 RENAMED = {"device id": "device", "context id": "context", "stream id": "stream"}
 TEXT = ("Collective name", "Process Group Name", "Process Group Description")
 OF_THE_WRITER = ("arch", "process_id", "process_name")
+NO_STREAM = (1 << 31) - 1
 FIRST_GPU = 5_000_000  # in the order of processes: what torch writes in JSON
 GRAPH_ARROWS = 1 << 40  # the first number of the arrows between a graph's nodes, above all correlations
 KEPT = 10_000  # arguments whose JSON is kept, because many slices have the same shapes
@@ -129,6 +131,14 @@ def _number(raw: bytes) -> int:
     return _varint(raw, 0, len(raw))[0]
 
 
+def _time(raw: bytes) -> int:
+    """The same of ns since 1970, of which only the lowest bits change from slice to slice."""
+    if len(raw) < 5:
+        return _number(raw)
+    low = raw[0] & 0x7F | (raw[1] & 0x7F) << 7 | (raw[2] & 0x7F) << 14 | (raw[3] & 0x7F) << 21
+    return (low | _number(raw[4:]) << 28) & 0xFFFF_FFFF_FFFF_FFFF
+
+
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
@@ -136,6 +146,11 @@ def _signed(value: int) -> int:
 @lru_cache(4096)
 def _quoted(text: str) -> bytes:
     return _encoded(text)
+
+
+@lru_cache(4096)
+def _named(category: str, name: str) -> bytes:
+    return b'{"ph":"X","cat":%b,"name":%b,' % (_encoded(category), _encoded(name))
 
 
 def _text(raw: bytes) -> str:
@@ -170,7 +185,7 @@ class _Reader:
         self.limit, self.oldest_first = limit, oldest_first
         self.size = 0
         self.events: list[bytes] = []
-        self.names: dict[int, dict[int, str]] = {}  # by table and number, of the sequence that is being read
+        self.names: dict[int, dict] = {}  # by table and number, of the sequence that is being read
         self.sequences = {0: self.names}
         self.sequence = 0
         self.tracks: dict[int, tuple[bytes, str]] = {}  # where its slices stand; their category if they do not say it
@@ -179,11 +194,12 @@ class _Reader:
         self.in_order, self.nested = True, False
         self.real_time = self.since_boot = 0
         self.named: set[tuple] = set()  # devices and their lanes
-        self.counters: dict[int, str] = {}
         self.ops: list[tuple] = []  # of autograd: start, thread of the forward op, sequence number, place
         self.nodes: dict[int, tuple[bytes, int, int]] = {}  # of replayed graphs, by id: place, start, end
         self.waits: list[tuple[int, int]] = []  # a node's id, and that of one that it waits for
-        self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON
+        self.known: dict[bytes, bytes] = {}  # arguments of slices as JSON, and how those that are numbers begin
+        self.launches: dict[bytes, dict[str, object]] = {}  # grids, blocks and registers
+        self.heads: dict[tuple[int, int], tuple[bytes, bool]] = {}  # by name and category
         self._read(data)
 
     def whole(self) -> bytes:
@@ -201,7 +217,7 @@ class _Reader:
                 if after <= stop == found.end(4) + _number(inner) <= end:
                     self._use_sequence(_number(sequence))
                     numbers = _number(track), _number(name), _number(category)
-                    self._slice(_varint(time, 0, len(time))[0], kind[0], *numbers, data[after:stop])
+                    self._slice(_time(time), kind[0], *numbers, data[after:stop])
                     at = stop
                     continue
             tag, packet, at = _field(data, at, end)
@@ -228,7 +244,7 @@ class _Reader:
                 messages.append((tag, value))
         if flags & CLEARED:
             self.names.clear()
-            self.known.clear()
+            self._forget()
         for tag, value in messages:
             if tag == SLICE:
                 found = dict(_fields(value))
@@ -249,12 +265,18 @@ class _Reader:
     def _use_sequence(self, number: int) -> None:
         if number != self.sequence:
             self.sequence, self.names = number, self.sequences.setdefault(number, {})
-            self.known.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was made of names, since other ones hold from here on."""
+        self.known.clear()
+        self.heads.clear()
+        self.launches.clear()
 
     def _add(self, event: bytes) -> None:
         self.size += len(event) + 1
         if self.size > self.limit:
-            raise Broken(f"more than {self.limit} bytes as JSON; --limit raises the limit")
+            raise Broken(f"more than {self.limit:,} bytes as JSON; --limit and the free memory set this limit")
         self.events.append(event)
 
     def _clocks(self, data: bytes) -> None:
@@ -264,11 +286,13 @@ class _Reader:
         self.since_boot = clocks.get(SINCE_BOOT, self.real_time)
 
     def _tables(self, data: bytes) -> None:
-        self.known.clear()
+        self._forget()
         for tag, value in _fields(data):
             if tag in (CATEGORIES, EVENTS, ARGUMENTS, TEXTS, STAGES, LAUNCH):
                 entry = dict(_fields(value))
                 self.names.setdefault(tag, {})[entry.get(0x08, 0)] = _text(entry.get(0x12, b""))
+            elif tag == COUNTED:
+                self.names.setdefault(tag, {})[dict(_fields(value)).get(0x08, 0)] = self._counted(value)
 
     def _name(self, table: int, number: int) -> str:
         return self.names.get(table, {}).get(number, "")
@@ -283,6 +307,8 @@ class _Reader:
         if 0x22 in track:
             usual = self.tracks.get(track.get(0x28, 0), (b"", ""))[1]
             pid = -1 if usual == "overhead" else pid
+            # What waits for no stream is torch's stream -1, whose track has the number 1 in torch's JSON.
+            tid = 1 if usual == "cuda_sync" and tid == NO_STREAM else tid
             self._say("thread_name", pid, tid, name=_text(found.get(0x2A, b"")))
         else:
             name = _text(found.get(0x32, b""))
@@ -307,52 +333,69 @@ class _Reader:
         if kind == BEGIN:
             if waiting:
                 self.nested = True
-            waiting.append((time, self._name(EVENTS, name), self._name(CATEGORIES, category), fields))
+            head = self.heads.get((name, category)) or self._head(name, category)
+            waiting.append((time, head, fields))
             return
         if not waiting:
             raise Broken("a slice in it ends and did not begin")
-        start, name, category, fields = waiting.popleft() if self.oldest_first else waiting.pop()
+        start, (head, of_autograd), fields = waiting.popleft() if self.oldest_first else waiting.pop()
         place, usual = self.tracks.get(track) or (b'"pid":0,"tid":%d' % track, "")
+        if usual:
+            head = head.replace(b'"cat":""', b'"cat":%b' % _quoted(usual), 1)
         args = self._args(fields)
-        self._x(category or usual, name, place, start, time - start, args)
-        if b'"Fwd thread id"' in args and not name.startswith(AUTOGRAD) and (found := _NUMBERED.search(args)):
+        self._x(head, place, start, time - start, args)
+        if of_autograd and (found := _NUMBERED.search(args)):
             self.ops.append((start, int(found[1]), int(found[2]), place))
 
-    def _x(self, category: str, name: str, place: bytes, start: int, ns: int, args: bytes) -> None:
-        self._add(
-            b'{"ph":"X","cat":%b,"name":%b,%b,"ts":%b,"dur":%b,"args":{%b}}'
-            % (_quoted(category), _quoted(name), place, _us(start - self.since_boot), _us(ns), args)
-        )
+    def _head(self, name: int, category: int) -> tuple[bytes, bool]:
+        """How a slice begins in JSON; whether it may be an op that autograd numbers."""
+        named, cat = self._name(EVENTS, name), self._name(CATEGORIES, category)
+        found = _named(cat, named), cat == "cpu_op" and not named.startswith(AUTOGRAD)
+        if len(self.heads) < KEPT:
+            self.heads[name, category] = found
+        return found
+
+    def _x(self, head: bytes, place: bytes, start: int, ns: int, args: bytes) -> None:
+        self._add(b'%b%b,"ts":%b,"dur":%b,"args":{%b}}' % (head, place, _us(start - self.since_boot), _us(ns), args))
 
     def _args(self, data: bytes) -> bytes:
         """The arguments among a slice's fields, as what stands in a JSON object."""
         found, known = [], self.known
         at, end = 0, len(data)
         while at < end:
-            if data[at] == 0x22 and at + 1 < end and data[at + 1] < min(0x80, end - at - 1):
-                one = data[at + 2 : at + 2 + data[at + 1]]
-                at += 2 + data[at + 1]
-            else:
+            stop = at + 2 + data[at + 1] if data[at] == 0x22 and at + 1 < end else end + 1
+            if stop > end or data[at + 1] >= 0x80:
                 tag, one, at = _field(data, at, end)
                 if tag != 0x22:
                     continue
-            found.append(known.get(one) or self._arg(one))
+            else:
+                one = data[at + 2 : stop]
+                at = stop
+            member = known.get(one)
+            if member is None:
+                # Mostly a name and a number that no other slice has.
+                after = one[1] + 3 if len(one) > 3 else 0
+                head, number = known.get(one[:after]), one[after:]
+                if head is None or not number or number[-1] >= 0x80:
+                    member = self._arg(one)
+                else:
+                    member = head + b"%d" % _signed(_number(number))
+            found.append(member)
         return b",".join(found)
 
     def _arg(self, data: bytes, depth: int = 0) -> bytes:
         """A name and its value, as a member of a JSON object."""
-        after = 2 + data[1] if data[:1] == b"\x52" and len(data) > 1 else len(data)
-        if data[after : after + 1] == b"\x20" and data[1] < 0x80:  # a whole number, mostly of this slice alone
-            number, stop = _varint(data, after + 1, len(data))
-            if stop == len(data):
-                return b"%b:%d" % (_quoted(_text(data[2:after])), _signed(number))
         found = list(_fields(data))
         names = [
-            _text(value) if tag == 0x52 else self._name(ARGUMENTS, value) for tag, value in found if tag in (8, 82)
+            _text(value) if tag == 0x52 else self._name(ARGUMENTS, value) for tag, value in found if tag in (0x08, 0x52)
         ]
-        member = b"%b:%b" % (_encoded(names[-1] if names else ""), self._value(found, depth))
+        name = _encoded(names[-1] if names else "") + b":"
+        member = name + self._value(found, depth)
         if not depth and len(self.known) < KEPT:
-            self.known[data] = member
+            if [tag for tag, _ in found] == [0x52, 0x20] and data[1] < 0x80:
+                self.known[data[: data[1] + 3]] = name
+            else:
+                self.known[data] = member
         return member
 
     def _value(self, fields: list, depth: int) -> bytes:
@@ -393,7 +436,12 @@ class _Reader:
                 found[tag] = value
         number, device, ns = found.get(0x08, 0), _signed(found.get(0x58, 0)), _signed(found.get(0x10, 0))
         stage = self._name(STAGES, found.get(0x70, 0))
-        args |= self._launch(found.get(170, b""))
+        launch = found.get(170, b"")
+        if (how := self.launches.get(launch)) is None:
+            how = self._launch(launch)
+            if len(self.launches) < KEPT:
+                self.launches[launch] = how
+        args |= how
         stream = args.get("stream")
         lane, lane_name = stream if type(stream) is int else 0, f"stream {stream}"
         if told := _LANE.fullmatch(self._name(STAGES, found.get(0x68, 0))):
@@ -405,7 +453,7 @@ class _Reader:
         name = f"HostNode: {args['host fn']}" if "host fn" in args else self._name(EVENTS, found.get(160, 0)) or stage
         self._name_lane(device, lane, lane_name)
         place = b'"pid":%d,"tid":%d' % (device, lane)
-        self._x(CATEGORY_OF.get(stage, stage), name, place, time, ns, _encoded(args)[1:-1])
+        self._x(_named(CATEGORY_OF.get(stage, stage), name), place, time, ns, _encoded(args)[1:-1])
         if "graph node id" in args:
             self.nodes[number] = place, time, time + ns
             self.waits.extend((number, other) for other in waits)
@@ -438,24 +486,22 @@ class _Reader:
             self._say("thread_name", device, lane, name=name)
             self._say("thread_sort_index", device, lane, sort_index=lane)
 
+    def _counted(self, data: bytes) -> tuple[int, dict[int, str]]:
+        """The device that a group of counters is of, and their names by number."""
+        found = dict(_fields(data))
+        specs = [dict(_fields(value)) for tag, value in _fields(found.get(0x12, b"")) if tag == 0x0A]
+        return _signed(found.get(0x18, 0)), {one.get(0x08, 0): _text(one.get(0x12, b"")) for one in specs}
+
     def _samples(self, time: int, data: bytes) -> None:
-        """Counters as torch writes them in JSON, in a process of their own for each device."""
+        """Counters as torch writes them in JSON: each device's in a process of their own."""
         found = list(_fields(data))
+        device, names = self.names.get(COUNTED, {}).get(dict(found).get(0x20, 0), (0, {}))
         for tag, value in found:
-            for inner, spec in _fields(value) if tag == 0x0A else ():
-                if inner == 0x0A:
-                    counter = dict(_fields(spec))
-                    self.counters[counter.get(0x08, 0)] = _text(counter.get(0x12, b""))
-        process = b'"GPU %d Counters"' % _signed(dict(found).get(0x18, 0))
-        for tag, value in found:
-            if tag != 0x12:
-                continue
-            sample = dict(_fields(value))
-            name = self.counters.get(sample.get(0x08, 0))
-            number = b"%d" % _signed(sample[0x10]) if 0x10 in sample else _encoded(_double(sample.get(0x19)))
-            if name is not None:
-                parts = (_quoted(name), process, _us(time - self.since_boot), number)
-                self._add(b'{"ph":"C","name":%b,"pid":%b,"ts":%b,"args":{"":%b}}' % parts)
+            sample = dict(_fields(value)) if tag == 0x12 else {}
+            if (name := names.get(sample.get(0x08, 0))) and (0x10 in sample or 0x19 in sample):
+                number = _signed(sample[0x10]) if 0x10 in sample else struct.unpack("<d", sample[0x19])[0]
+                parts = _quoted(name), device, _us(time - self.since_boot), _encoded(number)
+                self._add(b'{"ph":"C","name":%b,"pid":"GPU %d Counters","ts":%b,"args":{"":%b}}' % parts)
 
     def _draw_backward(self) -> None:
         """The arrows from forward to backward ops, by the rule of torch's profiler.
@@ -484,7 +530,3 @@ class _Reader:
         for ph, where, ns, more in ((b"s", source, from_ns, b""), (b"f", place, to_ns, b',"bp":"e"')):
             parts = (ph, number, where, _us(ns - self.since_boot), kind, kind, more)
             self._add(b'{"ph":"%b","id":%d,%b,"ts":%b,"cat":"%b","name":"%b"%b}' % parts)
-
-
-def _double(raw: bytes | None) -> float | None:
-    return None if raw is None else struct.unpack("<d", raw)[0]
