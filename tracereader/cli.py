@@ -22,7 +22,9 @@ def main(argv=None):
         "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run: who waits",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .json.gz file")
+    parser.add_argument(
+        "traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .pftrace file, or such a file with .gz"
+    )
     parser.add_argument("--name", metavar="KERNEL", help="explain this kernel's name instead of reading a trace")
     parser.add_argument(
         "--json", action="store_true", help="print everything measured of a trace, or of one run's ranks, as JSON"
@@ -50,6 +52,11 @@ def main(argv=None):
         metavar="LIMIT",
         help='of a comparison, exit with 1 where a run crosses it: "step > 5%%", "launches > 0", "memory > 100 MB"',
     )
+    parser.add_argument(
+        "--export",
+        metavar="FILE",
+        help="write the trace, or one run's ranks, as JSON in which Perfetto drops nothing (.json or .json.gz)",
+    )
     sections.add_view_flags(parser)
     args = parser.parse_args(argv)
     sections.by_flag(args)  # refuses at once what excludes itself
@@ -65,12 +72,14 @@ def main(argv=None):
     limits = _limits(args)
     if args.html is not None:
         _refuse_beside_html(args)
+    if args.export is not None:
+        _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
     several = len(args.traces) > 1 and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
-    for flag in ("open", "json", "against"):
+    for flag in ("open", "json", "against", "export"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
     if args.previous and len(args.traces) < 3:
@@ -91,6 +100,11 @@ def main(argv=None):
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
+    if args.export is not None:
+        from tracereader.show import export
+
+        export.write(first, args.export, args.force, args.limit or DEFAULT_LIMIT)
+        return
     for path in others:  # before reading the first one, which may take long
         try:
             refuse_at_once(path)
@@ -114,7 +128,7 @@ def main(argv=None):
     if args.open:
         from tracereader.show import perfetto
 
-        perfetto.hand_over(args.traces[-1])
+        perfetto.hand_over(args.traces[-1], limit=args.limit or DEFAULT_LIMIT)
 
 
 def _compare(args, view, first: list, summary, limits) -> None:
@@ -189,6 +203,16 @@ def _refuse_beside_html(args) -> None:
     files.refuse_early(args.html, args.force)
 
 
+def _refuse_beside_export(args) -> None:
+    """Raises BadInput for what does not go with --export, and where its file cannot be written."""
+    from tracereader.show import export
+
+    for flag in ("json", "open", "only", "all", "lanes", "previous", "against", "markdown", "fail_if", "html", "step"):
+        if getattr(args, flag):
+            raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
+    export.refuse_early(args.export, args.force, args.traces)
+
+
 def _as_ranks(args) -> bool:
     """Print what the ranks of one run show together; False where these are other traces, to be compared."""
     from tracereader.figures import reading
@@ -209,18 +233,25 @@ def _as_ranks(args) -> bool:
     summary, traces = found
     if args.json:
         print(ranks.as_json(summary, view, args.limit or DEFAULT_LIMIT))
+    elif args.export is not None:
+        pass
     elif args.html is not None:
         from tracereader.show import page
 
         page.write(page.of_ranks(summary, traces, args.limit or DEFAULT_LIMIT), args.html, args.force)
     else:
         ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
-    if args.open:
+    if args.open or args.export is not None:
         try:
             name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)
         except TraceError as problem:
             raise BadInput(problem) from None
-        perfetto.hand_over(name, content)
+        if args.open:
+            perfetto.hand_over(name, content)
+        else:
+            from tracereader.show import export
+
+            export.write_merged(content, args.export, args.force, args.traces)
     return True
 
 

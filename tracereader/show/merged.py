@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.ranks import RankFigures, RanksSummary
+from tracereader.show.tracks import on_lanes
 from tracereader.trace import TraceError
 from tracereader.trace.document import LARGEST, decoded, json_of
 
@@ -27,7 +28,8 @@ def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
             events, base = _read(Path(one.trace), limit)
             bases = base if bases is None else bases
             events = _of_rank(one, events, (base - bases) / 1e3 - summary.clocks.ahead_us[one.rank])
-            file.write(b"," * bool(number) + msgspec.json.encode(events)[1:-1])
+            spread, _ = on_lanes(msgspec.json.encode(events))
+            file.write(b"," * bool(number) + spread[1:-1])
         file.write(b"]}")
     first = Path(summary.ranks[0].trace)
     return first.with_name(f"{len(summary.ranks)}_ranks_{first.name.removesuffix('.gz')}.gz"), packed.getvalue()

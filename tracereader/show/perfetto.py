@@ -17,7 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tracereader.interrupts import raised
+from tracereader.show import tracks
 from tracereader.show.text import console, paragraph, plain, shown_path
+from tracereader.trace import TraceError
+from tracereader.trace.document import DEFAULT_LIMIT
 
 ORIGIN = "https://ui.perfetto.dev"
 # How long to wait for a click on the page, and from then on for Perfetto's answer.
@@ -170,16 +173,22 @@ class Server(ThreadingHTTPServer):
 
 
 def hand_over(
-    trace: Path, content: bytes | None = None, timeout_s: float = TIMEOUT_S, answer_s: float = ANSWER_S
+    trace: Path,
+    content: bytes | None = None,
+    timeout_s: float = TIMEOUT_S,
+    answer_s: float = ANSWER_S,
+    limit: int = DEFAULT_LIMIT,
 ) -> bool:
     """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it.
 
     content: what to hand over where that is no file's; `trace` is its name then. timeout_s: how long to wait for a
-    click on the page; answer_s: from then on, for Perfetto's answer.
+    click on the page; answer_s: from then on, for Perfetto's answer. limit: the most JSON that is read of the file.
     """
     out = console()
     instead = f"open {plain(shown_path(trace))} at {ORIGIN} yourself" if content is None else "run the command again"
     why = "no longer waiting"
+    if content is None:
+        content = _spread(trace, limit)
     with raised(), Server(trace, content=content, answer_s=answer_s) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
@@ -208,6 +217,24 @@ def hand_over(
             server.shutdown()
     paragraph(out, "handed over to Perfetto" if server.handed_over.is_set() else f"not handed over: {why}")
     return server.handed_over.is_set()
+
+
+def _spread(trace: Path, limit: int) -> bytes | None:
+    """A copy in which Perfetto shows every slice, where it would drop some of the file's own; else None."""
+    try:
+        content, moved = tracks.copy_of(trace, limit)
+    except TraceError:
+        return None  # Perfetto may read what the reader cannot
+    if not moved:
+        return None
+    paragraph(console(), f"{said_of(moved)}; the file stays as it is")
+    return content
+
+
+def said_of(moved: int) -> str:
+    """What was done with the slices that Perfetto would drop."""
+    slices = f"{moved:,} slices overlap others" if moved > 1 else "1 slice overlaps another"
+    return f"{slices} of the same track, which Perfetto would drop; in this copy they are on lanes of their own"
 
 
 def _minutes(seconds: float) -> str:

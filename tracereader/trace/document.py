@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from tracereader.machine import free_memory
+from tracereader.trace import pftrace
 from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.types import SHAPES
 
@@ -128,9 +129,11 @@ def refuse_at_once(path: Path) -> None:
 
 
 def json_of(path: Path, limit: int) -> bytes:
-    """What the file holds, unpacked. Raises TraceError."""
+    """The JSON that the file holds, unpacked; that of a trace in Perfetto's format is made here. Raises TraceError."""
     with _refusals(path):
-        return _unpacked(path, limit)
+        data = _unpacked(path, limit)
+        # The events as JSON stand in memory twice while they are joined.
+        return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2)) if pftrace.is_one(data) else data
 
 
 @contextlib.contextmanager

@@ -45,7 +45,13 @@ def write(page: str, target: str, force: bool) -> int:
         sys.stdout.buffer.flush()
         return len(data)
     refuse_early(target, force)  # again: somebody else may have written it meanwhile
-    path = Path(target).resolve()
+    replace(Path(target), data)
+    return len(data)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file. Whatever happens, its path holds the old file or the whole new one."""
+    path = path.resolve()
     scratch = path.with_name(f".{path.name[:80]}.{secrets.token_hex(6)}.tmp")
     with interrupts.undone_by(lambda: scratch.unlink(missing_ok=True)):
         try:
@@ -56,4 +62,3 @@ def write(page: str, target: str, force: bool) -> int:
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
-    return len(data)

@@ -1,0 +1,52 @@
+"""--export: a trace written as JSON in which Perfetto shows every slice."""
+
+import gzip
+from pathlib import Path
+
+from tracereader.command import BadInput
+from tracereader.show import tracks
+from tracereader.show.page import files
+from tracereader.show.perfetto import said_of
+from tracereader.show.text import console, paragraph, plain, shown_path
+from tracereader.trace import TraceError
+
+ENDINGS = (".json", ".json.gz")
+
+
+def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
+    """Raises BadInput where the copy cannot be written there: before a trace is read, which may take long."""
+    path = Path(target)
+    if not path.name.endswith(ENDINGS) or path.name in ENDINGS:
+        raise BadInput(f"--export {target}: the name has to end in .json or .json.gz")
+    if not path.resolve().parent.is_dir():
+        raise BadInput(f"--export {target}: no such folder: {path.resolve().parent.name}")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise BadInput(f"--export {target}: not a plain file")
+    if any(trace.exists() and path.samefile(trace) for trace in traces):
+        raise BadInput(f"--export {target}: that is the trace itself, which stays as it is; name another file")
+    if not force:
+        raise BadInput(f"--export {target}: exists; --force overwrites it")
+
+
+def write(trace: Path, target: str, force: bool, limit: int) -> None:
+    """Write one trace's copy and say what is different in it. Raises BadInput."""
+    try:
+        content, moved = tracks.copy_of(trace, limit)
+    except TraceError as problem:
+        raise BadInput(problem) from None
+    _put(content, target, force, [trace])
+    said = f"; {said_of(moved)}" if moved else "; no slice had to be moved"
+    paragraph(console(), f"{plain(shown_path(Path(target)))} is written{said}")
+
+
+def write_merged(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
+    """Write the merged traces of a run's ranks, which are packed. Raises BadInput."""
+    _put(gzip.decompress(content), target, force, traces)
+    paragraph(console(), f"{plain(shown_path(Path(target)))} is written: {len(traces)} ranks in one trace")
+
+
+def _put(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
+    refuse_early(target, force, traces)  # again: somebody else may have written it meanwhile
+    files.replace(Path(target), tracks.packed_as(target, content))
