@@ -4,11 +4,13 @@ import gzip
 import json
 
 import pytest
+from raw_events import event
 from references import H200
 
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.places import by_module
+from tracereader.replay import Graph, graph_of
 from tracereader.trace import TraceError, read
 from tracereader.trace.capture import read_with_captures
 
@@ -92,13 +94,19 @@ def test_a_capture_without_gpu_work_names_ops_and_modules(tmp_path):
     assert by_module(read(graph), step=read(graph).steps[-1]) == ()
 
 
-def test_of_several_captured_sizes_the_next_larger_one_ran(tmp_path):
-    """As vLLM names the capture and the run. Without that, captures of different shapes are not told apart."""
+VLLM = ("graph_capture_rank_0_{}.json", True, "execute_5_context_0(sq0sk0sqsq0sqsk0)_generation_5(sq5sk5sqsq5sqsk5)")
+OLDER_VLLM = (*VLLM[:2], "execute_context_1(3)_generation_2(2)")
+SGLANG = ("DecodeCudaGraphRunner_bs_{}_rank0.json", False, "step[DECODE bs=5 g_sqsq=5]")
+
+
+@pytest.mark.parametrize(("file", "in_annotation", "executed"), [VLLM, OLDER_VLLM, SGLANG])
+def test_of_several_captured_sizes_the_next_larger_one_ran(file, in_annotation, executed, tmp_path):
+    """As these name the capture and the run. Without that, captures of different shapes are not told apart."""
     eager = CHANGES / "decode/eager.json.gz"
     folder = tmp_path / "capture_traces"
     folder.mkdir()
     for size in (1, 8, 16):
-        as_capture(eager, folder / f"graph_capture_rank_0_{size}.json", size=size, shapes=size)
+        as_capture(eager, folder / file.format(size), size=size if in_annotation else None, shapes=size)
     (folder / "execution_details.json").write_text("[]")
     document = json.loads(gzip.decompress((CHANGES / "decode/graph.json.gz").read_bytes()))
     plain = tmp_path / "plain.json"
@@ -109,13 +117,109 @@ def test_of_several_captured_sizes_the_next_larger_one_ran(tmp_path):
     assert told == f"3 of 3 CUDA graph launches fit no capture in {folder}, or several that differ"
     launches = [one for one in document["traceEvents"] if one["name"] == "cudaGraphLaunch" and one["ph"] == "X"]
     for launch in launches:
-        name = "execute_5_context_0(sq0sk0sqsq0sqsk0)_generation_5(sq5sk5sqsq5sqsk5)"
-        around = {"ts": launch["ts"] - 0.5, "dur": launch["dur"] + 1, "cat": "user_annotation", "name": name}
+        around = {"ts": launch["ts"] - 0.5, "dur": launch["dur"] + 1, "cat": "user_annotation", "name": executed}
         document["traceEvents"].append({**launch, **around, "args": {}})
     (tmp_path / "named.json").write_text(json.dumps(document))
     trace = read_with_captures(tmp_path / "named.json", [folder])
     graphs = [one for one in trace.work if one.from_graph]
-    assert graphs and {one.recorded.trace.path.name for one in graphs} == {"graph_capture_rank_0_8.json"}
+    assert graphs and {one.recorded.trace.path.name for one in graphs} == {file.format(8)}
+
+
+def graph_launched(at, correlation, *kernels):
+    """A graph's launch, and its kernels as (name, stream, start, duration, arguments)."""
+    yield event("cudaGraphLaunch", "cuda_runtime", at, 5, correlation=correlation)
+    for name, stream, start, dur, args in kernels:
+        tied = {"correlation": correlation, "device": 0, "stream": stream, **args}
+        yield {**event(name, "kernel", start, dur, stream), "pid": 0, "args": tied}
+
+
+def write(path, *events):
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_a_model_captured_in_pieces_is_tied_piece_by_piece(tmp_path):
+    """All pieces launch the same; the order of the captures is that of the replays in a step."""
+    captured = []
+    for place, module in enumerate(("Layer_0", "Layer_1")):
+        at = 100 * place
+        captured += [
+            event("cudaStreamBeginCapture", "cuda_runtime", at, 1, correlation=at + 1),
+            event(f"nn.Module: {module}", "python_function", at + 10, 50),
+            event("aten::mm", "cpu_op", at + 20, 30),
+            event("cudaLaunchKernel", "cuda_runtime", at + 30, 5, correlation=at + 2),
+            event("cudaStreamEndCapture", "cuda_runtime", at + 80, 1, correlation=at + 3),
+        ]
+    capture = write(tmp_path / "capture.json", *captured)
+    replayed = []
+    for step in range(2):
+        at = 1000 * step
+        replayed += [
+            event(f"ProfilerStep#{step}", "user_annotation", at, 900),
+            event("aten::copy_", "cpu_op", at + 1, 2),
+        ]
+        for place in range(2):
+            kernel = ("gemm", 7, at + 100 * place + 20, 40, {})
+            replayed += graph_launched(at + 100 * place + 10, 10 * step + place + 1, kernel)
+    trace = read_with_captures(write(tmp_path / "graph.json", *replayed), [capture])
+    for step in trace.steps:
+        assert [(one.name, one.pieces) for one in by_module(trace, step)] == [("Layer_0", 1), ("Layer_1", 1)]
+
+
+def test_an_edge_of_a_graph_decides_what_a_node_waits_for(tmp_path):
+    """C depends on A alone, although B of a third stream ended later and right before C."""
+    events, flow = [], {"cat": "ac2g", "name": "ac2g", "pid": 0}
+    for step in range(3):
+        at, number = 1000 * step, (1 << 40) + step
+        events += [event(f"ProfilerStep#{step}", "user_annotation", at, 900), event("aten::mm", "cpu_op", at + 1, 2)]
+        args = {"graph id": 2}
+        kernels = [("A", 7, at + 20, 100, args), ("B", 8, at + 20, 139, args), ("C", 9, at + 160, 300, args)]
+        events += graph_launched(at + 10, step + 1, *kernels)
+        events += [
+            flow | {"ph": "s", "id": number, "tid": 7, "ts": at + 120},
+            flow | {"ph": "f", "id": number, "tid": 9, "ts": at + 160, "bp": "e"},
+        ]
+    waited = {}
+    for edges in (True, False):
+        some = [one for one in events if edges or one.get("cat") != "ac2g"]
+        trace = read(write(tmp_path / "graph.json", *some))
+        graph = graph_of(trace)
+        assert isinstance(graph, Graph)
+        name_of = {graph.activity[id(one)]: one.name for one in trace.work}
+        nodes = [graph.activity[id(one)] for one in trace.work if one.name == "C"]
+        waited[edges] = [name_of[graph.wait[node]] for node in nodes]
+    assert waited == {True: ["A"] * 3, False: ["B"] * 3}
+
+
+STRANGE = (None, True, -1, 2**70, 1e300, "x", "", [], {}, [1], {"a": None})
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=repr)
+def test_strange_values_in_what_torch_added_leave_the_rest_readable(strange, tmp_path):
+    """Files come from anywhere."""
+    args = {"graph id": strange, "graph node id": strange, "original_stream": strange, "annotation": strange}
+    events = [event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::mm", "cpu_op", 1, 2)]
+    events += graph_launched(10, 1, ("A", 7, 20, 100, args), ("B", 7, 130, 100, {**args, "name": strange}))
+    on_gpu = {"ph": "X", "pid": 0, "tid": 7, "ts": 20, "dur": 1}
+    sync = {name: strange for name in ("cuda_sync_kind", "stream", "device", "wait_on_stream", "correlation")}
+    events += [
+        on_gpu | {"cat": "graph_host_node", "name": "HostNode", "args": {**args, "correlation": strange}},
+        on_gpu | {"cat": "cuda_sync", "name": "Stream Sync", "args": sync},
+        on_gpu | {"cat": "cuda_sync", "name": "Stream Sync", "args": {**sync, "correlation": 1, "stream": 7}},
+        on_gpu | {"cat": "gpu_memcpy", "name": "Memcpy", "args": {"copy kind": strange, "src kind": strange}},
+        on_gpu | {"cat": "gpu_memset", "name": "Memset", "args": {"memory kind": strange}},
+        {"ph": "C", "name": "SM Clock (MHz)", "pid": "GPU 0 Counters", "ts": 5, "args": {"": strange}},
+        {"ph": "C", "name": "SM Clock (MHz)", "pid": "GPU 0 Counters", "ts": 6, "args": strange},
+        {"ph": "C", "name": "Power (W)", "pid": strange, "ts": 5, "args": {"": 1}},
+        {"ph": "C", "name": "Power (W)", "pid": 0, "ts": strange, "args": {"": 1}},
+        {"ph": "s", "cat": "ac2g", "id": 1 << 40, "pid": 0, "tid": 7, "ts": 120},
+        {"ph": "f", "cat": "ac2g", "id": 1 << 41, "pid": strange, "tid": strange, "ts": strange},
+    ]
+    path = write(tmp_path / "strange.json", *events)
+    assert cli.main([str(path), "--all"]) == 0
+    trace = read(path)
+    assert [one.name for one in trace.work][:1] == ["A"]
+    graph_of(trace)
 
 
 def test_a_replay_of_another_length_or_of_several_streams_is_not_tied(tmp_path):
@@ -162,13 +266,13 @@ def test_capture_and_replay_in_one_file(tmp_path):
     captured = json.loads(as_capture(eager, tmp_path / "capture.json").read_text())["traceEvents"]
     begin = min(one["ts"] for one in document["traceEvents"] if one["ph"] == "X")
     shift = max(one["ts"] + one.get("dur", 0) for one in captured if one["ph"] == "X") - begin + 1000
-    (one,) = {(event["pid"], event["tid"]) for event in document["traceEvents"] if event.get("cat") == "cuda_runtime"}
-    for event in captured:
-        event["ts"] -= round(shift)
-        event["pid"], event["tid"] = one
-        if event.get("args", {}).get("correlation"):
-            event["args"]["correlation"] += 10**7
-    document["traceEvents"] += [event for event in captured if event["ph"] == "X"]
+    (one,) = {(call["pid"], call["tid"]) for call in document["traceEvents"] if call.get("cat") == "cuda_runtime"}
+    for call in captured:
+        call["ts"] -= round(shift)
+        call["pid"], call["tid"] = one
+        if call.get("args", {}).get("correlation"):
+            call["args"]["correlation"] += 10**7
+    document["traceEvents"] += [call for call in captured if call["ph"] == "X"]
     (tmp_path / "both.json").write_text(json.dumps(document))
     trace = read_with_captures(tmp_path / "both.json")
     graphs = [one for one in trace.work if one.from_graph]
