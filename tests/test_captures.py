@@ -11,6 +11,7 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.places import by_module
 from tracereader.replay import Graph, graph_of
+from tracereader.show import warnings
 from tracereader.trace import TraceError, read
 from tracereader.trace.capture import read_with_captures
 
@@ -35,7 +36,7 @@ def test_a_trace_of_the_step_without_the_graph_names_the_ops_of_the_replay(name,
             assert one.name == kernel or {"memset", "Memset"} & {one.name[:6], kernel[:6]}
             assert next(above.name for above in one.asked.above() if above.kind == "op") == op
         assert not any(one.recorded for one in step.work if not one.from_graph)
-    assert not [told for told in summarize(trace).source.warnings if "capture" in told]
+    assert not [told for told in warnings.of(summarize(trace)) if "capture" in told]
 
 
 def as_capture(source, target, size=None, modules=False, shapes=1):
@@ -113,8 +114,8 @@ def test_of_several_captured_sizes_the_next_larger_one_ran(file, in_annotation, 
     plain.write_text(json.dumps(document))
     trace = read_with_captures(plain, [folder])
     assert not any(one.recorded for one in trace.work)
-    (told,) = (one for one in summarize(trace).source.warnings if "capture" in one)
-    assert told == f"3 of 3 CUDA graph launches fit no capture in {folder}, or several that differ"
+    (told,) = (one for one in warnings.of(summarize(trace)) if "capture" in one)
+    assert told == f"3 CUDA graph launches fit no capture in {folder}, or several that differ"
     launches = [one for one in document["traceEvents"] if one["name"] == "cudaGraphLaunch" and one["ph"] == "X"]
     for launch in launches:
         around = {"ts": launch["ts"] - 0.5, "dur": launch["dur"] + 1, "cat": "user_annotation", "name": executed}
