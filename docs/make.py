@@ -31,6 +31,7 @@ from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
 from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
+from tracereader.findings import counters as counter_findings  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
 from tracereader.findings.finding import Prediction  # noqa: E402
@@ -65,6 +66,9 @@ THRESHOLDS = {
     "causes": f"{rank_findings.CAUSES_IT:.0%}",
     "reason": f"{rank_findings.A_REASON:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
+    "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",
+    "slower-step": f"{counter_findings.SLOWER:g}",
+    "clock-fell": f"{1 - counter_findings.CLOCK_FELL:.0%}",
     "clocks-off": f"{ranks.CLOCKS_OFF / 1e9:.0f} s",
     "ends-apart": f"{ranks.FAR_APART / 1e6:g} ms",
 }

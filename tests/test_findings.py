@@ -45,6 +45,29 @@ def said_to_be_prefill(document):
     document["lesson"] = {"script": "any", "flags": {"dtype": "bf16"}, "guesses": [], "facts": {"decoding": facts}}
 
 
+def sampled_dram(document):
+    """The DRAM is at 5% of its peak all the time, sampled every 5 µs."""
+    sample(document, "DRAM BW (%)", 5, lambda ts: 5.0)
+
+
+def a_slow_last_step(document):
+    """The last kernel of the last step takes 60 µs more, and the SM clock falls before it."""
+    last = max((one for one in document["traceEvents"] if one.get("cat") == "kernel"), key=lambda one: one["ts"])
+    first = last["ts"] - 180
+    last["dur"] += 60
+    sample(document, "SM Clock (MHz)", 5, lambda ts: 1500.0 if ts >= first else 1980.0)
+
+
+def sample(document, counter, every, value):
+    """A counter's samples from the first kernel on, as torch 2.15 writes them (µs)."""
+    kernels = [one for one in document["traceEvents"] if one.get("cat") == "kernel"]
+    first, last = min(one["ts"] for one in kernels) - 100, max(one["ts"] + one["dur"] for one in kernels)
+    for number in range(int((last - first) / every) + 2):
+        ts = first + number * every
+        event = {"ph": "C", "name": counter, "pid": "GPU 0 Counters", "ts": ts, "args": {"": value(ts)}}
+        document["traceEvents"].append(event)
+
+
 # finding, the parameters of its prediction, a trace that shows it, one that does not. A trace is a name, or a name and
 # an edit of its events, where no committed trace has the case.
 TABLE = [
@@ -103,6 +126,9 @@ TABLE = [
     ("graph_replay_without_copies", (), "changes/vit/graph", GRAPH),
     ("graph_replay", (), GRAPH, LARGE),
     ("copies_into_graph", (), GRAPH, LARGE),
+    # sampled counters
+    ("dram_disagrees", (), (MLP_SHAPES, sampled_dram), MLP_SHAPES),
+    ("clock_fell", (), (LARGE, a_slow_last_step), LARGE),
     # attention
     ("unfused", (), NAIVE, FLASH),
     ("hidden_copy", (), NAIVE, IN_PLACE),

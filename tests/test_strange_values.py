@@ -14,7 +14,7 @@ from tracereader.show.merged import merged
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
-from tracereader.trace.document import decoded
+from tracereader.trace.decoded import decoded
 
 TRACE = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
 RANKS = [ROOT / f"tests/traces/ranks/fsdp_rank{rank}.json.gz" for rank in (0, 1)]

@@ -33,6 +33,15 @@ def main(argv=None):
         "--limit", type=positive, metavar="BYTES", help="read at most so much uncompressed JSON (default: 4 GB)"
     )
     parser.add_argument(
+        "--capture",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
+        "replayed kernels",
+    )
+    parser.add_argument(
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
@@ -76,14 +85,18 @@ def main(argv=None):
         _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
         raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
-    several = len(args.traces) > 1 and not args.previous and not args.against
+    if args.ranks and args.capture:
+        raise BadInput("--capture takes one trace: leave out --ranks")
+    several = len(args.traces) > 1 and not args.capture and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
-    for flag in ("open", "json", "against", "export"):
+    for flag in ("open", "json", "against", "capture", "export"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
     if args.previous and len(args.traces) < 3:
         raise BadInput("--previous needs at least three traces")
+    if args.capture and args.against:
+        raise BadInput("--capture takes one trace: leave out --against")
     if args.json and args.against:
         raise BadInput("--json takes one trace: leave out --against")
     if args.json and args.open:
@@ -110,7 +123,7 @@ def main(argv=None):
             refuse_at_once(path)
         except TraceError as problem:
             raise BadInput(problem) from None
-    trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT)
+    trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT, tuple(args.capture))
     if others:
         one = [trace]
         del trace  # the comparison lets go of it before the next one is read

@@ -1,6 +1,5 @@
 """What a step records into CUDA graphs. Launch calls during a stream's capture run nothing."""
 
-import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -8,8 +7,7 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, length, union
 from tracereader.trace import Op
-
-EDGE = re.compile(r"Stream(Begin|End)Capture")
+from tracereader.trace.capture import EDGE, is_launch
 
 
 class Captures(msgspec.Struct, frozen=True):
@@ -31,11 +29,6 @@ def captures(roots: Sequence[Op]) -> Captures | None:
     # What was launched meanwhile on a stream that is not captured has its work in the trace.
     launches = sum(is_launch(op) and not op.work and inside.between(op.start, op.start + 1) > 0 for op in ops)
     return Captures(graphs, launches, length(stretches) / 1e3)
-
-
-def is_launch(op: Op) -> bool:
-    """Whether it is a runtime call that launches; an annotation may be called so, too."""
-    return op.kind == "runtime" and "Launch" in op.name
 
 
 def _stretches(edges: Iterable[Op], first: int, last: int) -> tuple[Intervals, int]:

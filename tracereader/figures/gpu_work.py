@@ -24,7 +24,7 @@ class GpuWork(msgspec.Struct, frozen=True):
 
     name: str
     kind: str  # kernel, memcpy or memset
-    asked_by: str  # the op around the launch
+    asked_by: str  # the op around the launch, or around the call that a CUDA graph captured
     us: float
     mean_us: float
     low_us: float
@@ -139,7 +139,7 @@ def _measured(
     return GpuWork(
         name=one.name,
         kind=one.kind,
-        asked_by=op.name if op else "",
+        asked_by=_asking(one, op),
         us=median(times),
         mean_us=fmean(times),
         low_us=min(times),
@@ -197,7 +197,7 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
         for one, op in zip(step.work, asking_ops(step.work), strict=True):
             times[one.name].append(one.dur)
             by_family[one.name][families.says(one).family] += one.dur
-            by_op[one.name][op.name if op else ""] += one.dur
+            by_op[one.name][_asking(one, op)] += one.dur
     total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
@@ -225,11 +225,11 @@ def mostly(by_op: Counter) -> str:
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """For each activity the innermost op around its launch; the launch's annotation where there is no op."""
+    """For each activity the innermost op around the call that asked for it; the annotation where there is no op."""
     found: dict[int, Op | None] = {}  # by a call's id, each way up taken once
     asking = []
     for one in work:
-        way, op = [], one.launch
+        way, op = [], one.asked
         while op is not None and op.kind == "runtime" and id(op) not in found:
             way.append(op)
             op = op.parent
@@ -237,6 +237,14 @@ def asking_ops(work: Sequence[Work]) -> list[Op | None]:
         found.update((id(passed), answer) for passed in way)
         asking.append(answer)
     return asking
+
+
+def _asking(one: Work, op: Op | None) -> str:
+    """The name of what asked for an activity: the op; of a CUDA graph whose capture is not known, the annotation that
+    the capture gave to it.
+    """
+    annotation = one.annotation if one.recorded is None else None
+    return annotation or (op.name if op else "")
 
 
 def _queries_before(work: Sequence[Work]) -> dict[int, int]:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.trace import MODULE, Op, Step, Trace, outermost
+from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.labels import is_phase
 
 _start = attrgetter("start")
@@ -28,26 +28,15 @@ class Place(msgspec.Struct, frozen=True):
     pieces: int
 
 
-def innermost(ops: Sequence[Op], time: int) -> list[Op]:
-    """The ops that enclose a moment on one thread, outermost first. ops: the thread's root ops, by start."""
-    found = []
-    while ops:
-        index = bisect.bisect_right(ops, time, key=_start) - 1
-        if index < 0 or ops[index].end <= time:
-            break
-        found.append(ops[index])
-        ops = ops[index].children
-    return found
-
-
 def by_label(step: Step) -> tuple[Place, ...]:
     """The outermost annotations of a step in the order of their starts, where there are two or more of them.
 
     Where one annotation encloses all others, those directly inside it. Work that another thread (backward's) launched
-    counts by the time of its launch.
+    counts by the time of its launch. Work of a CUDA graph counts for the annotation that its capture gave it.
     """
     labels = phases(step)
-    if len({label.name for label in labels}) < 2:
+    annotated = {id(one): name for one in step.work if (name := one.annotation)}
+    if len({label.name for label in labels} | set(annotated.values())) < 2:
         return ()
     cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)
     for label in labels:
@@ -55,7 +44,7 @@ def by_label(step: Step) -> tuple[Place, ...]:
     for one in step.work:
         index = bisect.bisect_right(labels, one.launch.start, key=_start) - 1 if one.launch else -1
         inside = index >= 0 and one.launch.start < labels[index].end
-        name = labels[index].name if inside else OUTSIDE_PHASES
+        name = annotated.get(id(one)) or (labels[index].name if inside else OUTSIDE_PHASES)
         gpu[name] += one.dur
         pieces[name] += 1
     names = dict.fromkeys([*cpu, *gpu])
@@ -93,24 +82,35 @@ def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
     GPU time; of a step without GPU work the CPU time of its outermost ops. Backward's work goes to the module of the
     forward op that its op belongs to, where the trace ties them.
     """
-    if not trace.modules:
+    if not _has_modules(trace, step):
         return ()
     time, pieces = defaultdict(int), defaultdict(int)
-    for launch, dur in _asked_for(trace, step):
-        name = _module_of(trace, launch) or "no module"
+    for shown, call, dur in _asked_for(trace, step):
+        name = _module_of(shown, call) or "no module"
         time[name] += dur
         pieces[name] += 1
     return _places(step, time, pieces)
 
 
-def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Op | None, int]]:
-    """What takes the step's time, and how long (ns): its GPU work by launch; without any, the outermost ops."""
+def _trace_of(trace: Trace, one: Work) -> Trace:
+    """The trace that has the call by which a step's work was asked for: its own, or that of a graph's capture."""
+    return trace if one.recorded is None else one.recorded.trace
+
+
+def _has_modules(trace: Trace, step: Step) -> bool:
+    return bool(trace.modules) or any(_trace_of(trace, one).modules for one in step.work)
+
+
+def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int]]:
+    """What takes the step's time, and how long (ns): its GPU work by the call that asked for it, and the trace that
+    has that call; without any work, the outermost ops.
+    """
     if step.work:
-        yield from ((one.launch, one.dur) for one in step.work)
+        yield from ((_trace_of(trace, one), one.asked, one.dur) for one in step.work)
         return
     for op in outermost(step.roots, lambda op: op.kind == "op"):
         # Of an op of backward, the one that is tied to a forward op lies in it.
-        yield next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
+        yield trace, next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
 
 
 def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[Place, ...]:
@@ -126,11 +126,11 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
 
     So a model's equal layers are one row: "84 x Linear in Qwen3MLP".
     """
-    if not trace.modules:
+    if not _has_modules(trace, step):
         return ()
     time, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
-    for launch, dur in _asked_for(trace, step):
-        around, backward = _modules_around(trace, launch)
+    for shown, call, dur in _asked_for(trace, step):
+        around, backward = _modules_around(shown, call)
         names = [module.name.removeprefix(MODULE) for module in around[-2:]]
         classes = [NUMBER.sub("", name) for name in reversed(names)]
         name = " in ".join(classes) + " backward" * backward if names else "no module"
@@ -143,11 +143,11 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:
     """The times of by_module(), in ns, and its pieces, by the names of all modules around, outermost first."""
-    if not trace.modules:
+    if not _has_modules(trace, step):
         return {}
     found: dict[tuple[str, ...], tuple[int, int]] = {}
-    for launch, dur in _asked_for(trace, step):
-        around, backward = _modules_around(trace, launch)
+    for shown, call, dur in _asked_for(trace, step):
+        around, backward = _modules_around(shown, call)
         path = tuple(module.name.removeprefix(MODULE) for module in around)
         path = (*path[:-1], path[-1] + " backward" * backward) if path else ("no module",)
         ns, pieces = found.get(path, (0, 0))

@@ -19,7 +19,7 @@ from tracereader.figures.pace import window
 from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
-from tracereader.trace.document import decoded
+from tracereader.trace.decoded import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import dims_at, dtype_of, shapes_as_recorded, types_of
 

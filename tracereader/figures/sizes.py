@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 
 import msgspec
 
@@ -74,7 +75,15 @@ def sizes_of(
 
 def _only_kernel(work: Work, op: Op) -> bool:
     # Of an op with several kernels the shapes do not show what each of them reads and writes.
-    return all(one is work for call in op.children for one in call.work if one.kind != "memset")
+    return all(one is work for one in _asked_by(op, work) if one.kind != "memset")
+
+
+def _asked_by(op: Op, work: Work) -> Iterator[Work]:
+    """What an op's own calls launched: of a CUDA graph's capture, in the replay that this work belongs to."""
+    if work.recorded is not None:
+        yield from work.recorded.together
+    else:
+        yield from (one for call in op.children for one in call.work)
 
 
 def _convolves(work: Work) -> bool:
@@ -96,8 +105,7 @@ def _alone(work: Work, op: Op, says: KernelName) -> bool:
     # split the work between them, and the trace does not show how.
     others = [
         families.says(one)
-        for call in op.children
-        for one in call.work
+        for one in _asked_by(op, work)
         if one is not work and (says.family != "convolution" or _convolves(one))
     ]
     return not any(one.family == says.family and one.parts.get("does") == says.parts.get("does") for one in others)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from tracereader.figures.captures import captures, is_launch
+from tracereader.figures.captures import captures
 from tracereader.trace import Trace
+from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
 
 
@@ -15,7 +16,9 @@ class TraceWarning(msgspec.Struct, frozen=True):
 
     name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names;
     table_of_another_run, a file's name; category_left_out and category_taken_for_work, `count` slices of one category;
-    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities.
+    captures_not_used, given captures of a trace that launches no CUDA graph; no_capture_fits, of the given ones, for
+    `count` launches of CUDA graphs; no_gpu_records, though the CPU launched something; no_launch, of `count` GPU
+    activities.
     """
 
     name: str
@@ -77,10 +80,24 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     for name, some in (("category_left_out", trace.not_known), ("category_taken_for_work", trace.taken)):
         for category, count in some.most_common(3):
             yield TraceWarning(name, count, (category,))
+    yield from _captures_that_fit_nothing(trace)
     if not trace.work and _launches(trace):
         yield TraceWarning("no_gpu_records")
     if trace.unlaunched:
         yield TraceWarning("no_launch", trace.unlaunched)
+
+
+def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:
+    """What the traces of captures that were given beside the trace do not tell."""
+    if not trace.captured:
+        return
+    tied = {id(one.launch): one.recorded is not None for step in trace.steps for one in step.work if one.from_graph}
+    missing = len(tied) - sum(tied.values())
+    given = tuple(str(path) for path in trace.captured)
+    if not tied:
+        yield TraceWarning("captures_not_used", names=given)
+    elif missing:
+        yield TraceWarning("no_capture_fits", missing, given)
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:

@@ -10,6 +10,7 @@ from tracereader.figures.autograd import by_phase
 from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, cast_products, hidden_copies, mask_made
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.compiled import Compiled, compiled
+from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu, cpu
 from tracereader.figures.decoding import (
     Decoding,
@@ -109,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True):
     llm: LanguageModel
     compiled: Compiled
     profiler: Profiler
+    counters: Counters | None  # sampled on the GPU; None without samples
 
     @property
     def chosen(self) -> StepFacts:
@@ -227,6 +229,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         ),
         compiled=compiled(trace),
         profiler=profiler(trace),
+        counters=counters(trace, step, measured),
     )
 
 

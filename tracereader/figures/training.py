@@ -9,9 +9,9 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
-from tracereader.figures.places import Place, innermost
-from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, outermost
-from tracereader.trace.document import decoded_as
+from tracereader.figures.places import Place
+from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
+from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, is_phase
 

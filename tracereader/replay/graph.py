@@ -18,8 +18,9 @@ What is modelled:
 - A call that waits (cudaStreamSynchronize and its kin, a copy of pageable memory): it returns after the activity
   that ended last before it returned. Its self time is at most that of a call that need not wait.
 - A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity.
-- Waits between streams: the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows
-  such a call, or that started late for no other reason, waits for the activity of another stream that ended last.
+- Waits between streams: where the trace has CUPTI's records of synchronization, or the edges of a CUDA graph, they
+  decide. Otherwise the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows such a
+  call, or that started late for no other reason, waits for the activity of another stream that ended last.
 - Threads that wait for each other (the main thread during backward): a thread that pauses while another one works,
   and goes on when that one has stopped, has waited for it.
 - Collectives: their recorded time includes waiting for peers, and stays as recorded.
@@ -45,7 +46,7 @@ from statistics import median_low
 
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
 from tracereader.figures.steps import typical
-from tracereader.trace import Op, Step, Trace, Work, outermost
+from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 
 # The replay of an unchanged trace lies within this share of the recorded step, or it prices no change.
 TOLERANCE = 0.03
@@ -66,6 +67,8 @@ AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
+# What CUPTI calls the synchronizations that depend on one stream or event.
+STREAM_WAITS, STREAM, EVENT = "Stream Wait Event", "Stream Sync", "Event Sync"
 
 
 class Reason(Enum):
@@ -209,6 +212,7 @@ class _Builder:
         self.ends = [one.end for one in self.by_end]
         self.launches = sorted(one.launch.start for one in trace.work if one.launch is not None)
         self.latency_ns, self.gap_ns = _typical(trace.work)
+        self.recorded = _Recorded(trace)
 
     def built(self) -> Graph:
         steps = working_steps(self.trace, typical(self.trace))
@@ -327,12 +331,15 @@ class _Builder:
     def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
         """The activity of another stream that this one waited for: the last one to end before it started.
 
-        It waited where its thread had called cudaStreamWaitEvent since the launch before it on this stream, or where
-        it started late, and directly after that activity.
+        By the trace's records of waits where it has any. Else it waited where its thread had called
+        cudaStreamWaitEvent since the launch before it on this stream, or where it started late, and directly after
+        that activity.
         """
         if len(latest) == 1:
             return None
         since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
+        if self.recorded.decides(one):
+            return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
         told = one.launch is not None and _any_between(
             self.between_streams.get(one.launch.track, ()), since, one.launch.start
         )
@@ -349,13 +356,16 @@ class _Builder:
         return found if found is not None and (told or one.start - found.end <= EXPLAINED_NS) else None
 
     def _tie_return(self, call: Op, node: int) -> None:
-        """A call that waits returns after the activity that ended last before it returned."""
+        """A call that waits returns after the activity that ended last before it returned.
+
+        Where the trace has the record of its synchronization, it waits for that stream or event alone.
+        """
         if call.work and is_wait(call):
             ended = sorted(call.work, key=lambda one: one.end, reverse=True)
         else:
             until = bisect.bisect_right(self.ends, call.end + SKEW_NS)
             last = reversed(self.by_end[max(0, until - AMONG_LAST) : until])
-            ended = [one for one in last if _launched_before(one, call)]
+            ended = [one for one in last if _launched_before(one, call) and self.recorded.may_await(call, one)]
         ended = [one for one in ended if self.order[self.activity[id(one)]] < self.order[node]]
         if not ended:
             return
@@ -399,6 +409,94 @@ class _Builder:
             recorded_us=recorded_step_us(self.trace, typical(self.trace)),
             trace=self.trace,
         )
+
+
+class _Recorded:
+    """What the trace itself records of waits: CUPTI's synchronizations, and the edges of CUDA graphs."""
+
+    def __init__(self, trace: Trace):
+        self.of_call = {id(one.call): one for one in trace.syncs if one.kind != STREAM_WAITS}
+        waits = [one for one in trace.syncs if one.kind == STREAM_WAITS]
+        self.waits: dict[tuple, list[Sync]] = defaultdict(list)  # by the stream that waits
+        for one in waits:
+            self.waits[one.device, one.stream].append(one)
+        self.has_waits = bool(waits)
+        self.has_edges = {id(one.launch) for one in chain(trace.work, trace.nodes) if one.after}
+        self.launched: dict[tuple, list[Work]] = defaultdict(list)  # by stream, what has a launch, in its order
+        for one in trace.work if trace.syncs else ():
+            if one.launch is not None:
+                self.launched[one.device, one.track[1]].append(one)
+        for some in self.launched.values():
+            some.sort(key=lambda one: one.launch.start)
+
+    def decides(self, one: Work) -> bool:
+        """Whether the records show which activities of other streams this one waited for."""
+        return one.launch is not None and (id(one.launch) in self.has_edges if one.from_graph else self.has_waits)
+
+    def awaited(self, one: Work, since: int) -> Iterator[Work]:
+        """The activities of other streams that it depends on. since: when the one before it was launched."""
+        if one.from_graph and one.after:
+            yield from (other for other in _before_in_graph(one) if other.track != one.track)
+            return
+        waits = self.waits[one.device, one.track[1]]
+        for wait in waits[bisect.bisect_left(waits, since, key=_called) :]:
+            if wait.call.start >= one.launch.start:
+                return
+            other = self._before_record(wait)
+            if other is not None and other.end <= one.start + SKEW_NS:
+                yield other
+
+    def _before_record(self, wait: Sync) -> Work | None:
+        """The last activity that was launched on the awaited stream before its event was recorded.
+
+        Where the trace does not name that stream: on any other one, by the thread that recorded the event.
+        """
+        if wait.record is None:
+            return None
+        found = None
+        for (device, stream), some in self.launched.items():
+            if device != wait.device or stream == wait.stream or wait.awaited not in (None, stream):
+                continue
+            last = bisect.bisect_left(some, wait.record.start, key=_launch_start) - 1
+            if last < 0 or (wait.awaited is None and some[last].launch.track != wait.record.track):
+                continue
+            if found is None or some[last].launch.start > found.launch.start:
+                found = some[last]
+        return found
+
+    def may_await(self, call: Op, one: Work) -> bool:
+        """Whether a call that waits may have waited for an activity."""
+        sync = self.of_call.get(id(call))
+        if sync is None:
+            return True
+        if one.device != sync.device:
+            return False
+        stream = {STREAM: sync.stream, EVENT: sync.awaited}.get(sync.kind)
+        if stream is not None and stream >= 0 and one.track[1] != stream:
+            return False
+        return sync.kind != EVENT or sync.record is None or _launched_before(one, sync.record)
+
+
+def _called(sync: Sync) -> int:
+    return sync.call.start
+
+
+def _launch_start(one: Work) -> int:
+    return one.launch.start
+
+
+def _before_in_graph(one: Work) -> Iterator[Work]:
+    """The activities that a graph's node depends on. Between them may be nodes that are no activity."""
+    pending, seen = list(one.after), set()
+    while pending:
+        other = pending.pop()
+        if id(other) in seen:
+            continue
+        seen.add(id(other))
+        if other.kind == "node":
+            pending.extend(other.after)
+        elif other.end <= one.start + SKEW_NS:
+            yield other
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:

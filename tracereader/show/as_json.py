@@ -34,6 +34,7 @@ SECTION_KEYS = {
     "work": ("gpu_work",),
     "names": ("gpu_work",),
     "starts": ("starts",),
+    "counters": ("counters",),
     "series": ("series",),
     "chain": ("label", "chain"),
     "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs",
@@ -54,6 +55,8 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     measured = msgspec.to_builtins(summary)
     del measured["source"]["facts"]  # shown as they stand in the trace
     stored = as_stored(summary.source.facts)
+    if summary.counters is None:
+        del measured["counters"]  # of most traces: nothing was sampled
     known = {name: stored[name] for name in ("script", "flags", "facts")} if stored["script"] else None
     document = {"version": VERSION, "lesson": known}
     for name, value in measured.items():

@@ -9,7 +9,8 @@ import msgspec
 from tracereader.figures.ranks import RankFigures, RanksSummary
 from tracereader.show.tracks import on_lanes
 from tracereader.trace import TraceError
-from tracereader.trace.document import LARGEST, decoded, json_of
+from tracereader.trace.decoded import decoded
+from tracereader.trace.document import LARGEST, json_of
 
 # Between one rank's processes and the next one's, in the order in which Perfetto lists them.
 APART = 1000

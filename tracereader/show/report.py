@@ -25,7 +25,7 @@ from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import chain, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import chain, counters, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -45,7 +45,8 @@ from tracereader.show.text import (
     unit_of,
 )
 from tracereader.show.view import View, others
-from tracereader.trace import STEP, Step, Trace, TraceError, read
+from tracereader.trace import STEP, Step, Trace, TraceError
+from tracereader.trace.capture import read_with_captures
 from tracereader.trace.document import DEFAULT_LIMIT
 from tracereader.trace.kernel_names import cut, labels
 from tracereader.trace.labels import INDUCTORS_CALL
@@ -58,10 +59,15 @@ ALWAYS = "always"  # in place of a section's name
 EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
 
 
-def opened(path: Path, view: View, limit: int = DEFAULT_LIMIT) -> tuple[Trace, Summary]:
-    """A trace, and the summary of it with the step that was asked for. Raises BadInput."""
+def opened(
+    path: Path, view: View, limit: int = DEFAULT_LIMIT, captures: tuple[Path, ...] = ()
+) -> tuple[Trace, Summary]:
+    """A trace, and the summary of it with the step that was asked for. Raises BadInput.
+
+    captures: the traces of the captures of its CUDA graphs, or the folders that hold them.
+    """
     try:
-        trace = read(path, limit)
+        trace = read_with_captures(path, captures, limit)
     except TraceError as problem:
         raise BadInput(problem) from None
     return trace, summarize(trace, chosen_step(trace, view.step))
@@ -116,6 +122,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
         ("starts", lambda: starts_of.show(out, starts(trace, step), summary.chosen.number, view)),
+        ("counters", lambda: counters.show(out, summary, view)),
         ("series", lambda: series_of.show(out, over_steps, view, ascii_only(out), bool(summary.source.facts.script))),
         ("chain", lambda: chain.show(out, summary, view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
@@ -157,6 +164,8 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
         wanted -= _says_nothing(summary)
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
+    if summary.counters is None:
+        wanted.discard("counters")
     if not repeats.told(summary):
         wanted.discard("repeats")
     if not training.tells(summary):

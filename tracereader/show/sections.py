@@ -35,6 +35,7 @@ SECTIONS = {
         Section("work", needs_gpu=True),
         Section("names", needs_gpu=True),
         Section("starts", needs_gpu=True),
+        Section("counters", needs_gpu=True),
         Section("series"),
         Section("chain"),
         Section("patterns"),

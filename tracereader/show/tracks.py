@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from tracereader.trace import TraceError
-from tracereader.trace.document import LARGEST, decoded, json_of
+from tracereader.trace.decoded import decoded
+from tracereader.trace.document import LARGEST, json_of
 
 DEEPEST = 512  # slices around each other
 FIRST_LANE = 10**9  # the lowest number of a lane, above those of threads and of streams

@@ -27,6 +27,11 @@ def _in_words(one: TraceWarning) -> str:
         case "category_left_out" | "category_taken_for_work":
             what = "left out" if one.name == "category_left_out" else "taken for its work"
             return f"{counted(one.count, 'slice')} on a device of a category not known here, {one.names[0]}: {what}"
+        case "captures_not_used":
+            return f"no step launches a CUDA graph, so the captures in {' and '.join(one.names)} are not used"
+        case "no_capture_fits":
+            launches = counted(one.count, "CUDA graph launch fits", "CUDA graph launches fit")
+            return f"{launches} no capture in {' and '.join(one.names)}, or several that differ"
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch":

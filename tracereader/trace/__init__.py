@@ -2,8 +2,22 @@
 
 from tracereader.trace.document import TraceError
 from tracereader.trace.labels import MODULE, STEP
-from tracereader.trace.tree import Frame, Op, Rank, Step, Trace, Work, outermost, read
+from tracereader.trace.tree import (
+    Frame,
+    Op,
+    Rank,
+    Recorded,
+    Samples,
+    Step,
+    Sync,
+    Trace,
+    Work,
+    innermost,
+    outermost,
+    read,
+)
 
 __all__ = [
-    "MODULE", "STEP", "Frame", "Op", "Rank", "Step", "Trace", "TraceError", "Work", "outermost", "read",
+    "MODULE", "STEP", "Frame", "Op", "Rank", "Recorded", "Samples", "Step", "Sync", "Trace", "TraceError", "Work",
+    "innermost", "outermost", "read",
 ]  # fmt: skip

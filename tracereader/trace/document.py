@@ -16,12 +16,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import msgspec
 
 from tracereader.machine import free_memory
 from tracereader.trace import pftrace
+from tracereader.trace.decoded import decoded, printable_text
 from tracereader.trace.facts import RunFacts, run_facts
 from tracereader.trace.types import SHAPES
 
@@ -39,10 +40,6 @@ PACKED = {
     b"BZh": ("bzip2", "bzip2 -d"),
 }  # fmt: skip
 URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+)")  # as Path writes it, with one slash
-REPLACEMENT = "\ufffd"
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no encoding can write it
-_ANY = msgspec.json.Decoder()
-T = TypeVar("T")
 
 
 class TraceError(Exception):
@@ -261,7 +258,7 @@ def _raw(value: object) -> msgspec.Raw:
 
 
 def _text(value: object) -> str:
-    return _SURROGATE.sub(REPLACEMENT, value if isinstance(value, str) else str(value)[:200])
+    return printable_text(value if isinstance(value, str) else str(value)[:200])
 
 
 def _plain(value: object) -> int | str:
@@ -274,34 +271,3 @@ def _number(value: object) -> decimal.Decimal | None:
         return None
     # bool is an int, and JSON as Python reads it has NaN and Infinity.
     return decimal.Decimal(value) if type(value) in (int, decimal.Decimal) else decimal.Decimal("NaN")
-
-
-def decoded(raw: bytes | str) -> object:
-    """JSON as Python's values; None where it cannot be read. All late decoding goes through here.
-
-    The values are those of strict JSON: NaN, Infinity and numbers beyond a double are None. A byte that is not UTF-8
-    and half a surrogate pair become U+FFFD, so that every string can be printed and written again.
-    """
-    found = decoded_as(_ANY, raw)
-    return _decoded_by_json(raw) if found is None else found
-
-
-def decoded_as(decoder: msgspec.json.Decoder[T], raw: bytes | str) -> T | None:
-    """The decoded JSON; None if its types differ or it cannot be read."""
-    try:
-        return decoder.decode(raw)
-    except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
-        return None
-
-
-def _decoded_by_json(raw: bytes | str) -> object:
-    text = raw if isinstance(raw, str) else bytes(raw).decode(errors="replace")
-    try:
-        found = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
-        return json.loads(_SURROGATE.sub(REPLACEMENT, json.dumps(found, ensure_ascii=False)))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _finite(text: str) -> float | None:
-    return number if math.isfinite(number := float(text)) else None

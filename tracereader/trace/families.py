@@ -51,7 +51,7 @@ def _says(work: Work) -> KernelName:
     if name.family == UNKNOWN and work.kind != "kernel":
         # Whatever the driver of another vendor calls it, the profiler says what it is.
         return KernelName("memset" if work.kind == "memset" else "copy", "driver", {})
-    if work.kind != "kernel" or work.launch is None or name.family in ONE_PURPOSE:
+    if work.kind != "kernel" or work.asked is None or name.family in ONE_PURPOSE:
         return name
     is_open = name.family in ("other", UNKNOWN)
     if not is_open and name.maker.startswith(NAMED_FOR_THEIR_JOB):
@@ -88,8 +88,8 @@ def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
 
 
 def _ops_around(work: Work) -> Iterator[str]:
-    """The names of the ops around a launch, innermost first."""
-    return (above.name for above in work.launch.above() if above.kind == "op")
+    """The names of the ops that asked for it, innermost first."""
+    return (above.name for above in work.asked.above() if above.kind == "op")
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -3,6 +3,8 @@ torch.compile. Every other annotation is the user's."""
 
 import re
 
+from tracereader.trace.decoded import decoded
+
 STEP = "ProfilerStep#"
 MODULE = "nn.Module: "  # of a Python frame
 # autograd's engine records each node of backward as an op of this name, which encloses the node's own ops.
@@ -50,6 +52,25 @@ def is_torchs_own(name: str) -> bool:
 def is_phase(name: str) -> bool:
     """Return whether an annotation of this name marks a part of the step: all of the user's, and those of PHASES."""
     return name.startswith(PHASES) or not is_torchs_own(name)
+
+
+def annotation_of(args: dict) -> str | None:
+    """The annotation that a CUDA graph's capture gave to a node, by its arguments; None without one.
+
+    torch.cuda.graph_annotations writes its fields among them, and a list of annotations as JSON. Its mark of backward
+    is added.
+    """
+    if not args.get("graph node id"):
+        return None
+    named = args.get("name") or args.get("annotation")
+    if isinstance(named, str) and named.startswith("["):
+        listed = decoded(named)
+        fields = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        args = {key: value for one in reversed(fields) for key, value in one.items()}
+        named = args.get("name")
+    if not isinstance(named, str) or not named:
+        return None
+    return named + " backward" * (args.get("autograd_phase") == "backward")
 
 
 def collective_on_cpu(name: str) -> tuple[str, str] | None:

@@ -8,27 +8,20 @@ import contextlib
 import decimal
 import gc
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
-from tracereader.trace.document import (
-    DEFAULT_LIMIT,
-    LARGEST,
-    MISSING,
-    Document,
-    Event,
-    TraceError,
-    decoded,
-    decoded_as,
-    load,
-)
+from tracereader.trace.decoded import decoded, decoded_as
+from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
-from tracereader.trace.labels import MODULE, STEP
+from tracereader.trace.labels import MODULE, STEP, annotation_of
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -43,10 +36,16 @@ KINDS = {
     "mtia_runtime": "runtime", "glow_runtime": "runtime", "privateuse1_runtime": "runtime",
     "privateuse1_driver": "runtime",
     "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
-    # On a device's tracks, and none of its work: who waits for which event, and ranges of counters.
-    "cuda_sync": "mark", "cuda_event": "mark", "cuda_profiler_range": "mark",
+    # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
+    "graph_host_node": "node", "graph_event_node": "node",
+    # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
+    "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
+    "hardware_counters": "mark",
 }  # fmt: skip
 WORK = ("kernel", "memcpy", "memset")
+# From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
+# CUDA graph. Below it they tie launches to their work.
+GRAPH_EDGE = 1 << 40
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
@@ -121,12 +120,54 @@ def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[O
             pending.extend(reversed(one.children))
 
 
+def innermost(ops: Sequence[Op], time: int) -> list[Op]:
+    """The ops that enclose a moment on one thread, outermost first. ops: the thread's root ops, by start."""
+    found = []
+    while ops:
+        index = bisect.bisect_right(ops, time, key=_start) - 1
+        if index < 0 or ops[index].end <= time:
+            break
+        found.append(ops[index])
+        ops = ops[index].children
+    return found
+
+
 class Work(_Slice, eq=False):
     """One kernel, copy or memset on a GPU."""
 
     device: int | str = 0
     launch: Op | None = None
     said: object = None  # a KernelName, once it was asked for: see families.says
+    after: "Sequence[Work]" = ()  # in a CUDA graph whose edges are recorded, the nodes that it depends on
+    recorded: "Recorded | None" = None  # of a replayed CUDA graph, where its capture is known: see figures/captures.py
+
+    @property
+    def asked(self) -> Op | None:
+        """The runtime call by which the program asked for it: of a replayed graph the call that was captured, where
+        that is known; else its launch.
+        """
+        return self.launch if self.recorded is None else self.recorded.call
+
+    @property
+    def from_graph(self) -> bool:
+        """Whether a CUDA graph's launch started it."""
+        return self.launch is not None and "GraphLaunch" in self.launch.name
+
+    @property
+    def annotation(self) -> str | None:
+        """The annotation that the capture gave to this node of a CUDA graph, where the trace has it."""
+        return annotation_of(self.args) if self.from_graph and b'"graph node id"' in bytes(self.raw) else None
+
+
+class Recorded(msgspec.Struct, eq=False):
+    """The capture of a node of a CUDA graph: the call that was recorded, and the trace that has it.
+
+    together: of the node's replay, the work whose calls the same op made.
+    """
+
+    call: Op
+    trace: "Trace"
+    together: Sequence[Work]
 
 
 class Memory(msgspec.Struct, eq=False):
@@ -137,6 +178,29 @@ class Memory(msgspec.Struct, eq=False):
     bytes: int
     total: int
     device: int  # -1: the CPU
+
+
+class Sync(msgspec.Struct, frozen=True):
+    """A synchronization as CUPTI records it, with enable_cuda_sync_events.
+
+    kind: "Stream Wait Event", "Event Sync", "Stream Sync" or "Context Sync". stream: the stream that waits, or is
+    waited for; -1: all. call: the runtime call. record: of an event's wait, the call that recorded the event.
+    awaited: the stream of that record; None where the trace does not name it.
+    """
+
+    kind: str
+    device: int | str
+    stream: int
+    call: Op
+    record: Op | None
+    awaited: int | None
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """The samples of a counter of a device in order: when each was taken or begun (ns), and its value."""
+
+    times: list[int]
+    values: list[float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,6 +279,10 @@ class Trace:
     unlaunched: int  # GPU work whose launch is not in the trace
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work
+    nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
+    syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
+    counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
+    captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
 
 
 def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
@@ -240,7 +308,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
-    lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None}
+    nodes, syncs, edges, counted = [], [], [], []
+    lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
+             "node": nodes}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
@@ -252,9 +322,15 @@ def _built(path: Path, document: Document) -> Trace:
                 flows.append(event)
             elif event.name == "[memory]":
                 memory.append(event)
+            elif event.ph == "C":
+                counted.append(event)
+            elif type(event.id) is int and event.id >= GRAPH_EDGE:
+                edges.append(event)
             continue
         kind = kinds.get(event.cat)
-        if kind is None or kind == "mark":
+        if kind == "sync":
+            syncs.append(event)
+        if kind is None or kind in ("mark", "sync"):
             continue
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
@@ -270,8 +346,9 @@ def _built(path: Path, document: Document) -> Trace:
         into = lists.get(kind, ops)
         if kind == "python" and event.name.startswith(MODULE):
             into = modules
-        if into is work or into is spans:
-            into.append(Work(event.name, kind, start, length, track, event.args))
+        if into is work or into is spans or into is nodes:
+            name = _copy_in_words(event) if event.name in ("Memcpy", "Memset") else event.name
+            into.append(Work(name, kind, start, length, track, event.args))
         elif into is not None:
             into.append(Op(event.name, kind, start, length, track, event.args))
         else:
@@ -297,7 +374,11 @@ def _built(path: Path, document: Document) -> Trace:
     for root in _nest(modules, Counter()):
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
-    unlaunched = _link(ops, work)
+    nodes.sort(key=_start)
+    calls = _calls(ops)
+    if edges:
+        _tie_nodes([*work, *nodes], edges, zero)
+    unlaunched = _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
     steps, outside = _steps(ops, roots, work)
     return Trace(
@@ -327,6 +408,9 @@ def _built(path: Path, document: Document) -> Trace:
         unlaunched=unlaunched,
         not_known=not_known,
         taken=taken,
+        nodes=tuple(nodes),
+        syncs=_syncs(syncs, calls),
+        counters=_counters(counted, zero),
     )
 
 
@@ -353,6 +437,28 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     if any(KINDS.get(category) in WORK for category in categories):
         return KINDS, found, Counter()
     return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
+
+
+# Kinds of memory, which a memset of torch's collector of CUDA activities has as a number.
+MEMORY_KINDS = ("Unknown", "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
+
+
+def _copy_in_words(event: Event) -> str:
+    """The name that Kineto gives to a copy or a memset, as in "Memcpy HtoD (Pinned -> Device)".
+
+    torch's collector of CUDA activities calls each of them by the same name, and has the rest in the arguments.
+    """
+    args = decoded(event.args)
+    if not isinstance(args, dict):
+        return event.name
+    if event.name == "Memset":
+        kind = args.get("memory kind")
+        return f"Memset ({MEMORY_KINDS[kind]})" if type(kind) is int and 0 <= kind < len(MEMORY_KINDS) else event.name
+    way, *kinds = (args.get(name) for name in ("copy kind", "src kind", "dst kind"))
+    if not all(isinstance(one, str) for one in (way, *kinds)):
+        return event.name
+    source, target = (one.replace("_", " ").title() for one in kinds)
+    return f"Memcpy {way} ({source} -> {target})"
 
 
 def _is_cpu(event: Event) -> bool:
@@ -408,46 +514,139 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
 
 
 class _Ties(msgspec.Struct):
-    """What ties GPU work to its launch."""
+    """What ties GPU work to its launch, to its stream and to its CUDA graph."""
 
     correlation: int | None = None
     device: int | str | None = None
+    stream: int | None = msgspec.field(name="original_stream", default=None)
+    graph: int | None = msgspec.field(name="graph id", default=None)
+    node: int | None = msgspec.field(name="graph node id", default=None)
 
 
 _ties = msgspec.json.Decoder(_Ties)
 
 
-def _ties_of(one: _Slice) -> _Ties:
+def ties_of(one: _Slice) -> _Ties:
+    """What its arguments say of them."""
     if ties := decoded_as(_ties, one.raw):
         return ties
     args = one.args
-    correlation, device = args.get("correlation"), args.get("device")
-    return _Ties(
-        correlation if type(correlation) is int else None,
-        device if type(device) in (int, str, type(None)) else str(device),
-    )
+    device, *numbers = (args.get(name) for name in ("device", "correlation", "original_stream", "graph id"))
+    correlation, stream, graph = (number if type(number) is int else None for number in numbers)
+    return _Ties(correlation, device if type(device) in (int, str, type(None)) else str(device), stream, graph)
 
 
-def _link(ops: list[Op], work: list[Work]) -> int:
-    """Tie GPU work to the runtime call that launched it; how much of it has none here."""
-    by_correlation = {}
+def _calls(ops: list[Op]) -> dict[int, Op]:
+    """The runtime calls by their correlation ids."""
+    found = {}
     for op in ops:
-        if op.kind == "runtime" and (correlation := _ties_of(op).correlation) is not None:
-            by_correlation.setdefault(correlation, op)
+        if op.kind == "runtime" and (correlation := ties_of(op).correlation) is not None:
+            found.setdefault(correlation, op)
+    return found
+
+
+def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> int:
+    """Tie GPU work and graph nodes to the runtime calls that launched them; how much work has none here.
+
+    A lane that torch assigned to a graph's node gives way to the stream that the node ran on.
+    """
     unlaunched = 0
-    for one in work:
-        ties = _ties_of(one)
+    queued: dict[tuple, list[Work]] = {}  # by graph and node
+    replays: dict[int, dict[int, Op]] = {}  # by graph, its launches by id
+    for one in chain(work, nodes):
+        ties = ties_of(one)
         one.device = one.track[0] if ties.device is None else ties.device
-        launch = by_correlation.get(ties.correlation)
+        if ties.stream is not None:
+            one.track = (one.track[0], ties.stream)
+        one.launch = calls.get(ties.correlation)
+        if ties.graph and one.launch is not None:
+            replays.setdefault(ties.graph, {})[id(one.launch)] = one.launch
+        if ties.graph and ties.node and one.kind == "node":
+            queued.setdefault((ties.graph, ties.node), []).append(one)
+    for (graph, _), some in queued.items():
+        # Of a replay that is queued behind another one CUPTI records the correlation 0 for host nodes. Each replay
+        # runs each node once, so the order tells whose it is, where no replay is cut off.
+        launches = sorted(replays.get(graph, {}).values(), key=_start)
+        known = [one.launch in (None, launch) for one, launch in zip(some, launches, strict=False)]
+        if len(some) == len(launches) and all(known):
+            for one, launch in zip(some, launches, strict=True):
+                one.launch = launch
+    for one in work:
+        launch = one.launch
         if launch is None:
             unlaunched += 1
+        elif launch.work:
+            launch.work.append(one)
         else:
-            one.launch = launch
-            if launch.work:
-                launch.work.append(one)
-            else:
-                launch.work = [one]
+            launch.work = [one]
     return unlaunched
+
+
+def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
+    """Tie the nodes of CUDA graphs to those that they depend on, by the flow events between them.
+
+    An edge leads from a node's end on its lane in the file to the start of another node. Of nodes that end there at the
+    same time all count.
+    """
+    begins, ends = {}, {}
+    for one in work:
+        begins.setdefault((*one.track, one.start), []).append(one)
+        ends.setdefault((*one.track, one.end), []).append(one)
+    sides: dict[str, dict] = {"s": {}, "f": {}}
+    for edge in edges:
+        if edge.ph in sides and _is_time(edge.ts):
+            sides[edge.ph][edge.id] = (edge.pid, edge.tid, round((edge.ts - zero) * 1000))
+    for number, at in sides["f"].items():
+        before = ends.get(sides["s"].get(number), ())
+        for one in begins.get(at, ()):
+            one.after = (*one.after, *(other for other in before if other is not one))
+
+
+class _SyncArgs(msgspec.Struct):
+    kind: str = msgspec.field(name="cuda_sync_kind", default="")
+    correlation: int | None = None
+    device: int | str | None = None
+    stream: int = -1
+    awaited: int = msgspec.field(name="wait_on_stream", default=-1)
+    record: int = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
+
+
+_sync_args = msgspec.json.Decoder(_SyncArgs)
+
+
+def _syncs(events: list[Event], calls: dict[int, Op]) -> tuple[Sync, ...]:
+    found = []
+    for event in events:
+        args = decoded_as(_sync_args, event.args)
+        call = calls.get(args.correlation) if args else None
+        if call is not None:
+            device = event.pid if args.device is None else args.device
+            awaited = args.awaited if args.awaited >= 0 else None
+            found.append(Sync(args.kind, device, args.stream, call, calls.get(args.record), awaited))
+    return tuple(sorted(found, key=lambda one: one.call.start))
+
+
+COUNTED_DEVICE = re.compile(r"GPU (\d+) Counters")
+
+
+def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
+    """The samples of each counter. torch's Kineto names them in the arguments, its newer collector by their events."""
+    taken: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for event in events:
+        named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
+        device = int(named[1]) if named else event.pid
+        args = decoded(event.args)
+        if type(device) is not int or not isinstance(args, dict) or not _is_time(event.ts):
+            continue
+        time = round((event.ts - zero) * 1000)
+        for name, value in args.items():
+            if type(value) in (int, float) and math.isfinite(value):
+                taken.setdefault((device, name or event.name), []).append((time, float(value)))
+    found = {}
+    for key, samples in taken.items():
+        samples.sort()
+        found[key] = Samples([time for time, _ in samples], [value for _, value in samples])
+    return found
 
 
 def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:

@@ -16,7 +16,7 @@ from tracereader.figures.gpu_time import gpu_parts
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.document import decoded
+from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import FAMILIES
 

@@ -1,0 +1,286 @@
+"""What torch 2.15 adds to a trace is read: torch's own exporter writes it from recorded H200 traces' events."""
+
+import json
+import re
+
+import pytest
+import torch  # noqa: F401  the exporter is torch's
+from cuspy import CALLS, WORK, Recorded
+from references import H200, ROOT
+
+from tracereader.figures import summarize
+from tracereader.figures.places import by_label
+from tracereader.replay import Graph, graph_of
+from tracereader.replay.graph import NOBODY
+from tracereader.trace import read
+
+COPIES = H200 / "changes/copies/prefetched.json.gz"
+GRAPH = H200 / "changes/decode/graph.json.gz"
+SAME = (COPIES, GRAPH, ROOT / "tests/traces/streams.json.gz", H200 / "01_matmul_add/64_bf16_cold_eager.json.gz")
+
+
+def seen(trace):
+    """All GPU activities, with times of the file's clock."""
+    zero = trace.zero_us * 1000
+    return [
+        (
+            (one.name, one.kind, zero + one.start, one.dur, one.track),
+            (one.launch.name, zero + one.launch.start) if one.launch else (),
+        )
+        for one in trace.work
+    ]
+
+
+@pytest.mark.parametrize("path", SAME, ids=lambda path: path.parent.name + path.stem)
+def test_a_trace_written_by_torchs_new_exporter_reads_the_same(path, tmp_path, monkeypatch):
+    """It names all copies alike, numbers kinds of memory, and has no GPU annotations, flow ids or occupancies."""
+    before, after = read(path), read(Recorded(path).write(tmp_path / "trace.json", monkeypatch))
+    assert sorted(seen(after)) == sorted(seen(before))
+    assert [one.name for one in after.steps] == [one.name for one in before.steps]
+    assert after.unlaunched == before.unlaunched and not after.not_known
+    one, other = summarize(before), summarize(after)
+    assert (one.waits_for, one.gpu, one.recorded_step_us) == (other.waits_for, other.gpu, other.recorded_step_us)
+    assert [row.asked_by for row in one.gpu_work] == [row.asked_by for row in other.gpu_work]
+
+
+@pytest.fixture
+def graph_nodes(tmp_path, monkeypatch):
+    """A recorded decode step that three launches of one graph replay, with all that torch 2.15 tells of its nodes.
+
+    Node k depends on node k - 1. Odd nodes are shown on a lane. After node 9 a callback runs on the CPU, of which
+    queued replays lose the correlation, and node 11 depends on it.
+    """
+    recorded = Recorded(GRAPH)
+    launches = sorted(
+        row["correlation_id"] for row in recorded.rows["cuda_runtime"]
+        if row["cbid"] == recorded.names["cuda_runtime"]["cudaGraphLaunch"]
+    )  # fmt: skip
+    rows = [row for kind in WORK for row in recorded.rows.get(kind, ())]
+    for row in rows:
+        row |= {"logical_lane": row["stream_id"], "lane_name": None}
+    hosts = []
+    for place, launch in enumerate(launches):
+        replay = sorted((row for row in rows if row["correlation_id"] == launch), key=lambda row: row["start_ns"])
+        for node, row in enumerate(replay, 1):
+            row |= {"graph_id": 5, "graph_node_id": 5 << 32 | node}
+            row["annotation"] = {"name": "first half" if node <= 100 else "second half", "layer": 3}
+            if node % 2:
+                row |= {"logical_lane": 100_001, "lane_name": "odd nodes"}
+        tenth = replay[9]
+        hosts.append({
+            "start_ns": tenth["end_ns"], "end_ns": tenth["end_ns"] + 50, "device_id": 0, "context_id": 1,
+            "stream_id": 7, "correlation_id": 0 if place else launch, "graph_id": 5,
+            "graph_node_id": 5 << 32 | 1000, "annotation": None, "process_id": 1, "thread_id": 2,
+        })  # fmt: skip
+    recorded.rows["graph_host_node"] = hosts
+    count = len(replay)
+    edges = {5 << 32 | node: [5 << 32 | node - 1] for node in range(2, count + 1)}
+    edges |= {5 << 32 | 1000: [5 << 32 | 10], 5 << 32 | 12: [5 << 32 | 11, 5 << 32 | 10]}
+    recorded.window["graph_deps"] = edges
+    path = recorded.write(tmp_path / "graph.json", monkeypatch)
+    return read(path), json.loads(path.read_text()), launches, count
+
+
+def test_nodes_of_a_graph_run_on_their_stream_whatever_lane_shows_them(graph_nodes):
+    trace, document, _, count = graph_nodes
+    raw = [event["args"] for event in document["traceEvents"] if event.get("cat") == "kernel"]
+    assert {args.get("original_stream") for args in raw} == {None, 7}
+    assert {args["stream"] for args in raw} == {7, 100_001}
+    assert {one.track for one in trace.work} == {(0, 7)}
+    assert [len(step.work) for step in trace.steps] == [count] * 3
+
+
+def test_a_host_node_is_of_its_replay_even_without_a_correlation(graph_nodes):
+    trace, document, launches, _ = graph_nodes
+    raw = [event for event in document["traceEvents"] if event.get("cat") == "graph_host_node"]
+    assert sorted(event["args"]["correlation"] for event in raw) == [0, 0, launches[0]]
+    assert [one.launch.args["correlation"] for one in trace.nodes] == launches
+    assert not trace.not_known and all(one.kind != "node" for step in trace.steps for one in step.work)
+
+
+def test_edges_of_a_graph_are_those_that_the_trace_draws(graph_nodes):
+    trace, _, _, count = graph_nodes
+    for step in trace.steps:
+        nodes = {one.args["graph node id"]: one for one in step.work}
+        for node in range(2, count + 1):
+            expected = {nodes[node - 1]} | ({nodes[10]} if node == 12 else set())
+            assert set(nodes[node].after) == expected, node
+        assert not nodes[1].after
+    assert isinstance(graph_of(trace), Graph)
+
+
+def test_annotations_of_a_capture_divide_a_replay(graph_nodes):
+    trace, document, _, _ = graph_nodes
+    summary = summarize(trace)
+    correlation = trace.steps[summary.typical_index].work[0].launch.args["correlation"]
+    us = {}
+    for event in document["traceEvents"]:
+        if event.get("cat") in WORK and event["args"]["correlation"] == correlation:
+            us[event["args"]["name"]] = us.get(event["args"]["name"], 0) + event["dur"]
+    found = {one.name: one.gpu_us for one in by_label(trace.steps[summary.typical_index])}
+    assert found == pytest.approx(us) and set(us) == {"first half", "second half"}
+    assert {row.asked_by for row in summary.gpu_work} == set(us)
+
+
+@pytest.mark.parametrize("form", ["cuspy", "kineto"])
+def test_recorded_synchronizations_decide_which_stream_waits(form, tmp_path, monkeypatch):
+    """Each step the main stream waits for the copy of the step before. Without records the copy seems to wait."""
+    recorded = Recorded(COPIES)
+    calls = {number: name for kind in CALLS for name, number in recorded.names[kind].items()}
+    api = sorted(recorded.rows["cuda_runtime"], key=lambda row: row["start_ns"])
+    records = [row for row in api if calls[row["cbid"]] == "cudaEventRecordWithFlags"]
+    waits = [row for row in api if calls[row["cbid"]] == "cudaStreamWaitEvent"]
+    assert len(records) == len(waits) == 3
+    if form == "cuspy":
+        recorded.rows["cuda_event"] = [
+            {"cuda_event_sync_id": place, "correlation_id": row["correlation_id"], "device_id": 0, "context_id": 1}
+            for place, row in enumerate(records, 1)
+        ]
+        recorded.rows["cuda_sync"] = [
+            {"sync_type": 2, "start_ns": row["start_ns"], "end_ns": row["end_ns"], "context_id": 1, "stream_id": 7,
+             "correlation_id": row["correlation_id"], "cuda_event_id": 9, "cuda_event_sync_id": place}
+            for place, row in enumerate(waits, 1)
+        ]  # fmt: skip
+        path = recorded.write(tmp_path / "synced.json", monkeypatch)
+    else:
+        path = recorded.write(tmp_path / "plain.json", monkeypatch)
+        document = json.loads(path.read_text())
+        for record, wait in zip(records, waits, strict=True):
+            args = {"cuda_sync_kind": "Stream Wait Event", "wait_on_stream": 13, "stream": 7, "device": 0, "context": 1,
+                    "wait_on_cuda_event_record_corr_id": record["correlation_id"], "wait_on_cuda_event_id": 9,
+                    "correlation": wait["correlation_id"]}  # fmt: skip
+            ts = (wait["start_ns"] - recorded.base) / 1000
+            event = {"ph": "X", "cat": "cuda_sync", "name": "Stream Wait Event", "pid": 0, "tid": 7, "ts": ts, "dur": 1}
+            document["traceEvents"].append({**event, "args": args})
+        path.write_text(json.dumps(document))
+    trace = read(path)
+    awaited = {"cuspy": None, "kineto": 13}[form]
+    assert [(one.kind, one.stream, one.awaited, one.record.args["correlation"]) for one in trace.syncs] == [
+        ("Stream Wait Event", 7, awaited, row["correlation_id"]) for row in records
+    ]
+    graph = graph_of(trace)
+    assert isinstance(graph, Graph)
+    node_of = {node: one for one in trace.work if (node := graph.activity[id(one)]) is not None}
+    waited = {id(one): node_of.get(graph.wait[node]) for node, one in node_of.items()}
+    copies = sorted((one for one in trace.work if one.track == (0, 13)), key=lambda one: one.start)
+    assert all(waited[id(one)] is None for one in copies), "nothing recorded that a copy waits"
+    for step, before in zip(trace.steps[1:], trace.steps, strict=False):
+        first = min((one for one in step.work if one.track == (0, 7)), key=lambda one: one.start)
+        (copy,) = (one for one in before.work if one.track == (0, 13))
+        assert waited[id(first)] is copy
+    inferred = graph_of(read(COPIES))
+    guessed = {one.track for one in inferred.trace.work if inferred.wait[inferred.activity[id(one)]] != NOBODY}
+    assert (0, 13) in guessed, "without records the copies seem to wait, so this trace shows what records add"
+
+
+def test_a_synchronization_of_one_stream_waits_for_that_stream_alone(tmp_path):
+    """The call returns just after B of stream 8 ended; CUPTI says that it waited for A of stream 7."""
+    on_cpu, on_gpu, events = {"ph": "X", "pid": 1, "tid": 1}, {"ph": "X", "pid": 0}, []
+    call = on_cpu | {"cat": "cuda_runtime"}
+    for step in range(3):
+        at = 1000.0 * step
+        events += [
+            on_cpu | {"cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": at, "dur": 900},
+            on_cpu | {"cat": "cpu_op", "name": "aten::mm", "ts": at + 1, "dur": 100},
+        ]
+        for number, (name, stream, start, dur) in enumerate([("A", 7, 30, 600), ("B", 8, 40, 595)]):
+            args, launched = {"correlation": 10 * step + number + 1}, at + 10 + 5 * number
+            events.append(call | {"name": "cudaLaunchKernel", "ts": launched, "dur": 4, "args": args})
+            kernel = on_gpu | {"cat": "kernel", "name": name, "tid": stream, "ts": at + start, "dur": dur}
+            events.append(kernel | {"args": args | {"device": 0, "stream": stream}})
+        args, when = {"correlation": 10 * step + 9}, {"ts": at + 200, "dur": 440}
+        events.append(call | when | {"name": "cudaStreamSynchronize", "args": args})
+        args = args | {"cuda_sync_kind": "Stream Sync", "stream": 7, "device": 0}
+        events.append(on_gpu | when | {"cat": "cuda_sync", "name": "Stream Sync", "tid": 7, "args": args})
+    tied = {}
+    for kept in ("without", "with"):
+        some = [event for event in events if kept == "with" or event["cat"] != "cuda_sync"]
+        (tmp_path / f"{kept}.json").write_text(json.dumps({"traceEvents": some}))
+        trace = read(tmp_path / f"{kept}.json")
+        graph = graph_of(trace)
+        assert isinstance(graph, Graph), graph
+        name_of = {graph.activity[id(one)]: one.name for one in trace.work}
+        tied[kept] = [name_of[graph.via[node]] for node in graph.returns.values()]
+    assert tied == {"without": ["B"] * 3, "with": ["A"] * 3}
+
+
+def samples(us, start, end, value):
+    """Times from start to end (ns), so far apart, and a value by time."""
+    times = range(start, end, round(us * 1000))
+    return list(times), [value(time) for time in times]
+
+
+@pytest.mark.parametrize("form", ["cuspy", "kineto"])
+def test_sampled_counters_of_steps_and_long_kernels_are_means_of_the_samples(form, tmp_path, monkeypatch):
+    recorded = Recorded(H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz")
+    work = [row for kind in WORK for row in recorded.rows.get(kind, ())]
+    first, last = min(row["start_ns"] for row in work), max(row["end_ns"] for row in work)
+    times, active = samples(10, first - 50_000, last + 50_000, lambda time: float(time // 10_000 % 90))
+    _, dram = samples(10, first - 50_000, last + 50_000, lambda time: float(time // 10_000 % 7))
+    metrics = {"sm__cycles_active.avg.pct_of_peak_sustained_elapsed": active,
+               "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": dram}  # fmt: skip
+    names = list(metrics)
+    if form == "cuspy":
+        rows = zip(times, active, dram, strict=True)
+        recorded.rows["pm_sampling"] = [
+            {"start_ns": time, "device_id": 0, names[0]: one, names[1]: other} for time, one, other in rows
+        ]
+        recorded.rows["environment"] = [
+            {"start_ns": time, "device_id": 0, "environment_kind": kind, "data": data}
+            for time in times[::10] for kind, data in ((1, 2619 << 32 | 1980), (3, 698_000), (2, 51))
+        ]  # fmt: skip
+        names = ["SM Active (%)", "DRAM BW (%)"]
+        path = recorded.write(tmp_path / "sampled.json", monkeypatch)
+    else:
+        path = recorded.write(tmp_path / "plain.json", monkeypatch)
+        document = json.loads(path.read_text())
+        document["traceEvents"] += [
+            {"ph": "C", "cat": "hardware_counters", "name": "CUPTI PM Sampling", "pid": 0, "tid": 0,
+             "ts": (time - recorded.base) / 1000, "args": dict(zip(names, pair, strict=True))}
+            for time, *pair in zip(times, active, dram, strict=True)
+        ]  # fmt: skip
+        path.write_text(json.dumps(document))
+    summary = summarize(read(path))
+    found = summary.counters
+    assert (found.names["sm_active"], found.names["dram"]) == tuple(names)
+    assert found.interval_us[names[0]] == pytest.approx(10)
+    # The reported step, by hand: each sample holds for 10 µs.
+    raw = json.loads(path.read_text())["traceEvents"]
+    correlations = {one["args"]["correlation"] for one in raw if one.get("cat") in CALLS and in_step(one, summary, raw)}
+    rows = [row for row in work if row["correlation_id"] in correlations]
+    begin, end = min(row["start_ns"] for row in rows), max(row["end_ns"] for row in rows)
+    held = [max(0, min(time + 10_000, end) - max(time, begin)) for time in times]
+    expected = sum(ns * value for ns, value in zip(held, active, strict=True)) / sum(held)
+    (step,) = (one for one in found.steps if one.name == summary.typical_step)
+    assert step.means[names[0]] == pytest.approx(expected)
+    if form == "cuspy":
+        assert step.means["Power (W)"] == 698 and step.means["SM Clock (MHz)"] == 1980
+        assert found.names["power_w"] == "Power (W)" and not any("Cycles" in name for name in found.interval_us)
+    # Kernels of the same name and place, in all three steps.
+    steps = sorted((row for row in recorded.rows["kernel"]), key=lambda row: row["start_ns"])
+    per_step = len(steps) // 3
+    for one in found.kernels:
+        nth = [row.name for row in summary.gpu_work if row.kind == "kernel"].index(one.name)
+        alike = [row for row in summary.gpu_work[: one.place] if row.name == one.name]
+        if alike or sum(row["name"] == one.name for row in steps) != 3:
+            continue
+        spans = [(row["start_ns"], row["end_ns"]) for row in steps[nth::per_step]]
+        sampled = list(zip(times, dram, strict=True))
+        inside = [value for start, stop in spans for time, value in sampled if start <= time and time + 10_000 <= stop]
+        assert one.samples == len(inside) and one.dram == pytest.approx(sum(inside) / len(inside) / 100)
+    assert len(found.kernels) >= 4
+
+
+def in_step(call, summary, events):
+    (mark,) = (one for one in events if one["name"] == summary.typical_step and one.get("cat") == "user_annotation")
+    return mark["ts"] <= call["ts"] < mark["ts"] + mark["dur"]
+
+
+def test_torchs_exporter_still_writes_what_the_reader_looks_for():
+    """The names that the reader depends on, in torch's own code."""
+    import torch.profiler as profiler
+
+    source = (ROOT.__class__(profiler.__file__).parent / "_cuspy/trace.py").read_text()
+    for name in ("original_stream", "graph node id", "wait_on_cuda_event_record_corr_id", "GPU {device_id} Counters"):
+        assert name in source
+    assert re.search(r"_GRAPH_DEP_FLOW_ID_BASE = \(\s*1 << 40", source)

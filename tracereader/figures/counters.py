@@ -1,0 +1,180 @@
+"""What was sampled on the GPU while the steps ran: hardware counters, power, clocks and temperature.
+
+torch 2.15 records them (PerformanceMetricsConfig, CuspyConfig.enable_environment_counters). A sample holds from its
+time to the next one's. Other tools and programs may have used the GPU at the same time: a counter is of the device.
+"""
+
+import bisect
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
+
+import msgspec
+
+from tracereader.figures.gpu_work import GpuWork, numbered
+from tracereader.figures.hardware import common_peaks
+from tracereader.figures.steps import busy_us, spanned
+from tracereader.trace import Samples, Step, Trace, Work
+
+# What counters measure. torch's newer collector writes the names on the left, Kineto CUPTI's names.
+KINDS = (
+    ("sm_active", re.compile(r"SM Active \(%\)|sm__cycles_active\.\w+\.pct_of_peak\w*")),
+    ("dram", re.compile(r"(?:DRAM|HBM) BW \(%\)|(?:gpu__dram_throughput|dram__throughput)\.\w+\.pct_of_peak\w*")),
+    ("power_w", re.compile(r"Power \(W\)")),
+    ("sm_mhz", re.compile(r"SM Clock \(MHz\)")),
+    ("memory_mhz", re.compile(r"Memory Clock \(MHz\)")),
+)
+# Made of each kernel's duration and the median clock, so it is no measurement.
+DERIVED = "Cycles (Current Kernel)"
+# A sample holds at most this many of its counter's usual intervals; then some were lost.
+LOST_AFTER = 1.5
+# Of a span, the share that samples must cover to speak for it.
+COVERED = 0.5
+
+
+class StepCounters(msgspec.Struct, frozen=True):
+    """The time-weighted means of all counters from the start of a step's first GPU activity to the end of its last.
+
+    None where too few samples lie there.
+    """
+
+    name: str
+    gpu_busy_us: float
+    activities: int
+    means: dict[str, float | None]
+
+
+class KernelCounters(msgspec.Struct, frozen=True):
+    """An activity of the reported step that is long enough to hold whole samples, over all steps.
+
+    place: its place in the Summary's gpu_work. samples: those that lie whole in it. sm_active and dram: their means,
+    shares of the peak. dram_by_shapes: the bytes that it has to move, divided by its time and the data sheet's peak.
+    """
+
+    place: int
+    name: str
+    us: float
+    samples: int
+    sm_active: float | None
+    dram: float | None
+    dram_by_shapes: float | None
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """The samples of the device that is busiest in the steps.
+
+    names: by kind (see KINDS), the counter that measures it. interval_us: by counter, the usual time between samples.
+    dram_by_shapes: the bytes that the reported step's kernels have to move, divided by the span of its GPU activities,
+    as a share of the data sheet's bandwidth. known: the share of its GPU time in kernels whose bytes are known.
+    """
+
+    device: int
+    names: dict[str, str]
+    interval_us: dict[str, float]
+    steps: tuple[StepCounters, ...]
+    kernels: tuple[KernelCounters, ...]
+    dram_by_shapes: float | None
+    known: float
+
+
+def counters(trace: Trace, chosen: Step, measured: Sequence[GpuWork]) -> Counters | None:
+    """The counters of the busiest device; None of a trace without any. measured: the chosen step's GPU work."""
+    if not trace.counters:
+        return None
+    busy: dict[object, int] = defaultdict(int)
+    for step in trace.steps:
+        for one in step.work:
+            busy[one.device] += one.dur
+    counted = {device for device, _ in trace.counters}
+    device = max((one for one in busy if one in counted), key=busy.__getitem__, default=None)
+    if device is None:
+        return None
+    samples = {
+        name: some
+        for (one, name), some in trace.counters.items()
+        if one == device and name != DERIVED and len(some.times) > 1
+    }
+    if not samples:
+        return None
+    names = {kind: name for kind, pattern in KINDS for name in samples if pattern.fullmatch(name)}
+    interval = {name: median(after - before for before, after in pairwise(one.times)) for name, one in samples.items()}
+    sized = [one for one in measured if one.bytes_moved and one.kind == "kernel"]
+    summed, peaks = sum(one.us for one in measured), common_peaks(trace.devices)
+    start, end = spanned(chosen.work) if chosen.work else (0, 0)
+    by_shapes = sum(one.bytes_moved for one in sized) / (end - start) / peaks.gb_s if peaks and end > start else None
+    return Counters(
+        device=device,
+        names=names,
+        interval_us={name: ns / 1e3 for name, ns in interval.items()},
+        steps=tuple(_of_step(step, device, samples, interval) for step in trace.steps if step.work),
+        kernels=_of_kernels(trace, chosen, measured, device, samples, names, interval),
+        dram_by_shapes=by_shapes if sized else None,
+        known=sum(one.us for one in sized) / summed if summed else 0.0,
+    )
+
+
+def _of_step(step: Step, device: object, samples: dict[str, Samples], interval: dict[str, float]) -> StepCounters:
+    work = [one for one in step.work if one.device == device]
+    span = spanned(work) if work else (step.start, step.end)
+    means = {name: _mean(some, *span, LOST_AFTER * interval[name]) for name, some in samples.items()}
+    return StepCounters(step.name, busy_us(work), len(work), means)
+
+
+def _mean(samples: Samples, start: int, end: int, longest: float) -> float | None:
+    """The mean of a counter from start to end, weighted by how long each sample holds there."""
+    first = max(0, bisect.bisect_right(samples.times, start) - 1)
+    until = bisect.bisect_left(samples.times, end)
+    covered, summed = 0.0, 0.0
+    for place in range(first, until):
+        begin = samples.times[place]
+        stop = samples.times[place + 1] if place + 1 < len(samples.times) else begin + longest / LOST_AFTER
+        held = min(stop, begin + longest, end) - max(begin, start)
+        if held > 0:
+            covered += held
+            summed += held * samples.values[place]
+    return summed / covered if covered and covered >= COVERED * (end - start) else None
+
+
+def _of_kernels(
+    trace: Trace,
+    chosen: Step,
+    measured: Sequence[GpuWork],
+    device: object,
+    samples: dict[str, Samples],
+    names: dict[str, str],
+    interval: dict[str, float],
+) -> tuple[KernelCounters, ...]:
+    kinds = [kind for kind in ("sm_active", "dram") if kind in names]
+    same: dict[tuple, list[Work]] = defaultdict(list)
+    for step in trace.steps if kinds else ():
+        for key, one in numbered(step.work):
+            if one.device == device:
+                same[key].append(one)
+    peaks, found = common_peaks(trace.devices), []
+    for place, ((key, _), one) in enumerate(zip(numbered(chosen.work), measured, strict=True)):
+        inside = {kind: _inside(samples[names[kind]], same[key], LOST_AFTER * interval[names[kind]]) for kind in kinds}
+        count = max(map(len, inside.values()), default=0)
+        if not count or not one.ran_alone or one.kind != "kernel":
+            continue
+        means = {kind: fmean(values) / 100 for kind, values in inside.items() if values}
+        by_shapes = one.bytes_moved / one.us / 1e3 / peaks.gb_s if peaks and one.bytes_moved and one.us else None
+        found.append(
+            KernelCounters(place, one.name, one.us, count, means.get("sm_active"), means.get("dram"), by_shapes)
+        )
+    return tuple(found)
+
+
+def _inside(samples: Samples, work: Sequence[Work], longest: float) -> list[float]:
+    """The values of the samples that lie whole in some work: from their times to the next ones."""
+    found = []
+    for one in work:
+        first = bisect.bisect_left(samples.times, one.start)
+        until = bisect.bisect_right(samples.times, one.end) - 1
+        found += [
+            samples.values[place]
+            for place in range(first, until)
+            if samples.times[place + 1] - samples.times[place] <= longest
+        ]
+    return found

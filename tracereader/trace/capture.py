@@ -1,0 +1,246 @@
+"""What a CUDA graph was captured from: the calls that recorded the work which the graph's replays run.
+
+A replay's kernels have one launch, so the trace shows neither the op nor the module that asked for each of them. The
+trace of the capture does. It may be the same file, or another one given beside it: vLLM and SGLang write such files
+(capture_traces/), and a trace of the same step without the graph serves as well.
+"""
+
+import bisect
+import dataclasses
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from tracereader.trace import families
+from tracereader.trace.document import DEFAULT_LIMIT, TraceError
+from tracereader.trace.kernel_names import decode
+from tracereader.trace.tree import Op, Recorded, Step, Trace, Work, innermost, read, ties_of
+
+EDGE = re.compile(r"Stream(Begin|End)Capture")
+MEMSET_KERNEL = re.compile(r"memset\d+")
+NO_TRACES = ("execution_details.json", "capture.json")  # what other tools write beside the traces
+_start = attrgetter("start")
+# How vLLM and SGLang say which batch size they capture, and which one they run; a graph of the next larger size runs.
+CAPTURED_SIZE = re.compile(r"(?:^|_)capture_(\d+)_|(?:^|_)bs_(\d+)_rank")
+EXECUTED_SIZE = re.compile(r"^execute_(\d+)_|^step\[\w+ bs=(\d+)\b")
+EXECUTED_TOKENS = re.compile(r"^execute_context_\d+\((\d+)\)_generation_\d+\((\d+)\)")
+
+
+class _Recording(msgspec.Struct, eq=False):
+    """The calls of one capture in order. names: of their kernels, where the trace has them."""
+
+    trace: Trace
+    calls: list[Op]
+    kinds: list[str]
+    names: list[str | None]
+    size: int | None
+
+
+def is_launch(op: Op) -> bool:
+    """Whether it is a runtime call that launches; an annotation may be called so, too."""
+    return op.kind == "runtime" and "Launch" in op.name
+
+
+def read_with_captures(path: Path, captures: Sequence[Path] = (), limit: int = DEFAULT_LIMIT) -> Trace:
+    """The trace in a file, the work of its CUDA graphs tied to the calls that were captured. Raises TraceError.
+
+    captures: files or folders with the traces of the captures.
+    """
+    files = list(dict.fromkeys(file for one in captures for file in _files(one)))
+    trace = dataclasses.replace(read(path, limit), captured=tuple(captures))
+    if any("GraphLaunch" in name for name in trace.op_names):
+        own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
+        tie(trace, [*own, *(read(file, limit) for file in files)])
+    return trace
+
+
+def _files(path: Path) -> list[Path]:
+    """The traces in a folder, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")) and one.is_file())
+    if not found:
+        raise TraceError(f"{path}: no .json or .json.gz file in this folder")
+    return [one for one in found if one.name not in NO_TRACES] or found
+
+
+def tie(trace: Trace, captured: Sequence[Trace]) -> None:
+    """Tie the work of each replayed graph to the capture that fits it: as many calls of the same kinds, in order.
+
+    Not tied: a replay that no capture fits, or several captures that differ in their ops, shapes or modules.
+    """
+    recordings = [one for other in captured for one in _recordings(other)]
+    for step in trace.steps:
+        replays: dict[int, list[Work]] = defaultdict(list)
+        for one in step.work:
+            if one.from_graph:
+                replays[id(one.launch)].append(one)
+        fitting: dict[tuple, list] = defaultdict(list)  # by the captures that fit, the replays
+        for some in replays.values():
+            if (ordered := _in_order(some)) is not None:
+                executed = _executed_size(step, some[0].launch)
+                found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
+                fitting[tuple(id(calls[0]) for _, calls in found)].append((ordered, found))
+        for same in fitting.values():
+            candidates = same[0][1]
+            if not candidates:
+                continue
+            alike = len(candidates) == 1 or len({_described(*one) for one in candidates}) == 1
+            # A model in pieces: as many captures alike as replays, each in its place.
+            pieces = not alike and len(same) == len(candidates) and len({id(one) for one, _ in candidates}) == len(same)
+            if alike or pieces:
+                for place, (ordered, _) in enumerate(same):
+                    _tie(ordered, *candidates[place if pieces else 0])
+
+
+def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> None:
+    together: dict[int, list[Work]] = defaultdict(list)
+    for one, call in zip(work, calls, strict=True):
+        together[id(call.parent)].append(one)
+    for one, call in zip(work, calls, strict=True):
+        one.recorded = Recorded(call, recording.trace, together[id(call.parent)])
+        one.said = None
+
+
+def _recordings(trace: Trace) -> Iterator[_Recording]:
+    """Each capture of a trace; of a trace without any, its last step."""
+    roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
+    calls = sorted((op for root in roots for op in root.walk() if op.kind == "runtime"), key=_start)
+    spans = list(_spans(calls))
+    if not spans:
+        yield _recording(trace, [call for call in calls if call.work and trace.steps[-1].start <= call.start])
+        return
+    recorded = [call for call in calls if not call.work]
+    starts = [call.start for call in recorded]
+    for track, start, end in spans:
+        inside = recorded[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
+        if any(other != track and begin < end and start < stop for other, begin, stop in spans):
+            inside = [call for call in inside if call.track == track]
+        yield _recording(trace, inside)
+
+
+def _spans(calls: Iterable[Op]) -> Iterator[tuple[tuple, int, int]]:
+    """Each capture's thread, begin and end."""
+    begun: dict[tuple, int] = {}
+    for call in calls:
+        edge = EDGE.search(call.name)
+        if edge and edge[1] == "Begin":
+            begun[call.track] = call.end
+        elif edge and call.track in begun:
+            yield call.track, begun.pop(call.track), call.start
+
+
+def _recording(trace: Trace, calls: Iterable[Op]) -> _Recording:
+    found = [(call, kind) for call in calls if (kind := _kind(call))]
+    around = [op.name for call, _ in found[:1] for op in call.above()]
+    sizes = [match for name in (*around, trace.path.name) if (match := CAPTURED_SIZE.search(name))]
+    return _Recording(
+        trace,
+        [call for call, _ in found],
+        [kind for _, kind in found],
+        [_kernel_of(call) for call, _ in found],
+        int(sizes[0][1] or sizes[0][2]) if sizes else None,
+    )
+
+
+def _kind(call: Op) -> str | None:
+    """What a call adds to a graph: a kernel, a memcpy or a memset."""
+    if len(call.work) > 1 or "Graph" in call.name or "HostFunc" in call.name:
+        return None
+    if call.work:
+        return _kind_of(call.work[0])
+    if is_launch(call):
+        return "kernel"
+    return next((kind for kind in ("memcpy", "memset") if kind in call.name.lower()), None)
+
+
+def _kernel_of(call: Op) -> str | None:
+    if call.work:
+        return call.work[0].name
+    name = call.args.get("kernel")  # on AMD's GPUs
+    return name if isinstance(name, str) else None
+
+
+def _in_order(work: Sequence[Work]) -> list[Work] | None:
+    """The work of a replay in the order of its capture; None where the trace does not show it.
+
+    Nodes are numbered in the order in which they were made. Without numbers a single stream keeps that order.
+    """
+    nodes = [ties_of(one).node for one in work]
+    if all(nodes) and len(set(nodes)) == len(nodes):
+        return [one for _, one in sorted(zip(nodes, work, strict=True), key=lambda pair: pair[0])]
+    return sorted(work, key=_start) if len({one.track for one in work}) == 1 else None
+
+
+def _kind_of(one: Work) -> str:
+    """What node of a graph ran as this: a memset may run as a kernel."""
+    return "memset" if MEMSET_KERNEL.fullmatch(one.name) else one.kind
+
+
+def _fits(recording: _Recording, work: Sequence[Work]) -> Iterator[tuple[_Recording, list[Op]]]:
+    """The calls of a recording that made this work. Where kernels are named it may be a part of the calls."""
+    kinds = [_kind_of(one) for one in work]
+    named = all(
+        name is not None for name, kind in zip(recording.names, recording.kinds, strict=True) if kind == "kernel"
+    )
+    names = [one.name for one in work]
+    last = len(recording.calls) - len(work)
+    for first in range(last + 1) if named else (0,) if last == 0 else ():
+        until = first + len(work)
+        if recording.kinds[first:until] != kinds:
+            continue
+        told = zip(recording.names[first:until], names, kinds, strict=True)
+        if all(name in (None, one) for name, one, kind in told if kind == "kernel"):
+            calls = recording.calls[first:until]
+            if all(_plausible(call, one) for call, one in zip(calls, work, strict=True)):
+                yield recording, calls
+
+
+def _plausible(call: Op, one: Work) -> bool:
+    """Whether the op around a call may have asked for a kernel of this name."""
+    op = _op_of(call)
+    if op is None or _kind_of(one) != "kernel":
+        return True
+    if op.name.startswith("triton_"):
+        return one.name.startswith(op.name)
+    wanted, found = families.of_op(op.name), decode(one.name).family
+    return not (wanted in families.ONE_PURPOSE and found in families.ONE_PURPOSE and wanted != found)
+
+
+def _op_of(call: Op) -> Op | None:
+    return next((op for op in call.above() if op.kind == "op"), None)
+
+
+def _executed_size(step: Step, launch: Op) -> int | None:
+    """The batch size that the annotations around a launch name."""
+    for op in launch.above():
+        if match := EXECUTED_SIZE.search(op.name):
+            return int(match[1] or match[2])
+        if match := EXECUTED_TOKENS.search(op.name):
+            return int(match[1]) + int(match[2])
+    return None
+
+
+def _of_size(found: list[tuple[_Recording, list[Op]]], executed: int | None) -> list[tuple[_Recording, list[Op]]]:
+    """Those of the smallest captured size that is not less than the executed one, where both are known."""
+    sizes = {one.size for one, _ in found}
+    if executed is None or None in sizes:
+        return found
+    size = min((size for size in sizes if size >= executed), default=None)
+    return [one for one in found if one[0].size == size]
+
+
+def _described(recording: _Recording, calls: Sequence[Op]) -> str:
+    """What tying to these calls would say: each one's op, shapes and modules."""
+    told = []
+    for call in calls:
+        op = _op_of(call)
+        shapes = op.args.get("Input Dims") if op else None
+        modules = innermost(recording.trace.modules.get(call.track, ()), call.start)
+        told.append((op.name if op else None, shapes, [module.name for module in modules]))
+    return json.dumps(told)
