@@ -290,9 +290,8 @@ def test_tokens_a_second_and_the_roof(tmp_path):
     told = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path))))
     assert told[0].startswith("decode of one sequence: a step of 1 token takes ")
     assert "lane, which is 412 tokens a second" in told[0]
-    assert told[1].startswith(
-        f"the roofline allows {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f} tokens a second, and the step reaches"
-    )
+    allowed = 4200e9 / (1192099840 + 521 * KEY_BYTES)
+    assert told[1].startswith(f"the roofline allows {allowed:,.0f} tokens a second, and the step reaches")
     assert "of that: reading the weights (1.19 GB)" in told[1]
     assert told[1].endswith("at 4.2 TB/s, the bandwidth that the run measured")
     events = raw("qwen3_decode_graph")
@@ -316,8 +315,8 @@ def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
     assert told[1].startswith(
         f"the roofline allows {1024 / multiplying * 1e6:,.0f} tokens a second, and the step reaches "
         f"{multiplying / summary.llm.decoding.step_us:.1%} of that: arithmetic is the limit, because 2 x 596.0 M "
-        f"weights x 1,024 tokens = {2 * 596049920 * 1024 / 1e9:,.1f} GFLOP take {multiplying / 1e3:.1f} ms at the data sheet's "
-        "989 TFLOP/s; reading the weights (1.19 GB)"
+        f"weights x 1,024 tokens = {2 * 596049920 * 1024 / 1e9:,.1f} GFLOP take {multiplying / 1e3:.1f} ms at "
+        "the data sheet's 989 TFLOP/s; reading the weights (1.19 GB)"
     )
     assert f"takes {reading:.1f} µs at 4.2 TB/s" in told[1]
     # Of one sequence reading is the roof; without a known type it is what reading allows.

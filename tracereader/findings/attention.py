@@ -123,7 +123,8 @@ def mask_remade(summary: Summary) -> Verdict:
         return Verdict(None, "the step makes a mask, but one step does not show whether every step does")
     gpu = f", {duration(made.gpu_us)} of GPU time in {activities(made.pieces)}" if made.pieces else ""
     names = listed(name.removeprefix("aten::") for name in made.ops)
-    seen = f"{names} {'builds' if len(made.ops) == 1 else 'build'} it {how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
+    build = "builds" if len(made.ops) == 1 else "build"
+    seen = f"{names} {build} it {how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
     return Verdict(
         made.steps == len(summary.steps),
         seen,
