@@ -238,7 +238,9 @@ def test_a_result_larger_than_the_input_has_no_room_in_it(tmp_path, name, given,
     assert attention.hidden_copy().ask(ours).holds is holds
 
 
-@pytest.mark.parametrize(("others", "told"), [(0, ""), (1, ", and 1 more op does so"), (2, ", and 2 more ops do so")])
+@pytest.mark.parametrize(
+    ("others", "told"), [(0, ""), (1, "; 1 more op clones its input"), (2, "; 2 more ops clone their input")]
+)
 def test_other_hidden_copies_are_counted(tmp_path, others, told):
     def event(name, ts, dur, cat="cpu_op"):
         return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
@@ -252,7 +254,10 @@ def test_other_hidden_copies_are_counted(tmp_path, others, told):
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"traceEvents": events}))
     seen = attention.hidden_copy().ask(summarize(read(file)))
-    assert (seen.holds, seen.evidence) == (True, f"aten::fill0 clones first: 50.0 µs; aten::fill0_ does not{told}")
+    assert (seen.holds, seen.evidence) == (
+        True,
+        f"aten::fill0 clones its input first: 50.0 µs; aten::fill0_ does not{told}",
+    )
 
 
 def test_what_the_math_backend_does_unasked():

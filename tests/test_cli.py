@@ -673,16 +673,16 @@ USUAL = [("aten::mm", 100), ("aten::gelu", 20), ("aten::add", 10), ("aten::sum",
 LOADING = event("Lazy Function Loading", cat="overhead", ts=3, dur=20)
 CAUSES = {
     # what the second of four steps does; why it took longer
-    "more calls": (USUAL * 5, "it makes 5 calls of aten::mm where the typical step makes 1, "
-                              "5 of aten::gelu where that makes 1"),
+    "more calls": (USUAL * 5, "it makes 5 calls of aten::mm instead of the typical step's 1, "
+                              "and 5 of aten::gelu instead of 1"),
     "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
-                         "of the additional 1,900 µs, 1,000 are self time of aten::mm"),
+                         "1,000 of the additional 1,900 µs are self time of aten::mm"),
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
-                        "of the additional 2,200 µs, 1,100 are self time of aten::gelu, "
+                        "1,100 of the additional 2,200 µs are self time of aten::gelu, "
                         "1,000 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
-                           "aten::mm took 300 µs more, other calls took less"),
-    "outside": ([*USUAL, None, None], "100 µs more lie outside every call"),
+                           "aten::mm took 300 µs more, and other calls took less"),
+    "outside": ([*USUAL, None, None], "100 µs more are outside every call"),
     "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 to 2.0 times slower"),
     "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
 }  # fmt: skip

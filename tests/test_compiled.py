@@ -87,8 +87,8 @@ def called(of, number="0"):
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        ([called("faa")] * 3, "1 in 3 steps"),
-        ([called("faa") + called("fbb", "1")] * 3, "2 in 3 steps"),  # forward and backward
+        ([called("faa")] * 3, "1 graph hash in 3 steps"),
+        ([called("faa") + called("fbb", "1")] * 3, "2 graph hashes in 3 steps"),  # forward and backward
         ([called("faa"), called("fbb", "1"), called("faa")], None),  # two functions, taken in turn
         ([called("faa"), called("faa"), []], None),
         ([called("faa")], None),  # nothing is seen to be used again

@@ -252,7 +252,7 @@ GRAPH = "graph_would_do"
 
 def test_a_graph_is_advised_where_it_would_do():
     """Equal steps that wait for nothing; not of generate(), whose cache grows and which asks for the token."""
-    assert "1,877 in each of 2" in see(measured("qwen3_decode_eager"))[GRAPH]
+    assert "1,877 launches in each of 2 steps" in see(measured("qwen3_decode_eager"))[GRAPH]
     assert GRAPH not in see(measured("qwen3moe_generate"))
     assert GRAPH not in see(measured("qwen3_decode_graph"))
     assert GRAPH not in see(measured("qwen3_generate_static"))  # one step: nothing to compare
@@ -288,18 +288,19 @@ def test_tokens_a_second_and_the_roof(tmp_path):
         assert ours.tokens_s == pytest.approx(1e6 / max(cpu, gpu))
         assert ours.read_us == pytest.approx((1192099840 + 521 * KEY_BYTES) / 4200e3)
     told = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path))))
-    assert told[0].startswith("decode of one sequence: 412 tokens a second")
-    assert told[1].startswith(
-        f"the roofline allows {1e6 / (1192099840 + 521 * KEY_BYTES) * 4200e3:,.0f}: weights (1.19 GB)"
-    )
-    assert "as measured by the run" in told[1]
+    assert told[0].startswith("decode of one sequence: a step of 1 token takes ")
+    assert "lane, which is 412 tokens a second" in told[0]
+    allowed = 4200e9 / (1192099840 + 521 * KEY_BYTES)
+    assert told[1].startswith(f"the roofline allows {allowed:,.0f} tokens a second, and the step reaches")
+    assert "of that: reading the weights (1.19 GB)" in told[1]
+    assert told[1].endswith("at 4.2 TB/s, the bandwidth that the run measured")
     events = raw("qwen3_decode_graph")
     product = re.compile(r"nvjet|gemm|triton_(per|red)_(?!.*_cos_).*_b?mm_")
     us = sum(us for e, us in medians(events, "ProfilerStep#3") if product.search(e["name"]))
     rate = 1192099840 / us / 1e6
-    assert told[2].endswith(f"they read the weights at {rate:.2f} TB/s, {rate / 4.2:.0%} of that bandwidth")
+    assert told[2].endswith(f"and read the weights at {rate:.2f} TB/s, {rate / 4.2:.0%} of that bandwidth")
     unmeasured = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, gb_s=None))))
-    assert "at 4.8 TB/s by the data sheet" in unmeasured[1]
+    assert unmeasured[1].endswith("at the data sheet's 4.8 TB/s")
     # A roof that the step is faster than is none.
     assert len(decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, weight_bytes=2**40))))) == 1
 
@@ -312,16 +313,17 @@ def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
     assert multiplying > reading and summary.llm.decoding.least_us == pytest.approx(multiplying)
     told = decoding.in_words(summary)
     assert told[1].startswith(
-        f"the roofline allows {1024 / multiplying * 1e6:,.0f}, by arithmetic: 2 x 596.0 M weights x 1,024 tokens, "
-        f"{2 * 596049920 * 1024 / 1e9:,.1f} GFLOP, take {multiplying / 1e3:.1f} ms at the data sheet's 989 TFLOP/s; "
-        f"{multiplying / summary.llm.decoding.step_us:.1%} of it is reached; weights (1.19 GB)"
+        f"the roofline allows {1024 / multiplying * 1e6:,.0f} tokens a second, and the step reaches "
+        f"{multiplying / summary.llm.decoding.step_us:.1%} of that: arithmetic is the limit, because 2 x 596.0 M "
+        f"weights x 1,024 tokens = {2 * 596049920 * 1024 / 1e9:,.1f} GFLOP take {multiplying / 1e3:.1f} ms at "
+        "the data sheet's 989 TFLOP/s; reading the weights (1.19 GB)"
     )
-    assert told[1].endswith(f"take {reading:.1f} µs")
+    assert f"takes {reading:.1f} µs at 4.2 TB/s" in told[1]
     # Of one sequence reading is the roof; without a known type it is what reading allows.
     assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).llm.decoding.least_us == pytest.approx(reading)
     for dtype in ("fp32", None):
         unknown = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, dtype=dtype, **many))))
-        assert unknown[1].startswith(f"reading alone allows {1024 / reading * 1e6:,.0f}: weights")
+        assert unknown[1].startswith(f"reading alone allows {1024 / reading * 1e6:,.0f} tokens a second, and")
     faster = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, batch=4096, tokens=4096))))
     assert len(faster) == 1
 
@@ -358,8 +360,8 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
 @pytest.mark.parametrize(
     ("filled", "allocated", "said"),
     [
-        (2.2, 4.4, "2.20 TB/s, 52% of that bandwidth; all that is allocated (4.40 GB, 2.0 times as much) would be "
-                   "4.40 TB/s, 105%: perhaps the kernel reads the empty part, too"),
+        (2.2, 4.4, "2.20 TB/s, 52% of that bandwidth; if it reads all that is allocated (4.40 GB, 2.0 times as much), "
+                   "its rate is 4.40 TB/s, 105%: perhaps the kernel reads the empty part, too"),
         (3.8, 4.4, "3.80 TB/s, 90% of that bandwidth"),  # little of it is empty
         (1.0, 2.0, "1.00 TB/s, 24% of that bandwidth"),  # something else is slow
         (2.2, 5.0, "2.20 TB/s, 52% of that bandwidth"),  # faster than the memory is
@@ -369,9 +371,8 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
 def test_how_fast_attention_reads_the_cache(tmp_path, filled, allocated, said):
     facts = {"cache_bytes": int(filled * 1e9), "cache_bytes_allocated": allocated and int(allocated * 1e9)}
     told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts))))
-    assert told[-1] == (
-        f"attention takes 1.0 ms of a step: the filled cache ({filled:.2f} GB) read once in that time is {said}"
-    )
+    part = f"the filled part of the cache ({filled:.2f} GB)"
+    assert told[-1] == f"attention takes 1.0 ms of a step: if it reads {part} once, its rate is {said}"
 
 
 def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
@@ -430,7 +431,9 @@ def test_logits_of_every_token(tmp_path):
     assert seen.startswith("M 512 · K 1,024 · N 151,936")
     told = decoding.in_words(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))
     assert told[0].startswith("prefill of one sequence: ") and "a step of 512 tokens" in told[0]
-    assert told[1] == "its products have 512 rows; by the data sheet arithmetic is the limit from 207 on"
+    assert told[1] == (
+        "its matrix products have 512 rows; by the data sheet, products of 207 rows or more are limited by arithmetic"
+    )
     assert sentence not in see(measured("qwen3_prefill_logits"))  # nobody says that it is a prefill
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, phase="prefill"))))
 

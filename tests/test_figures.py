@@ -412,8 +412,8 @@ def verdicts(name):
         ("01_matmul_add/64_bf16_cold_eager", "occupancy query", True, "none in steps #2 to #4"),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0", "occupancy query", True, "in step #0"),
         ("01_matmul_add/64_bf16_cold_eager", "last cudaDeviceSynchronize", False, ""),
-        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "of its time is matrix products"),
-        ("01_matmul_add/4096_bf16_warm_eager_shapes", "compute-bound", True, "the arithmetic peak"),
+        ("01_matmul_add/4096_bf16_warm_eager", "GPU-bound", True, "of the busy time is matrix products"),
+        ("01_matmul_add/4096_bf16_warm_eager_shapes", "compute-bound", True, "arithmetic peak"),
         ("01_matmul_add/4096_bf16_warm_eager", "many registers", True, "168 registers"),
         ("01_matmul_add/64_bf16_warm_eager", "in a warm run all steps", False, ""),
         ("01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0_active20", "buffer once", True, "1,"),
@@ -645,10 +645,12 @@ def test_the_regime_names_what_takes_most_of_the_busy_time():
     """The copies overlap the kernels: 42% of the summed time, and 2% of the busy time."""
     ours = summarize(read(H200 / "changes/copies/prefetched.json.gz"))
     share = ours.steady.compute_by_family["convolution"] / ours.steady.busy_us
-    assert steps.waiting(ours)[1].endswith(f"and {share:.0%} of its time is convolution")
+    assert steps.waiting(ours)[1].endswith(f"and {share:.0%} of the busy time is convolution kernels")
     ours = summarize(read(H200 / "changes/pinned/prefetched.json.gz"))
     products = [one.us for one in ours.gpu_work if one.family == "GEMM"]
-    assert f", {sum(products) / ours.gpu_us:.0%} of that in kernels at" in steps.waiting(ours)[1]
+    assert (
+        f", and {sum(products) / ours.gpu_us:.0%} of the busy time is in kernels that reach" in steps.waiting(ours)[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ def test_a_call_of_the_driver_is_one_by_its_category(tmp_path, capsys, name, cat
     file = made(tmp_path, [("aten::mm", "cpu_op"), (name, cat)])
     assert cli.main([str(file), "--only", "steps"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"20 of {whose}{name} where that makes 1" in said or f"20 calls of {whose}{name} where" in said
+    assert f"20 of {whose}{name} instead of 1" in said or f"20 calls of {whose}{name} instead of" in said
 
 
 def test_a_name_of_two_kinds_is_nobodys(tmp_path, capsys):
     file = made(tmp_path, [("cuddle", "cuda_runtime"), ("cuddle", "user_annotation")])
     assert cli.main([str(file), "--only", "steps"]) == 0
-    assert "it makes 40 calls of cuddle where the typical step makes 2" in " ".join(capsys.readouterr().out.split())
+    assert "it makes 40 calls of cuddle instead of the typical step's 2" in " ".join(capsys.readouterr().out.split())

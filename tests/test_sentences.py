@@ -128,7 +128,7 @@ def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
     assert (summary.llm.decoding.lane, summary.llm.decoding.step_us) == ("CPU", pytest.approx(apart, abs=0.01))
     work = raw_work(events, step_named(events, summary.typical_step))
     alone = 1e6 / covered((e["ts"], end(e)) for e in work)
-    assert f"the GPU's work alone would allow {alone:,.0f}" in printed(capsys, path, "--only", "short")
+    assert f"the GPU work alone would allow {alone:,.0f} tokens a second" in printed(capsys, path, "--only", "short")
 
 
 def enclosed(tmp_path, path):

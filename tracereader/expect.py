@@ -1,6 +1,6 @@
-"""What a numbered script can predict. Called with its parameters, each of these findings makes one prediction.
+"""The predictions of numbered scripts. Calling one of these findings with its parameters makes one prediction.
 
-A prediction's text is its sentence, ask(summary) the verdict of a trace, and record what the trace stores. Every
+A prediction has `text` (its sentence), `ask(summary)` (a trace's verdict) and `record` (the form in a trace). Every
 finding that is declared with `predicts=` is here under its name: expect.regime_is("overhead-bound").
 """
 
@@ -9,7 +9,7 @@ from tracereader.findings.finding import Finding, Prediction, read_record
 
 
 def __getattr__(name: str) -> Finding:
-    """The finding of this name."""
+    """Return the finding of this name; AttributeError if no such finding can be predicted."""
     if name in PREDICTABLE:
         return PREDICTABLE[name]
     raise AttributeError(f"no finding {name!r} can be predicted; those that can: {', '.join(sorted(PREDICTABLE))}")
@@ -20,5 +20,5 @@ def __dir__() -> list[str]:
 
 
 def from_record(record: dict) -> Prediction | None:
-    """The prediction that a trace holds; None where this version does not know it."""
+    """Return the prediction of a trace's record; None if this version does not know it."""
     return read_record(record, PREDICTABLE)

@@ -1,4 +1,4 @@
-"""Findings about attention and about hidden work of eager code around it: copies, masks, casts, old kernels."""
+"""Findings about attention and hidden work of eager code around it: copies, masks, casts, old kernels."""
 
 import re
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from tracereader.findings.finding import (
     counted,
     duration,
     finding,
+    how_often,
     listed,
     size,
 )
 from tracereader.trace.kernel_names import CUDA_CORES, short
 
-# What scaled_dot_product_attention can call, and torch's name for that choice.
+# The ops that scaled_dot_product_attention can call, and torch's name for each backend.
 BACKENDS = {
     "aten::_scaled_dot_product_attention_math": "math",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
@@ -30,22 +31,22 @@ BACKENDS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
     "aten::_scaled_dot_product_attention_math_for_mps": "math",
 }
-# A smaller share of a step's GPU time is not reported: the fp32 product of a rotary embedding takes 0.1% of eager
-# prefill on the H200, the math backend's two take 36%.
-WORTH_A_LINE = 0.01
-# Below it occupancy is called low: 12.5% of FlashAttention's and flex_attention's kernels on the H200. At 19% nvjet's
-# products reach 83% of the arithmetic peak.
+# A smaller share of a step's GPU time is not reported. On the H200 the fp32 product of a rotary embedding takes 0.1% of
+# eager prefill, and the math backend's two products take 36%.
+SMALLEST_SHARE = 0.01
+# A lower occupancy is called low. On the H200, FlashAttention's and flex_attention's kernels have 12.5%. nvjet's
+# products have 19% and reach 83% of the arithmetic peak.
 LOW = 0.15
-# Of the CPU self time of all ops and CUDA calls: cuDNN's attention 43% and cuBLAS's products 41 to 61% where they
-# are most of the step; flash 18%, the memory-efficient kernel 23%.
-MOST_OF_IT = 0.4
+# Share of the CPU self time of all ops and CUDA calls. cuDNN's attention takes 43%, and cuBLAS's products take 41 to
+# 61% if they are most of the step; flash takes 18% and the memory-efficient kernel 23%.
+MUCH_SELF_TIME = 0.4
 
-# Whose kernels are chosen and prepared outside of ATen. cuBLAS has kernels of CUTLASS.
+# The libraries that choose and prepare kernels outside of ATen. cuBLAS contains CUTLASS kernels.
 LIBRARY = re.compile("cuBLAS|cuDNN|CUTLASS|rocBLAS|MIOpen")
 
 
 def _worth_a_line(summary: Summary, us: float) -> bool:
-    return us > WORTH_A_LINE * (summary.summed_us or summary.chosen.cpu_us)
+    return us > SMALLEST_SHARE * (summary.summed_us or summary.chosen.cpu_us)
 
 
 @finding(
@@ -61,25 +62,25 @@ def unfused(summary: Summary) -> Verdict:
     found = summary.attention.unfused
     us = sum(one.us for one in found)
     if not found:
-        return Verdict(False, "no such softmax in the step")
+        return Verdict(False, "the step has no such softmax")
     if not _worth_a_line(summary, us):
-        return Verdict(False, f"{duration(us)} between the two")
-    times = f"{len(found)} times a step: " if len(found) > 1 else ""
+        return Verdict(False, f"{duration(us)} between the two products")
+    several = f"{len(found)} times per step: " if len(found) > 1 else ""
     pieces = sum(one.pieces for one in found)
-    seen = f"{times}{duration(us)} between the two" + (f", in {activities(pieces)}" if pieces else "")
+    seen = f"{several}{duration(us)} between the two products" + (f", in {activities(pieces)}" if pieces else "")
     if all(one.scores for one in found):
         seen += f"; {_moved(found)}"
     return Verdict(True, seen)
 
 
 def _moved(found: Sequence) -> str:
-    """The bytes that the matrices of scores cost, by the recorded shapes."""
+    """Return a sentence on the bytes that the matrices of scores cost, by the recorded shapes."""
     first = found[0].scores
     alike = len({(one.scores.bytes, one.scores.written, one.scores.read) for one in found}) == 1
     matrix = f"the {first.batch} x {first.queries} x {first.keys} scores ({size(first.bytes)}) are written "
     passes = f"{matrix}{counted(first.written, 'time')} and read {counted(first.read, 'time')}: " if alike else ""
     moved, least = sum(one.scores.moved for one in found), sum(one.scores.at_least for one in found)
-    return f"{passes}{size(moved)} moved where a fused kernel needs {size(least)}"
+    return f"{passes}{size(moved)} moved; a fused kernel needs {size(least)}"
 
 
 @finding(
@@ -99,10 +100,10 @@ def hidden_copy(summary: Summary) -> Verdict:
     first = found[0]
     moved = f", {size(first.copied)} moved" if first.copied else ""
     each = first.gpu_us if summary.has_gpu_work else first.cpu_us
-    times = f" ({first.calls:,} times)" if first.calls > 1 else ""
+    calls = f" ({first.calls:,} times)" if first.calls > 1 else ""
     others = len(found) - 1
-    more = f", and {counted(others, 'more op')} {'does' if others == 1 else 'do'} so" if others else ""
-    seen = f"{first.op}{times} clones first: {duration(each)}{moved}; {first.op}_ does not{more}"
+    more = f"; {counted(others, 'more op')} {'clones its' if others == 1 else 'clone their'} input" if others else ""
+    seen = f"{first.op}{calls} clones its input first: {duration(each)}{moved}; {first.op}_ does not{more}"
     return Verdict(_worth_a_line(summary, gpu_us if summary.has_gpu_work else cpu_us), seen)
 
 
@@ -122,8 +123,8 @@ def mask_remade(summary: Summary) -> Verdict:
         return Verdict(None, "the step makes a mask, but one step does not show whether every step does")
     gpu = f", {duration(made.gpu_us)} of GPU time in {activities(made.pieces)}" if made.pieces else ""
     names = listed(name.removeprefix("aten::") for name in made.ops)
-    times = f"{made.times:,} times" if made.times > 1 else "once"
-    seen = f"{times} a step by {names}: {duration(made.cpu_us)} of CPU time{gpu}"
+    build = "builds" if len(made.ops) == 1 else "build"
+    seen = f"{names} {build} it {how_often(made.times)} per step: {duration(made.cpu_us)} of CPU time{gpu}"
     return Verdict(
         made.steps == len(summary.steps),
         seen,
@@ -145,8 +146,8 @@ def cast_before_product(summary: Summary) -> Verdict:
     if found is None:
         return Verdict(False, "no fp32 product whose factors were cast to fp32")
     seen = (
-        f"{counted(found.casts, 'cast')}, {duration(found.cast_us)}, for {counted(found.products, 'product')} in "
-        f"fp32 of {duration(found.products_us)}"
+        f"{counted(found.casts, 'cast')} ({duration(found.cast_us)}) for {counted(found.products, 'fp32 product')} "
+        f"({duration(found.products_us)})"
     )
     return Verdict(_worth_a_line(summary, found.cast_us), seen)
 
@@ -165,12 +166,12 @@ def on_cuda_cores(summary: Summary) -> Verdict:
     gemms = [one for one in summary.gpu_work if one.says.multiplies]
     mine = [one for one in gemms if one.name_says.get("on") == CUDA_CORES]
     if not gemms:
-        return Verdict(None, "no product whose kernel has a name")
+        return Verdict(None, "the step has no kernel that is known as a matrix product")
     if not mine:
-        return Verdict(False, f"none of {counted(len(gemms), 'product')} by its kernel's name")
+        return Verdict(False, f"none of {counted(len(gemms), 'product')}, by the kernels' names")
     us = sum(one.us for one in mine)
     seen = f"{len(mine)} of {counted(len(gemms), 'product')}, {duration(us)}: {short(mine[0].name, 60)}"
-    # TF32's tensor cores came with compute capability 8.0.
+    # Tensor cores support TF32 from compute capability 8.0 on.
     could = int(summary.source.compute_capability or 0) >= 80
     return Verdict(could and _worth_a_line(summary, us), seen)
 
@@ -183,27 +184,28 @@ def on_cuda_cores(summary: Summary) -> Verdict:
 )
 def for_an_older_gpu(summary: Summary) -> Verdict:
     own = summary.source.compute_capability or ""
-    told = [(one, _written_for(one)) for one in summary.gpu_work]
-    if not own.isdigit() or not any(sm for _, sm in told):
+    generations = [(one, _written_for(one)) for one in summary.gpu_work]
+    if not own.isdigit() or not any(sm for _, sm in generations):
         return Verdict(None, "no kernel whose name gives the GPU generation")
-    # Instructions that came later and matter here: wgmma and TMA on sm 90, the fifth tensor cores on sm 100.
-    older = [one for one, sm in told if sm and sm // 10 < int(own) // 10 and 90 <= int(own) < 120]
+    # Newer generations have faster instructions: wgmma and TMA on sm 90, fifth-generation tensor cores on sm 100.
+    older = [one for one, sm in generations if sm and sm // 10 < int(own) // 10 and 90 <= int(own) < 120]
     us = sum(one.us for one in older)
     if us <= 0.1 * summary.summed_us:
-        shown = listed(sorted({f"sm {sm}" for _, sm in told if sm}))
+        shown = listed(sorted({f"sm {sm}" for _, sm in generations if sm}))
         return Verdict(False, f"{shown}, run on sm {own}")
     first = max(older, key=lambda one: one.us)
-    seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of a step's {duration(summary.summed_us)}"
+    whole = duration(summary.summed_us)
+    seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of the {whole} of GPU work in a step"
     return Verdict(True, seen)
 
 
 def _written_for(one: GpuWork) -> int | None:
-    """The architecture that a product's or an attention kernel's name gives."""
+    """Return the architecture (90 for sm 90) in a product's or an attention kernel's name; None without one."""
     if one.family not in ("GEMM", "attention"):
         return None
-    told = one.name_says.get("for") or one.maker.rpartition(", ")[2]
-    number = told.removeprefix("sm ")
-    return int(number) if told.startswith("sm ") and number.isdigit() else None
+    text = one.name_says.get("for") or one.maker.rpartition(", ")[2]
+    number = text.removeprefix("sm ")
+    return int(number) if text.startswith("sm ") and number.isdigit() else None
 
 
 @finding(
@@ -223,7 +225,7 @@ def low_occupancy(summary: Summary) -> Verdict:
     if one is None or one.occupancy is None or one.us < 0.5 * summary.summed_us:
         return Verdict(None, "no kernel with a known footprint that takes half of the step's GPU time")
     limit = f"{one.occupancy.limit:.1%}".replace(".0%", "%")
-    by = f", by its {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
+    by = f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
     seen = f"{short(one.name)}: at most {limit}{by}"
     if one.occupancy.not_estimated:
         seen += " (the profiler's 0% is no estimate)"
@@ -233,7 +235,7 @@ def low_occupancy(summary: Summary) -> Verdict:
 def _its_rate(one: GpuWork) -> str:
     if one.of_roof is None:
         return ""
-    return f"; at {one.of_roof:.0%} of the {ROOFS[one.roof][0]}"
+    return f"; it reaches {one.of_roof:.0%} of the {ROOFS[one.roof][0]}"
 
 
 @finding(
@@ -252,14 +254,14 @@ def time_in_a_library(summary: Summary) -> Verdict:
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")
     seen = (
-        f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; its kernel is "
-        f"{makers[name].split()[0]}'s"
+        f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; "
+        f"{makers[name].split()[0]} provides its kernel"
     )
-    return Verdict(own[name] >= MOST_OF_IT * total, seen)
+    return Verdict(own[name] >= MUCH_SELF_TIME * total, seen)
 
 
 def backends(summary: Summary) -> dict[str, int]:
-    """The calls of each backend that scaled_dot_product_attention took in the step."""
+    """Return the number of calls in the step of each backend that scaled_dot_product_attention chose."""
     calls: dict[str, int] = {}
     for name, backend in BACKENDS.items():
         if name in summary.cpu.ops:
@@ -283,6 +285,6 @@ def sdpa_backend(summary: Summary) -> Verdict:
 
 
 def refused(summary: Summary) -> dict[str, list[str]]:
-    """torch's reasons against each other backend, as the run's script asked for them and stored them."""
-    told = summary.source.facts.attention
-    return {name: [" ".join(one.split()) for one in why] for name, why in told.refused.items() if why} if told else {}
+    """Return torch's reasons against each other backend, as the run's script stored them; empty without them."""
+    facts = summary.source.facts.attention
+    return {name: [" ".join(one.split()) for one in why] for name, why in facts.refused.items() if why} if facts else {}

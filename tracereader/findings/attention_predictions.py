@@ -1,4 +1,4 @@
-"""Further predictions of the attention rungs: a step's GPU activities in order, one kernel, its memory."""
+"""Predictions of the attention scripts: the order of a step's GPU activities, a single kernel, peak memory."""
 
 import math
 
@@ -10,12 +10,12 @@ from tracereader.findings.finding import Verdict, activities, counted, finding, 
 from tracereader.trace.kernel_names import short
 from tracereader.trace.types import dtype_of
 
-# cuBLAS's workspace on the H200; a peak is read as so many matrices of scores only where these are larger.
+# cuBLAS's workspace on the H200. The peak is expressed in matrices of scores only if one of them is larger than this.
 WORKSPACE_BYTES = 32 * 2**20
 
 
 def _word(one: GpuWork) -> str:
-    """One word for a GPU activity."""
+    """Return one word for a GPU activity."""
     if one.kind != "kernel":
         return "copy" if one.kind == "memcpy" else one.kind
     if one.family in ("GEMM", "attention"):
@@ -28,7 +28,10 @@ def _word(one: GpuWork) -> str:
     needs_gpu=True,
 )
 def gpu_does(summary: Summary, *words: str) -> Verdict:
-    """words: GEMM, copy, attention, or what a kernel's name says it does; memsets are left out."""
+    """Judge the order of a step's GPU activities.
+
+    words: GEMM, copy, attention, or the operation in a kernel's name. Memsets are left out.
+    """
     work = [one for one in summary.gpu_work if one.kind != "memset"]
     seen = listed(f"{_word(one)} {one.us:,.1f}" for one in work[: len(words) + 2])
     if len(work) > len(words) + 2:
@@ -38,7 +41,7 @@ def gpu_does(summary: Summary, *words: str) -> Verdict:
 
 @finding(predicts=lambda word, what: f"one kernel per step, {what}", needs_gpu=True)
 def kernel_is(summary: Summary, word: str, what: str) -> Verdict:
-    """One kernel a step, with this in its name."""
+    """Judge whether the step has one kernel. word: a part of its name. what: the kernel in words."""
     kernels = summary.kernels_of_step
     seen = listed(f"{short(one.name, 60)} {one.us:,.1f} µs" for one in kernels[:3])
     if len(kernels) > 3:
@@ -70,7 +73,7 @@ def occupancy_not_estimated(summary: Summary) -> Verdict:
     if one is None or one.occupancy is None:
         return Verdict(None, "the step is not one kernel with recorded registers and shared memory")
     seen = (
-        f"{one.registers} registers a thread and {one.shared_memory:,} B shared memory a block of "
+        f"{one.registers} registers per thread and {one.shared_memory:,} B shared memory per block of "
         f"{math.prod(one.block)} threads: at most {one.occupancy.limit:.0%}"
     )
     seen += f", limited by {one.occupancy.limited_by}" if one.occupancy.limited_by else ""
@@ -84,7 +87,7 @@ def sdpa_runs_on(summary: Summary, backend: str) -> Verdict:
     found = attention.backends(summary)
     if not found:
         return Verdict(None, "no scaled_dot_product_attention in this trace")
-    return Verdict(set(found) == {backend}, f"it took {listed(found)}")
+    return Verdict(set(found) == {backend}, f"SDPA chose {listed(found)}")
 
 
 @finding(
@@ -97,12 +100,12 @@ def safe_softmax(summary: Summary) -> Verdict:
     inside = _below(summary.cpu.chain, at)
     top = [call.name for call in inside if call.depth == summary.cpu.chain[at].depth + 1]
     launched = sum(len(call.launched) for call in inside)
-    seen = listed(top) + (f"; {counted(launched, 'kernel')}, softmax itself is one of them" if launched else "")
+    seen = listed(top) + (f"; {counted(launched, 'kernel')}, one of them softmax itself" if launched else "")
     return Verdict(len(set(top)) > 1, seen)
 
 
 def _below(chain: tuple[Call, ...], at: int) -> tuple[Call, ...]:
-    """The calls inside the one at this place."""
+    """Return the calls inside the call at this position."""
     end = next((n for n in range(at + 1, len(chain)) if chain[n].depth <= chain[at].depth), len(chain))
     return chain[at + 1 : end]
 
@@ -116,7 +119,10 @@ def _scores_held(at_least: int) -> str:
 
 @finding(predicts=_scores_held, needs_gpu=True)
 def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
-    """at_least: matrices of [batch, heads, seq, seq] at the step's peak; 0: not even one."""
+    """Judge the peak memory.
+
+    at_least: the number of matrices of [batch, heads, seq, seq] at the step's peak; 0 predicts that none is held.
+    """
     known = _scores_and_rest(summary)
     if known is None:
         return Verdict(None, "no peak memory in this trace")
@@ -129,12 +135,12 @@ def scores_in_memory(summary: Summary, at_least: int) -> Verdict:
     )
     if at_least:
         return Verdict(rest >= at_least * scores, seen)
-    # Where more is held, it may be something else: the memory-efficient kernel keeps wide heads in fp32.
+    # A larger rest need not be scores: the memory-efficient kernel keeps wide heads in fp32.
     return Verdict(True if rest < scores else False if summary.attention.unfused else None, seen)
 
 
 def _scores_and_rest(summary: Summary) -> tuple[int, int] | None:
-    """Bytes of the scores, and of the peak less the inputs and the result; None if the run's facts do not have them."""
+    """Return the bytes of the scores, and of the peak without inputs and result; None if the run did not store them."""
     facts = summary.source.facts
     sizes, dtype = facts.attention and facts.attention.sizes, dtype_of(facts.dtype)
     if sizes is None or facts.peak_bytes is None or dtype is None:

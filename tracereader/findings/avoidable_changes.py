@@ -8,7 +8,7 @@ from tracereader.figures.avoidable import cloned_inputs, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
-from tracereader.findings.finding import counted, duration, listed
+from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
@@ -16,26 +16,26 @@ from tracereader.trace import Op
 from tracereader.trace.labels import LOOKUP
 from tracereader.trace.types import dims_at
 
-# CUDA's and HIP's calls. Those that end in Async allocate from a pool, in a stream's order.
+# The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
 RUNTIMES = ("cuda", "hip")
 COPIES_INPUTS = "aten::_foreach_copy_"
-# What is left of a cache lookup with skip_guard_eval_unsafe: of a model of 40 layers 10 to 14 µs in place of 59 to 79
-# (PyTorch 2.15, on a CPU).
+# The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
+# layers (PyTorch 2.15, on a CPU).
 GUARDS_LEFT = 0.2
 
 
 def allocator(case: Case) -> Proposal | None:
     calls = [[op for op in step.walk() if op.kind == "runtime" and _allocates(op)] for step in case.steps]
-    told = _in_typical(case, calls)
-    if not told:
+    typical = _of_typical(case, calls)
+    if not typical:
         return None
-    names = Counter(op.name for op in told)
-    each = listed(f"{name} {counted(count, 'time')}" for name, count in names.most_common(3))
+    names = Counter(op.name for op in typical)
+    each = listed(f"{name} {how_often(count)}" for name, count in names.most_common(3))
     return Proposal(
         without_cpu_time(case.graph, spans_of(op for some in calls for op in some)),
-        f"{each} in a step: {duration(sum(op.us for op in told))}",
-        "keep shapes equal from step to step, call no empty_cache(), pin buffers once; "
+        f"a step calls {each}, which takes {duration(sum(op.us for op in typical))}",
+        "keep shapes equal from step to step, do not call empty_cache(), pin buffers once; "
         "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     )
 
@@ -44,59 +44,59 @@ def _allocates(call: Op) -> bool:
     return any(call.name == runtime + what for runtime in RUNTIMES for what in ALLOCATES)
 
 
-def _in_typical(case: Case, by_step: Sequence[list[Op]]) -> list[Op]:
+def _of_typical(case: Case, by_step: Sequence[list[Op]]) -> list[Op]:
     return by_step[case.summary.typical_index]
 
 
 def recompile(case: Case) -> Proposal | None:
     compiling = [compilations(step) for step in case.steps]
-    told = _in_typical(case, compiling)
-    if not told:
+    typical = _of_typical(case, compiling)
+    if not typical:
         return None
     return Proposal(
         without_cpu_time(case.graph, spans_of(op for some in compiling for op in some)),
-        f"torch.compile compiles in the step: {duration(sum(op.us for op in told))}",
+        f"the step compiles with torch.compile: {duration(sum(op.us for op in typical))}",
         "warm up with every shape, mark changing dimensions (torch._dynamo.mark_dynamic), or pad inputs; "
         "TORCH_LOGS=recompiles names the guard",
     )
 
 
 def in_place(case: Case) -> Proposal | None:
-    """The clone that an op makes of its input, where no gradient may need that input."""
+    """Return a proposal to work in place, except in training, where a gradient may need the input."""
     if case.trains:
         return None
     clones = [cloned_inputs(step) for step in case.steps]
-    told = clones[case.summary.typical_index]
-    if not told:
+    typical = clones[case.summary.typical_index]
+    if not typical:
         return None
-    count = sum(map(len, told.values()))
-    us = sum(work.us for some in told.values() for op in some for below in op.walk() for work in below.work)
+    count = sum(map(len, typical.values()))
+    us = sum(work.us for some in typical.values() for op in some for below in op.walk() for work in below.work)
     return Proposal(
         without_ops(case.graph, [op for found in clones for some in found.values() for op in some]),
-        f"{listed(told)} {'clones' if len(told) == 1 else 'clone'} the input first: "
+        f"the step clones the input of {listed(typical)} first: "
         f"{counted(count, 'copy', 'copies')}, {duration(us)} of GPU time",
-        f"{listed(name.removeprefix('aten::') + '_' for name in told)}, where nothing else reads the input",
+        f"{listed(name.removeprefix('aten::') + '_' for name in typical)}, if nothing else reads the input",
     )
 
 
 def mask_once(case: Case) -> Proposal | None:
     made = [[op for group in triangles(step, in_sdpa=False) for op in group] for step in case.steps]
-    told = _in_typical(case, made)
+    typical = _of_typical(case, made)
     if len(made) < 2 or not all(made):
         return None
     return Proposal(
         without_ops(case.graph, [op for some in made for op in some]),
-        f"{listed(dict.fromkeys(op.name for op in told))} make a triangular mask in every step: "
-        f"{duration(sum(op.us for op in told))} of CPU time",
+        f"every step makes a triangular mask with {listed(dict.fromkeys(op.name for op in typical))}: "
+        f"{duration(sum(op.us for op in typical))} of CPU time",
         "make the mask once (register_buffer), or pass is_causal=True",
     )
 
 
 def shared_keys(case: Case) -> Proposal | None:
     found = [expanded(step) for step in case.steps]
-    told = found[case.summary.typical_index]
-    copies = [work for _, some in told for work in some]
-    if told:
+    typical = found[case.summary.typical_index]
+    copies = [work for _, some in typical for work in some]
+    if typical:
         graph = without_ops(case.graph, [op for some in found for op, _ in some])
     elif places := expanded_by_inductor(case.summary.gpu_work):
         copies = [case.step.work[place] for place in places]
@@ -106,26 +106,26 @@ def shared_keys(case: Case) -> Proposal | None:
     us = sum(work.us for work in copies)
     return Proposal(
         graph,
-        f"{counted(len(copies), 'copy', 'copies')} write keys and values out for each query head before attention: "
+        f"{counted(len(copies), 'copy', 'copies')} expand keys and values to all query heads before attention: "
         f"{duration(us)} of GPU time",
         "scaled_dot_product_attention(…, enable_gqa=True)",
     )
 
 
 def cast_weights(case: Case) -> Proposal | None:
-    """Inference alone: what trains changes its weights in every step."""
+    """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
     if case.trains:
         return None
     casts = [weight_casts(step) for step in case.steps]
-    told = casts[case.summary.typical_index]
-    if not told:
+    typical = casts[case.summary.typical_index]
+    if not typical:
         return None
-    gpu_us = sum(work.us for _, some in told for work in some)
+    gpu_us = sum(work.us for _, some in typical for work in some)
     return Proposal(
         without_ops(case.graph, [op for some in casts for op, _ in some]),
-        f"{counted(len(told), 'cast')} of weights and biases: {duration(gpu_us)} of GPU time, "
-        f"{duration(sum(op.us for op, _ in told))} of CPU time",
-        "convert the model once before the steps, model.to(torch.bfloat16), in place of torch.autocast",
+        f"{counted(len(typical), 'cast')} of weights and biases: {duration(gpu_us)} of GPU time, "
+        f"{duration(sum(op.us for op, _ in typical))} of CPU time",
+        "convert the model once before the steps, model.to(torch.bfloat16), instead of torch.autocast",
     )
 
 
@@ -175,32 +175,32 @@ def shorter_cache(case: Case) -> Proposal | None:
 
 
 def static_inputs(case: Case) -> Proposal | None:
-    """The copies of inputs to the addresses that a CUDA graph reads."""
+    """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
     if not any("GraphLaunch" in one.launched_by for one in case.summary.gpu_work):
         return None
     copies = [[op for op in step.walk() if op.name == COPIES_INPUTS] for step in case.steps]
-    told = _in_typical(case, copies)
-    if not told:
+    typical = _of_typical(case, copies)
+    if not typical:
         return None
-    us = sum(work.us for op in told for below in op.walk() for work in below.work)
+    us = sum(work.us for op in typical for below in op.walk() for work in below.work)
     return Proposal(
         without_ops(case.graph, [op for some in copies for op in some]),
-        f"{duration(us)} of copies to the addresses that the CUDA graph reads",
-        "torch._dynamo.mark_static_address(tensor) for inputs that stay where they are, or write inputs into the "
+        f"copies to the addresses that the CUDA graph reads take {duration(us)} per step",
+        "torch._dynamo.mark_static_address(tensor) for inputs whose address does not change, or write inputs into the "
         "graph's own tensors",
     )
 
 
 def skip_guards(case: Case) -> Proposal | None:
     lookups = [[op for op in step.walk() if op.name.startswith(LOOKUP)] for step in case.steps]
-    told = _in_typical(case, lookups)
+    typical = _of_typical(case, lookups)
     if not all(lookups) or any(compilations(step) for step in case.steps):
         return None
     spans = [(op.track, op.start, op.start + round(op.dur * (1 - GUARDS_LEFT))) for some in lookups for op in some]
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"torch.compile looks up its cache and checks guards {counted(len(told), 'time')} in a step: "
-        f"{duration(sum(op.us for op in told))} of CPU time",
+        f"a step looks up torch.compile's cache and checks guards {how_often(len(typical))}: "
+        f"{duration(sum(op.us for op in typical))} of CPU time",
         "torch.compiler.set_stance(skip_guard_eval_unsafe=True) after warm-up, if inputs do not change",
         assumed=True,
     )

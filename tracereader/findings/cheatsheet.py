@@ -1,6 +1,6 @@
-"""All findings, and the cheatsheet: what one sees in a trace, and what it usually means.
+"""All findings, and the cheatsheet, which lists patterns in a trace and their usual meaning.
 
-The page docs/cheatsheet.md is made by markdown() from the findings that have a row.
+markdown() makes the page docs/cheatsheet.md from the findings that have a row.
 """
 
 from tracereader.figures import Summary
@@ -17,18 +17,18 @@ Shown = tuple[Finding, Verdict]
 
 
 def found(summary: Summary) -> list[Shown]:
-    """The findings that a trace shows, in the cheatsheet's order. What one costs is its change's saving."""
+    """Return the findings that a trace shows, in the cheatsheet's order."""
     return [(one, verdict) for one in CHEATSHEET if (verdict := one.ask(summary)).holds]
 
 
 def what_to_do(summary: Summary) -> str:
-    """What the regime usually means."""
+    """Return the usual meaning of the regime, or "" if the cheatsheet has no row for it."""
     busy = dict.fromkeys(("compute", "memory", "gpu"), steps.gpu_bound.means)
     return {"overhead": steps.overhead_bound.means, **busy}.get(summary.waits_for, "")
 
 
 def markdown() -> str:
-    """The whole cheatsheet, as docs/cheatsheet.md holds it."""
+    """Return the cheatsheet as a Markdown table."""
     lines = ["| where | what you see | what it usually means |", "|---|---|---|"]
     lines += [f"| {one.where} | {one.see} | {one.means} |" for one in CHEATSHEET]
     return "\n".join(lines)

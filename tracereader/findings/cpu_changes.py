@@ -24,38 +24,38 @@ from tracereader.replay.changes import spans_of
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
 
-# While the profiler records, the step of a fused optimizer with 75 to 180 tensors takes the CPU 470 to 1,500 µs on an
-# H200's machine, the medians of seven recordings; that of a foreach optimizer with 160 tensors 1,400 (SGD) to 4,500
-# (AdamW).
+# CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
+# tensors takes 470 to 1,500 µs (the medians of seven recordings). A foreach optimizer with 160 tensors takes 1,400 µs
+# (SGD) to 4,500 µs (AdamW).
 FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
-# Those of torch.optim that have fused=True.
+# The optimizers of torch.optim that support fused=True.
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 SLOWER = ("for-loop", "foreach")
-# A foreach optimizer of a small model launches no more than these.
+# A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
-# The next batch of a loader with workers that keep up: 74 to 81 µs there.
+# CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
 READY_BATCH_US = 80
-# PyTorch's own Python needs less than this between two ops (µs), also while the profiler records.
+# PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
-# Of the functions in it so many are named, and only those with this share of their time.
-FUNCTIONS_NAMED, A_SHARE = 3, 0.1
+# The most functions that are named, and the smallest share of the Python time that a named function has.
+FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
-READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
-# An index by a mask asks how many elements the mask chooses.
-CHOOSES = "aten::nonzero"
-# Ops whose result is as large as the values are different: nothing can take the place of the wait.
+READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+# Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
+SELECTS = "aten::nonzero"
+# Ops whose result has one element for each distinct value. The wait for that size cannot be avoided.
 NEED_THE_SIZE = ("aten::unique", "aten::_unique")
-# Kernels of one op in a row that are alike.
+# From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
-# What a call of a few ops takes the CPU while the profiler records.
+# CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
 
 def _waits(case: Case) -> list[Op]:
-    """The calls of all steps that wait for the GPU."""
+    """Return the calls of all steps that wait for the GPU."""
     return [op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op)]
 
 
@@ -77,8 +77,8 @@ def cuda_graph(case: Case) -> Proposal | None:
             f"{summary.chosen.launches:,} identical launches per step, no synchronization between them",
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         )
-    # An optimizer counts its steps on the CPU, and is not captured as it is. Gradients leave a graph through autograd,
-    # which hands each one to its parameter.
+    # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
+    # through autograd, which passes each one to its parameter.
     eager = (OPTIMIZER, LOADER)
     stays = [op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith(eager)]
     left_out = case.launched_in(*eager)
@@ -98,7 +98,10 @@ def cuda_graph(case: Case) -> Proposal | None:
 
 
 def _small_graph(case: Case) -> Proposal:
-    """Of few launches the copies of the inputs count, too: they take at most twice the first op's time."""
+    """Return a proposal for a step of few launches, where the copies of the inputs matter.
+
+    The copies take at most twice the first op's time.
+    """
     asking = [op for _, _, op in case.activities]
     first = [(work, one.us) for work, one, op in case.activities if op is asking[0]]
     copies = 2 * sum(us for _, us in first)
@@ -110,8 +113,8 @@ def _small_graph(case: Case) -> Proposal:
     ]
     return Proposal(
         with_cpu_time(graph, calls),
-        f"{case.summary.chosen.launches:,} identical launches per step, no synchronization between them; copies of its "
-        f"inputs, of at most {duration(copies)}, are counted",
+        f"{case.summary.chosen.launches:,} identical launches per step, no synchronization between them; the copies of "
+        f"its inputs (at most {duration(copies)}) are included",
         "torch.cuda.graph, with the inputs copied into the tensors that it reads",
         assumed=True,
     )
@@ -135,22 +138,22 @@ def remove_sync(case: Case) -> Proposal | None:
     names = Counter(asking(op) for op in case.step.walk() if id(op) in ids)
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
-    choose = any(op.name == CHOOSES for op in read)
+    choose = any(op.name == SELECTS for op in read)
     return Proposal(
         without_ops(without_waits(case.graph, calls), read),
         f"the CPU waits for the GPU in each step: {each}",
-        "multiply by the mask or use torch.where, in place of indexing with a mask"
+        "multiply by the mask or use torch.where instead of indexing with a mask"
         if choose
         else "keep the value on the GPU, or read it some steps later",
-        assumed=choose,  # what is computed for all elements in place of some takes longer
+        assumed=choose,  # computing all elements instead of the selected ones takes longer
     )
 
 
 def _waits_only(call: Op) -> Op | None:
-    """The op that a waiting call is the purpose of: of aten::item, or the nonzero of an index by a mask."""
+    """Return the op that does nothing but wait in this call (aten::item, or nonzero in mask indexing); else None."""
     found = None
     for op in call.above():
-        if op.kind != "op" or not op.name.startswith((*READS, CHOOSES)):
+        if op.kind != "op" or not op.name.startswith((*READ_A_VALUE, SELECTS)):
             break
         found = op
     return found
@@ -177,7 +180,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
             by_op = Counter()
             for one in work:
                 by_op[one.name] += one.us
-            # The fused kernel reads and writes each tensor once; the costliest of the loop's kernels does no less.
+            # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             spans.append(label)
             first = min((one.launch for one in work), key=lambda call: call.start)
@@ -229,28 +232,28 @@ def python(case: Case) -> Proposal | None:
         return None
     ns, before, after = longest
     functions = _functions_in(case, spans)
-    told = f", in {listed(functions)}" if functions else ""
+    where = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{told}",
+        f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{where}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
     )
 
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
-    """The Python functions that most of these stretches went to, without their files; none without stacks."""
+    """Return the Python functions with most of the time in these spans, without their files; none without stacks."""
     by_track = defaultdict(list)
     for track, start, end in spans:
         by_track[track].append((start, end))
     ns = Counter()
     for name, time in python_in(case.trace.frames, by_track).items():
         ns[name.rpartition("): ")[2]] += time
-    return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > A_SHARE * ns.total()]
+    return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
 
 
 def _outside_annotations(step: Step) -> list[Op]:
-    """The outermost ops and calls of all threads. A wait for the DataLoader and an optimizer's step are such, too."""
+    """Return the outermost ops and calls of all threads, including DataLoader waits and optimizer steps."""
     pending, found = list(step.roots), []
     while pending:
         op = pending.pop()
@@ -266,7 +269,10 @@ def larger_batch(case: Case) -> Proposal | None:
 
 
 def _twice_the_batch(case: Case) -> Proposal | None:
-    """Inference: launches, and products of few rows that read weights, take as long for a batch twice as large."""
+    """Return a proposal to double the batch in inference.
+
+    Launches, and products of few rows that read weights, take the same time for twice the batch.
+    """
     if case.trains or case.peaks is None:
         return None
     few = {one.rows for one in case.summary.llm.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
@@ -286,9 +292,9 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
 
 def _calls_as_one(case: Case) -> Proposal | None:
-    """Equal products of slices of one tensor become one batched product."""
+    """Return a proposal to replace equal products of slices of one tensor by one batched product."""
     taken = sum(op.name in SLICES for op in case.step.walk() if op.kind == "op")
-    # Slices of one tensor, taken call by call, need no other call's result; layers of a network do.
+    # Calls on slices of one tensor are independent of each other. Layers of a network need the layer before.
     runs = [(count, run) for count, run in _repeated(case.activities) if MANY_ALIKE <= count <= taken]
     if not runs:
         return None
@@ -311,7 +317,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
 
 
 class _WithSlices:
-    """Widens a stretch of calls to the whole loop: from the first slice that is taken for them to the next op."""
+    """Widens a span of calls to the whole loop: from the first slice op before them to the next op after them."""
 
     def __init__(self):
         self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
@@ -331,7 +337,7 @@ class _WithSlices:
 
 
 def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
-    """Equal products one after the other, with nothing but equal copies between them; how many, and all of it."""
+    """Yield runs of equal products with only equal copies between them: the number of products, and all activities."""
 
     def what(entry: Entry) -> tuple | None:
         _, one, op = entry

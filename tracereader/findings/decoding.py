@@ -8,37 +8,42 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import common_peaks
 from tracereader.findings.finding import GPU, Verdict, counted, duration, finding, size, tokens_s
 
-# A smaller share of a step, on the lane that it waits for, is not reported. In the H200's traces
-# copies of keys and values take 3% of eager decoding's CPU time, and 11% of its GPU time once compiled.
-WORTH_A_WORD = 0.025
-# Overhead is spread over a step's calls: on the H200 the largest share of the GPU's waiting in one of them was 22 to
-# 42%, and 69 to 95% behind a library that prepares or a slow loader, which no graph shortens.
-MUCH_OF_THE_WAIT = 0.5
-# Reading weights, or the cache, is what a step does, where it takes this much of it.
+# Avoidable work is reported from this share of a step on, measured on the lane that limits the step. In the H200's
+# traces, copies of keys and values take 3% of the CPU time of eager decoding, and 11% of the GPU time of compiled
+# decoding.
+SMALLEST_SHARE = 0.025
+# Launch overhead is spread over a step's calls: on the H200, the call with the largest share of the GPU's waiting had
+# 22 to 42% of it. A library that prepares kernels, or a slow loader, had 69 to 95%, and a CUDA graph shortens neither.
+MOST_IN_ONE_CALL = 0.5
+# If a kernel family takes this share of a step, its rate of reading weights or the cache is reported.
 MUCH_READING = 0.2
-# Of the measured bandwidth. On the H200 SDPA that gets a whole static cache and a mask, half of it filled, is by that
-# half at 44 to 53% from 32 sequences on, and by the whole at 88 to 106%; with 16 sequences at 38 and 75%.
+# Shares of the measured bandwidth. On the H200, SDPA got a whole static cache and a mask. Half of the cache was filled.
+# From 32 sequences on, the rate of reading the filled half was 44 to 53%, and that of reading the whole cache 88 to
+# 106%; with 16 sequences the rates were 38 and 75%.
 FAR_BELOW, NEAR = 2 / 3, 0.85
 
 
 def in_words(summary: Summary) -> list[str]:
-    """Tokens per second and the roofline, if the run stored what its step reads."""
+    """Return sentences on tokens per second and the roofline; none if the run did not store what its step reads."""
     found = summary.llm.decoding
     if found is None:
         return []
     facts = found.facts
     sequences = "one sequence" if facts.batch == 1 else f"{facts.batch:,} sequences"
     lines = [
-        f"{facts.phase} of {sequences}: {tokens_s(found.tokens_s)} tokens a second while profiled, a step of "
-        f"{counted(facts.tokens, 'token')} every {duration(found.step_us)} on the {found.lane} lane"
+        f"{facts.phase} of {sequences}: a step of {counted(facts.tokens, 'token')} takes {duration(found.step_us)} on "
+        f"the {found.lane} lane, which is {tokens_s(found.tokens_s)} tokens a second with the profiler"
     ]
     busy = summary.chosen.gpu_busy_us
     if found.lane == "CPU" and 0 < busy < found.step_us:
-        lines[0] += f"; the GPU's work alone would allow {tokens_s(facts.tokens / busy * 1e6)}"
+        lines[0] += f"; the GPU work alone would allow {tokens_s(facts.tokens / busy * 1e6)} tokens a second"
     if facts.phase == "prefill" and (rows := _rows(summary)):
         ridge = ridge_rows(common_peaks(summary.source.devices))
         if ridge and rows >= ridge:
-            lines.append(f"its products have {rows:,} rows; by the data sheet arithmetic is the limit from {ridge} on")
+            lines.append(
+                f"its matrix products have {rows:,} rows; by the data sheet, products of {ridge} rows or more are "
+                "limited by arithmetic"
+            )
     # Prefill multiplies each weight by many tokens, so reading the weights does not limit it.
     if facts.phase == "decode" and found.least_us and found.least_us <= found.step_us:
         lines += [_roof(found), *_products(summary), *_attention(summary)]
@@ -46,29 +51,30 @@ def in_words(summary: Summary) -> list[str]:
 
 
 def _roof(found: Decoding) -> str:
-    """The longer of reading and arithmetic. If the arithmetic is not known, the text names reading only
-    and claims no more."""
+    """Return the sentence on the roofline: the longer of reading and arithmetic, or reading only if the arithmetic is
+    not known."""
     facts, least = found.facts, found.least_us
-    read = f"weights ({size(facts.weight_bytes)})"
+    read = f"reading the weights ({size(facts.weight_bytes)})"
     if facts.cache_bytes:
-        read += f" and cache ({size(facts.cache_bytes)})"
-    source = "as measured by the run" if found.measured else "by the data sheet"
-    read += f" read once at {found.gb_s / 1e3:.1f} TB/s {source} take {duration(found.read_us)}"
-    allows = f"{facts.tokens / least * 1e6:,.0f}"
-    reached = f"{least / found.step_us:.1%} of it is reached"
+        read += f" and the cache ({size(facts.cache_bytes)})"
+    rate = f"{found.gb_s / 1e3:.1f} TB/s"
+    at = f"{rate}, the bandwidth that the run measured" if found.measured else f"the data sheet's {rate}"
+    read += f" once takes {duration(found.read_us)} at {at}"
+    reached = f"{least / found.step_us:.1%}"
+    allows = f"allows {facts.tokens / least * 1e6:,.0f} tokens a second, and the step reaches {reached}"
     if found.multiply_us is None:
-        return f"reading alone allows {allows}: {read}; {reached}"
+        return f"reading alone {allows} of that: {read}"
     if found.multiply_us <= found.read_us:
-        return f"the roofline allows {allows}: {read}; {reached}"
+        return f"the roofline {allows} of that: {read}"
     return (
-        f"the roofline allows {allows}, by arithmetic: 2 x {facts.weight_bytes / 2e6:,.1f} M weights x "
-        f"{counted(facts.tokens, 'token')}, {found.flops / 1e9:,.1f} GFLOP, take {duration(found.multiply_us)} at the "
-        f"data sheet's {found.tflops:,.0f} TFLOP/s; {reached}; {read}"
+        f"the roofline {allows} of that: arithmetic is the limit, because 2 x {facts.weight_bytes / 2e6:,.1f} M "
+        f"weights x {counted(facts.tokens, 'token')} = {found.flops / 1e9:,.1f} GFLOP take "
+        f"{duration(found.multiply_us)} at the data sheet's {found.tflops:,.0f} TFLOP/s; {read}"
     )
 
 
 def _products(summary: Summary) -> list[str]:
-    """How fast matrix products read the weights, where that is what limits the step."""
+    """Return a sentence on how fast matrix products read the weights, if reading limits the step."""
     found, us = summary.llm.decoding, _alone_us(summary, "GEMM")
     if us is None or found.least_us > found.read_us:
         return []
@@ -76,15 +82,16 @@ def _products(summary: Summary) -> list[str]:
     if us <= MUCH_READING * found.step_us or read > us * found.gb_s * 1e3:
         return []
     return [
-        f"matrix products take {duration(us)} of a step: they read the weights at {read / us / 1e6:.2f} TB/s, "
+        f"matrix products take {duration(us)} of a step and read the weights at {read / us / 1e6:.2f} TB/s, "
         f"{read / us / 1e3 / found.gb_s:.0%} of that bandwidth"
     ]
 
 
 def _attention(summary: Summary) -> list[str]:
-    """How fast attention reads the cache if it reads what is filled, and if it reads all that is allocated.
+    """Return a sentence on how fast attention reads the cache, for the filled part and for all that is allocated.
 
-    Which of the two a kernel does, no trace tells without shapes; and copies of the keys are larger than the cache.
+    Without shapes a trace does not show which of the two a kernel reads. There is no sentence if the keys are expanded,
+    because the expanded copies are larger than the cache.
     """
     found, us = summary.llm.decoding, _alone_us(summary, "attention")
     filled, whole = found.facts.cache_bytes, found.facts.cache_bytes_allocated
@@ -94,29 +101,31 @@ def _attention(summary: Summary) -> list[str]:
     possible = max(found.gb_s, peaks.gb_s if peaks else 0.0)
     rate, whole_rate = filled / us / 1e3, (whole or 0) / us / 1e3
     if rate > possible:
-        return []  # out of a cache, or not all of it
+        return []  # the kernel read from a cache, or not everything
     said = (
-        f"attention takes {duration(us)} of a step: the filled cache ({size(filled)}) read once in that time is "
-        f"{rate / 1e3:.2f} TB/s, {rate / found.gb_s:.0%} of that bandwidth"
+        f"attention takes {duration(us)} of a step: if it reads the filled part of the cache ({size(filled)}) once, "
+        f"its rate is {rate / 1e3:.2f} TB/s, {rate / found.gb_s:.0%} of that bandwidth"
     )
     far_below = rate < FAR_BELOW * found.gb_s and NEAR * found.gb_s <= whole_rate <= possible
     if far_below and not empty_cache.ask(summary).holds:
         said += (
-            f"; all that is allocated ({size(whole)}, {whole / filled:.1f} times as much) would be "
+            f"; if it reads all that is allocated ({size(whole)}, {whole / filled:.1f} times as much), its rate is "
             f"{whole_rate / 1e3:.2f} TB/s, {whole_rate / found.gb_s:.0%}: perhaps the kernel reads the empty part, too"
         )
     return [said]
 
 
 def _alone_us(summary: Summary, family: str) -> float | None:
-    """What all work of this family takes; None where some ran beside other work: each piece takes longer then than
-    what they take together."""
+    """Return the time (µs) of all work of this family; None if some of it ran beside other work.
+
+    The sum of such times exceeds the time that the work takes together.
+    """
     mine = [one for one in summary.gpu_work if one.family == family]
     return sum(one.us for one in mine) if all(one.ran_alone for one in mine) else None
 
 
 def _rows(summary: Summary) -> int | None:
-    """The rows of most of the time in products of two-byte elements, where shapes are recorded."""
+    """Return the row count with the most time in products of two-byte elements; None if no shapes are recorded."""
     time: Counter = Counter()
     for one in summary.gpu_work:
         if one.product and one.product.batch == 1 and one.bytes_moved == 2 * one.product.elements:
@@ -140,19 +149,19 @@ def graph_would_do(summary: Summary) -> Verdict:
         summary.waits_for != "overhead"
         or not summary.llm.same_in_all_steps
         or step.launches < MANY_LAUNCHES
-        or max(summary.idle_in.values(), default=0.0) > MUCH_OF_THE_WAIT * sum(summary.idle_in.values())
+        or max(summary.idle_in.values(), default=0.0) > MOST_IN_ONE_CALL * sum(summary.idle_in.values())
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
     return Verdict(
         True,
-        f"{step.launches:,} in each of {len(summary.steps)}, none of them after a synchronization; the GPU is busy for "
-        f"{duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
+        f"{step.launches:,} launches in each of {len(summary.steps)} steps, none of them after a synchronization; the "
+        f"GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
     )
 
 
 def _launches_after_a_wait(summary: Summary) -> bool:
-    """Whether the step launches anything once it has waited for a result: no graph can hold that."""
+    """Return whether the step launches anything after it has waited for a result, which no CUDA graph can contain."""
     waited = False
     for call in summary.cpu.chain:
         if waited and call.launched:
@@ -206,14 +215,14 @@ def weights_cast(summary: Summary) -> Verdict:
 
 
 def _verdict(summary: Summary, found: Asked, what: str) -> Verdict:
-    """Holds if the cost is large enough on the lane that the step waits for."""
+    """Return a verdict that holds if the cost is large enough on the lane that limits the step."""
     step, total = summary.chosen, summary.summed_us
     on_cpu = summary.waits_for == "overhead" and found.cpu_us
     much, whole = (found.cpu_us, step.cpu_us) if on_cpu else (found.gpu_us, total)
     seen = f"{what}: {duration(found.gpu_us)} of {duration(total)} of GPU work"
     if found.cpu_us:
         seen += f", {duration(found.cpu_us)} of {duration(step.cpu_us)} on the CPU"
-    return Verdict(much > WORTH_A_WORD * whole, seen)
+    return Verdict(much > SMALLEST_SHARE * whole, seen)
 
 
 @finding(
@@ -231,13 +240,13 @@ def empty_cache(summary: Summary) -> Verdict:
     keys = attending[0].attention.keys
     expanded = summary.llm.unneeded.expanded
     us = sum(one.us for one in attending) + (expanded.gpu_us if expanded else 0)
-    return Verdict(True, f"attention over {keys:,} keys, {keys * filled:,.0f} of them filled: {duration(us)} a step")
+    return Verdict(True, f"attention over {keys:,} keys, {keys * filled:,.0f} of them filled: {duration(us)} per step")
 
 
 def filled_part(summary: Summary) -> tuple[float | None, list[GpuWork]]:
-    """The filled part (0 to 1) of the static cache that attention reads all of, and attention's kernels.
+    """Return the filled part (0 to 1) of a static cache that attention reads completely, and the attention kernels.
 
-    None where the trace does not show that a kernel reads more than is filled.
+    The part is None if the trace does not show that a kernel reads more than is filled.
     """
     facts, heads = summary.llm.decoding and summary.llm.decoding.facts, summary.llm.unneeded.key_heads
     attending = [one for one in summary.gpu_work if one.attention and one.bytes_moved]
@@ -269,9 +278,10 @@ def logits_of_all(summary: Summary) -> Verdict:
 
 
 def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
-    """The product that makes the logits of all tokens, and of how many tokens the step needs them; None without one.
+    """Return the product that makes the logits of all tokens, and the number of rows that the step needs.
 
-    A prefill needs those of each sequence's last token. Elsewhere the ops after the product show which rows are kept.
+    The product is None if the step has none. A prefill needs the logits of each sequence's last token. In other steps
+    the ops after the product show which rows are kept.
     """
     facts = summary.llm.decoding and summary.llm.decoding.facts
     phase = facts.phase if facts else (summary.cpu.label.name if summary.cpu.label else "")
@@ -281,7 +291,7 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
         return None, 0
     head = max(products, key=lambda one: one.product.n)
     rows = [one.product.m for one in products if one is not head]
-    # The head's rows are the layers' rows: all tokens', where each sequence's last would do.
+    # The head has as many rows as the layers, one for each token. One row for each sequence would be enough.
     if head is not products[-1] or head.product.m != max(rows) or head.product.m <= needed:
         return None, 0
     return head, needed
@@ -304,13 +314,13 @@ def reads_weights(summary: Summary) -> Verdict:
         return Verdict(False, "")
     gb_s, peaks = found.bytes / found.us / 1e3, common_peaks(summary.source.devices)
     if peaks and gb_s > peaks.gb_s:
-        return Verdict(False, "")  # out of a cache
+        return Verdict(False, "")  # the weights came from a cache
     seen = (
         f"{counted(found.products, 'product')} of {counted(found.rows, 'row')} read {size(found.bytes)} in "
         f"{duration(found.us)}: {gb_s / 1e3:.2f} TB/s"
     )
     if peaks:
-        seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's"
+        seen += f", {gb_s / peaks.gb_s:.0%} of the data sheet's bandwidth"
     if found.ridge_rows:
-        seen += f"; from {found.ridge_rows} rows on arithmetic would be the limit"
+        seen += f"; with {found.ridge_rows} rows or more, arithmetic would be the limit"
     return Verdict(True, seen)

@@ -1,4 +1,4 @@
-"""What changed between two runs' typical steps, and what stayed the same, in words."""
+"""Sentences on the differences between two runs' typical steps, and on what stayed the same."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from tracereader.findings import work_differences
 from tracereader.findings.work_differences import NAMES_SHOWN, and_more
 
 OPS_SHOWN, FEW = 40, 6
-HASH_SHOWN = 12  # letters of 52
+HASH_SHOWN = 12  # of 52 letters
 ONE_ALONE = "only one of the two has GPU work"
-INPUTS_SHOWN = 2  # ops: one type or size changed goes through them all
+INPUTS_SHOWN = 2  # ops, because one changed type or size shows in the inputs of many ops
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,23 @@ class Difference:
 
 
 def difference(first: Side, other: Side) -> Difference:
+    """Return the differences between two runs, and what stayed the same."""
     alone = compare.only_one_has_gpu_work(first, other)
     work_changed, work_same = ([ONE_ALONE], []) if alone else work_differences.in_lists(first, other)
     ops_changed, ops_same = _ops(first, other)
-    told = flags(first, other)
-    flags_changed = [told] if told else []
+    text = flags(first, other)
+    flags_changed = [text] if text else []
     return Difference(*map(tuple, (flags_changed, work_changed, ops_changed, work_same, ops_same)))
 
 
 def flags(first: Side, other: Side) -> str:
-    """The flags in which two runs of numbered scripts differ, as one text; "" without any."""
+    """Return the flags in which two runs of numbered scripts differ, as one text; "" without any."""
     words = {None: "not given", True: "given"}
-    told = [
+    texts = [
         f"{one.name} {words.get(one.before, one.before)}, then {words.get(one.after, one.after)}"
         for one in compare.flags(first, other)
     ]
-    return "flags: " + "; ".join(told) if told else ""
+    return "flags: " + "; ".join(texts) if texts else ""
 
 
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
@@ -72,15 +73,15 @@ def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:
 
 def _inputs(first: Side, other: Side) -> list[str]:
     found = compare.inputs(first, other)
-    told = [f"{one.op} {_listed(one.before, 1)}, then {_listed(one.after, 1)}" for one in found[:INPUTS_SHOWN]]
+    texts = [f"{one.op} {_listed(one.before, 1)}, then {_listed(one.after, 1)}" for one in found[:INPUTS_SHOWN]]
     rest = and_more(len(found), INPUTS_SHOWN).replace(" more", " more ops")
-    return [f"inputs: {'; '.join(told)}{rest}"] if told else []
+    return [f"inputs: {'; '.join(texts)}{rest}"] if texts else []
 
 
 def _graphs(first: Side, other: Side) -> list[str]:
-    """Says that two compiled runs called graphs with different hashes. Apart from these, all graphs' rows look alike.
+    """Return a sentence if two compiled runs called graphs with different hashes.
 
-    It says no more, because torch's version and settings are part of the hash.
+    The sentence gives no reason, because torch's version and settings are part of the hash.
     """
     found = compare.graphs(first, other)
     if found is None:
@@ -95,7 +96,7 @@ def _listed(names: Sequence[str], shown: int = OPS_SHOWN) -> str:
 
 
 def setup(side: Side) -> str:
-    """What one run does on the GPU in a step: GEMMs counted, other kernels by what they do."""
+    """Return the GPU activities of one run's step as text, counted by operation."""
     parts = Counter()
     for name, count in side.work.items():
         parts[side.parts[name]] += count
@@ -104,24 +105,24 @@ def setup(side: Side) -> str:
 
 
 def change(before: Side, after: Side) -> str:
-    """What one run does on the GPU and another does not, as text; by ops where neither has GPU work."""
+    """Return the differences between two runs' GPU activities as text; those between their ops without GPU work."""
     on_gpu = before.summary.has_gpu_work and after.summary.has_gpu_work
-    told, other_work = (work_differences.in_short if on_gpu else _ops_in_short)(before, after)
+    texts, other_work = (work_differences.in_short if on_gpu else _ops_in_short)(before, after)
     if compare.only_one_has_gpu_work(before, after):
-        told = [ONE_ALONE, *told]
-    if not told:
+        texts = [ONE_ALONE, *texts]
+    if not texts:
         same = "the same GPU work" if on_gpu else "the same ops"
-        told = [same + (", with other inputs" if compare.inputs(before, after) else "")]
+        texts = [same + (", with other inputs" if compare.inputs(before, after) else "")]
         ops, other_work = _ops_in_short(before, after) if on_gpu else ([], False)
-        told += [f"ops {text}" for text in ops]
+        texts += [f"ops {text}" for text in ops]
     graphs = [] if other_work else _graphs(before, after)
-    return "; ".join(filter(None, [*told, flags(before, after), *graphs]))
+    return "; ".join(filter(None, [*texts, flags(before, after), *graphs]))
 
 
 def _ops_in_short(before: Side, after: Side) -> tuple[list[str], bool]:
     found = compare.ops(before, after)
-    told = []
+    texts = []
     for how, calls in (("gone", found.fewer), ("new", found.more)):
         shown = [f"{count} x {op}" for op, count in Counter(calls).most_common(FEW)]
-        told += [f"{how}: {', '.join(shown)}{and_more(len(calls), FEW)}"] if shown else []
-    return told, bool(told)
+        texts += [f"{how}: {', '.join(shown)}{and_more(len(calls), FEW)}"] if shown else []
+    return texts, bool(texts)

@@ -1,30 +1,30 @@
-"""How much faster one run's step is than another's, and why, as far as the two traces show the reason."""
+"""How much faster one run's step is than another's, and the reasons that the two traces show."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tracereader.figures.side import Side
-from tracereader.findings.finding import counted, family_in_words, in_one_unit, listed
+from tracereader.findings.finding import counted, family_as_noun, in_one_unit, listed
 
-# Steps whose times differ by less are equally fast. Two recordings of the same program differ by that much.
+# Steps are equally fast if their times differ by less than this share, as two recordings of one program do.
 ALIKE = 0.05
 # A reason is named if it explains at least this share of the difference between two steps.
 CONSIDERABLE = 0.15
 MOSTLY = 0.5
 REASONS = 3
-# Kernels are "almost the same" where so many of them have the same names.
+# Kernels are "almost the same" if at least this share of them has the same names.
 ALMOST = 0.9
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
 
 
 def step_us(side: Side, chosen: bool = False) -> float:
-    """The step's time (µs) from start to start. chosen: of the reported step alone, on the lane that takes longer."""
+    """Return the step's time (µs) from start to start. chosen: only the reported step, on the longer lane."""
     one = side.summary.chosen
     return max(one.cpu_us, one.gpu_span_us) if chosen else side.summary.recorded_step_us
 
 
 def pace(before_us: float, after_us: float, than: str = "") -> str:
-    """For example "is 7.8 times as fast: 0.747 ms per step instead of 5.80". than: names the other run."""
+    """Return, for example, "is 7.8 times as fast: 0.747 ms per step instead of 5.80". than: the other run's name."""
     unit, (was, now) = in_one_unit((before_us, after_us))
     times = f"{now} {unit} per step instead of {was}"
     against = f" as {than}" if than else ""
@@ -33,8 +33,10 @@ def pace(before_us: float, after_us: float, than: str = "") -> str:
     if is_alike(before_us, after_us):
         return f"is about as fast{against}: {times}"
     factor = max(before_us, after_us) / min(before_us, after_us)
-    told = f"{factor:,.2f}" if factor < 2 else f"{factor:,.1f}" if factor < 100 else f"{factor:,.0f}"
-    return f"{f'is {told} times as fast' if before_us > after_us else f'takes {told} times as long'}{against}: {times}"
+    ratio = f"{factor:,.2f}" if factor < 2 else f"{factor:,.1f}" if factor < 100 else f"{factor:,.0f}"
+    return (
+        f"{f'is {ratio} times as fast' if before_us > after_us else f'takes {ratio} times as long'}{against}: {times}"
+    )
 
 
 def is_alike(one_us: float, other_us: float) -> bool:
@@ -42,7 +44,7 @@ def is_alike(one_us: float, other_us: float) -> bool:
 
 
 def reasons(before: Side, after: Side) -> list[str]:
-    """Why the times of two steps differ, launches first; empty if the traces do not show it."""
+    """Return the reasons why the times of two steps differ, launches first; empty if the traces do not show any."""
     first, second = before.summary, after.summary
     if first.source.devices != second.source.devices:
         return []
@@ -66,19 +68,19 @@ def reasons(before: Side, after: Side) -> list[str]:
 
 
 def kernels(side: Side) -> Counter:
-    """The step's kernels by name. A CUDA graph sets memory by kernels, so those that do are left out."""
+    """Return the step's kernels by name, without memset kernels, which a CUDA graph uses instead of memsets."""
     return Counter(one.name for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset")
 
 
 def share_in_common(before: Side, after: Side) -> float:
-    """The share of two steps' kernels that have the same names."""
+    """Return the share of two steps' kernels that have the same names."""
     one, other = kernels(before), kernels(after)
     most = max(one.total(), other.total())
     return (one & other).total() / most if most else 1.0
 
 
 def graphs_launched(side: Side) -> int:
-    """The CUDA graphs that a step launches, where most of its GPU activities belong to one; else 0."""
+    """Return the number of CUDA graphs that a step launches if most of its GPU activities belong to one; else 0."""
     work = side.summary.gpu_work
     inside = sum("GraphLaunch" in one.launched_by for one in work)
     if not work or inside < ALMOST * len(work):
@@ -91,7 +93,7 @@ def synchronizations(side: Side) -> int:
 
 
 def _launched(before: Side, after: Side) -> list[str]:
-    """Whether the kernels are the same, and whether a CUDA graph launches them."""
+    """Return whether the kernels are the same, and whether a CUDA graph launches them, as sentences."""
     every = [Counter(one.name for one in side.summary.kernels_of_step) for side in (before, after)]
     was, now, shared = every[0].total(), every[1].total(), (every[0] & every[1]).total()
     common = share_in_common(before, after)
@@ -119,7 +121,7 @@ def _differ(was: int, now: int) -> bool:
 
 
 def _other_ways(before: Side, after: Side) -> list[str]:
-    """An optimizer that steps in another way, and activations that are recomputed in one of the two steps."""
+    """Return sentences on a changed implementation of the optimizer, and on recomputed activations."""
     was, now = (side.summary.training for side in (before, after))
     hows = {one.name: one.how for one in was.optimizers}
     found = [
@@ -147,7 +149,7 @@ def _waits(before: Side, after: Side) -> list[str]:
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:
-    """The families of GPU work whose times explain much of the difference, the largest first."""
+    """Return sentences on the families of GPU work whose times explain much of the difference, the largest first."""
     found = []
     fused = _fused_attention(before, after)
     for family in {**before.summary.by_family, **after.summary.by_family}:
@@ -173,8 +175,7 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     rows = [[one for one in side.summary.gpu_work if one.family == family] for side in (before, after)]
     names = [Counter(one.name for one in some) for some in rows]
     old, new = map(len, rows)
-    what = family_in_words(family)
-    nouns = {"copy": _copies(rows), "memset": "memsets", "GEMM": what, "unknown": what}.get(family, f"{what} kernels")
+    nouns = _copies(rows) if family == "copy" else family_as_noun(family)
     if not new:
         return f"no {nouns} instead of {old:,} ({old_us} {unit})"
     if old != new:
@@ -187,13 +188,13 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
 
 
 def _copies(rows: Sequence[Sequence]) -> str:
-    """What copies of two steps are called: the driver's, those by kernels, or both."""
+    """Return the noun for the copies of two steps: copies by the driver, copies by kernels, or both."""
     kinds = {one.kind == "kernel" for some in rows for one in some}
     return {(False,): "copies", (True,): "copy kernels"}.get(tuple(kinds), "copies and copy kernels")
 
 
 def _other_kernels(before: Sequence, after: Sequence) -> str:
-    """What most of the time of as many kernels ran on before and after, and in which types, where the names say so."""
+    """Return how equally many kernels changed: the cores and types with most of the time, if the names give them."""
     changed = []
     for said in ("on", "types"):
         was, now = (_mostly(some, lambda one, said=said: one.name_says.get(said)) for some in (before, after))
@@ -208,7 +209,7 @@ def _other_kernels(before: Sequence, after: Sequence) -> str:
 
 
 def _mostly(rows: Sequence, key: Callable) -> str | None:
-    """What the key says of more than half of these kernels' time."""
+    """Return the value of the key that has more than half of these kernels' time; None if no value has."""
     times = Counter()
     for one in rows:
         times[key(one)] += one.us
@@ -217,7 +218,7 @@ def _mostly(rows: Sequence, key: Callable) -> str | None:
 
 
 def _by_op(before: Side, after: Side, difference: float) -> list[str]:
-    """The ops whose self time explains much of the difference between two steps on the CPU."""
+    """Return a sentence on the ops whose self time explains much of the difference between two steps on the CPU."""
     was, now = (side.summary.cpu.ops for side in (before, after))
     found = []
     for name in {**was, **now}:

@@ -13,13 +13,17 @@ import msgspec
 from tracereader.figures import Summary
 
 NO_GPU = "no GPU lane: this run was on the CPU"
-# Where in a trace a finding shows, in the order in which the cheatsheet has them.
+# The places in a trace where a finding shows, in the cheatsheet's order.
 TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """holds: None if the trace does not decide it. why_not: shown only if it does not hold."""
+    """What a trace shows of a finding.
+
+    holds: None if the trace does not decide it. evidence: the figures behind the verdict. why_not: the reason, shown
+    only if the finding does not hold.
+    """
 
     holds: bool | None
     evidence: str
@@ -30,13 +34,15 @@ class Verdict:
 class Finding:
     """A pattern that a trace can show, and the function that judges whether it does.
 
-    name: the judge's, which the records of predictions and `--json` hold.
-    where, see, means: its row of the cheatsheet; a finding without them shows as a prediction only.
-    predicts: the sentence that predicts it, or a function that makes the sentence from the judge's parameters; a
-    finding without it cannot be predicted. Called with these parameters, a finding makes the prediction.
-    needs_gpu: only GPU work can show it. teaches: it explains how to read a trace, and suggests nothing; a report shows
-    it only for the trace of a numbered script, or where all is asked for. claims: the numbers of the articles' claims
-    that it bears on. change: the id of the change that it suggests. What that saves is its cost, and replay prices it.
+    name: the judge's name, which the records of predictions and `--json` hold.
+    where, see, means: the finding's row of the cheatsheet. A finding without a row shows only as a prediction.
+    predicts: the sentence that predicts the finding, or a function that makes the sentence from the judge's parameters.
+    A finding without it cannot be predicted. Calling a finding with these parameters makes the prediction.
+    needs_gpu: whether only GPU work can show it.
+    teaches: whether it explains how to read a trace and suggests no change. A report shows such a finding only for the
+    trace of a numbered script, or with --all.
+    claims: the numbers of the articles' claims that the finding concerns.
+    change: the id of the change that the finding suggests. The replay computes what that change saves.
     """
 
     name: str
@@ -52,12 +58,12 @@ class Finding:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """What a prediction of it takes: the judge's parameters after the summary."""
+        """Return the parameters of a prediction: the judge's parameters after the summary."""
         _, *parameters = inspect.signature(self.judge).parameters.values()
         return inspect.Signature(parameters)
 
     def ask(self, summary: Summary, *args, **kwargs) -> Verdict:
-        """Whether the trace shows it."""
+        """Return the verdict of a trace; undecided if the finding needs GPU work and the trace has none."""
         if self.needs_gpu and not summary.has_gpu_work:
             return Verdict(None, NO_GPU)
         return self.judge(summary, *args, **kwargs)
@@ -71,13 +77,13 @@ class Finding:
 
 
 def finding(where: str = "", see: str = "", means: str = "", **declared) -> Callable[[Callable[..., Verdict]], Finding]:
-    """Declare the decorated function as the judge of a finding with these fields."""
+    """Return a decorator that declares a function as the judge of a finding with these fields."""
     return lambda judge: Finding(judge.__name__, judge, where, see, means, **declared)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A finding that a numbered script expects of its own trace. record: what the trace stores of it."""
+    """A finding that a numbered script expects in its own trace. record: the form in which the trace stores it."""
 
     text: str
     finding: Finding
@@ -89,12 +95,12 @@ class Prediction:
         return self.finding.needs_gpu
 
     def ask(self, summary: Summary) -> Verdict:
-        """Whether the trace bears it out."""
+        """Return the verdict of a trace on this prediction."""
         return self.finding.ask(summary, *self.given.args, **self.given.kwargs)
 
 
 def read_record(record: dict, findings: dict[str, Finding]) -> Prediction | None:
-    """The prediction that a trace's record holds; None where this version does not know it, or cannot make it."""
+    """Return the prediction of a trace's record; None if this version does not know it or cannot make it."""
     made = findings.get(record.get("guess")) if isinstance(record.get("guess"), str) else None
     if made is None:
         return None
@@ -115,43 +121,50 @@ def read_record(record: dict, findings: dict[str, Finding]) -> Prediction | None
 
 
 def listed(names) -> str:
+    """Return the names separated by commas, or "none"."""
     return ", ".join(names) or "none"
 
 
 def counted(count: int, what: str, several: str = "") -> str:
-    """1 kernel, 2 kernels."""
+    """Return a count with its noun, for example "1 kernel" or "2 kernels". several: an irregular plural."""
     return f"{count:,} {what if count == 1 else several or what + 's'}"
 
 
+def how_often(count: int) -> str:
+    """Return "once" or, for example, "3 times"."""
+    return "once" if count == 1 else f"{count:,} times"
+
+
 def activities(count: int) -> str:
-    """1 GPU activity: a kernel, a copy or a memset."""
+    """Return a count of GPU activities (kernels, copies and memsets), for example "1 GPU activity"."""
     return counted(count, "GPU activity", "GPU activities")
 
 
 def duration(us: float) -> str:
-    """With its unit: µs to one decimal below a millisecond, then ms."""
+    """Return a time (µs) with its unit and one decimal: in µs below a millisecond, otherwise in ms."""
     return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
 
 
 def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
-    """Times (µs) in the unit that fits the largest, with three significant digits: ("ms", ["0.747", "5.80"])."""
+    """Return the unit that fits the largest of these times (µs), and the times in it: ("ms", ["0.747", "5.80"])."""
     largest = max(map(abs, us), default=0.0)
     unit, scale = ("s", 1e6) if largest >= 1e6 else ("ms", 1e3) if largest >= 1e3 else ("µs", 1.0)
     return unit, [significant(one / scale) for one in us]
 
 
 def significant(value: float) -> str:
-    """Three significant digits, and every digit before the point."""
+    """Return a value with three significant digits; all digits before the point are kept."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:,.{digits}f}" if value else "0"
 
 
 def tokens_s(a_second: float) -> str:
-    """Tokens a second: a large model on a CPU writes less than one."""
+    """Return a rate of tokens as text. A large model on a CPU makes less than one token a second, so small rates keep
+    two significant digits."""
     return f"{a_second:,.0f}" if a_second >= 10 else f"{a_second:.2g}"
 
 
-# What limits a kernel or an op, by a data sheet and as a run measured it: (peak, best rate).
+# The names of each limit of a kernel or an op: (the data sheet's peak, the best rate that a run measured).
 ROOFS = {
     "compute": ("arithmetic peak", "best arithmetic rate"),
     "memory": ("memory bandwidth", "best memory rate"),
@@ -159,12 +172,18 @@ ROOFS = {
 
 
 def family_in_words(family: str) -> str:
-    """A family of kernels, as a sentence or a table names it."""
+    """Return a kernel family's name for a table's cell."""
     return {"GEMM": "matrix products", "unknown": "kernels of unknown names"}.get(family, family)
 
 
+def family_as_noun(family: str) -> str:
+    """Return a kernel family as a plural noun for a sentence, for example "pointwise kernels"."""
+    name = family_in_words(family)
+    return {"copy": "copies", "memset": "memsets"}.get(family, name if name != family else f"{family} kernels")
+
+
 def size(count: int) -> str:
-    """Bytes in decimal units, as memory bandwidth is quoted."""
+    """Return a number of bytes with a decimal unit, because memory bandwidth is quoted in decimal units."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             digits = 2 if count < 10 * scale and scale >= 1e9 else 1

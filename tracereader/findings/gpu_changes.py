@@ -17,27 +17,28 @@ from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import OPTIMIZER
 from tracereader.trace.types import dims_of, dtype_of, tensors_of
 
-# Of the data sheet's peaks, what good kernels reach on an H200: products in bf16 74 to 83%, in TF32 40 to 72%,
-# convolutions in TF32 about 30%; pointwise kernels 80 to 92% of the memory bandwidth. cuDNN's and FlashAttention's
-# kernels reach 18 to 33% by the FLOPs of a causal mask, which are half of those of the whole matrix of scores.
+# The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
+# TF32, convolutions about 30% in TF32, pointwise kernels 80 to 92% of the memory bandwidth. The attention kernels of
+# cuDNN and FlashAttention reach 18 to 33% by the FLOPs of a causal mask, which are half of those of the whole matrix of
+# scores.
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
-# Products of fp32 on CUDA cores reach 50 to 75% of the peak there.
+# Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
-# Memory that is not pinned is copied at 8 GB/s there, pinned memory at 55.
+# Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
 PINNED_GB_S = 50
-# FLOPs of fp32 that one element costs: a chain of ten tanh and twenty products and sums, compiled into one kernel,
+# The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
 # takes 466 µs for 67 million elements on an H200.
 TRANSCENDENTAL, OTHER = 40, 3
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
-# A product below this share of its peak is slow; one above it has little to gain.
+# A product below this share of its peak is slow. A product above it has little to gain.
 SLOW = 0.4
-BACKWARD_FLOPS = 2.5  # of attention, for each FLOP of its forward pass: five products in place of two
-# What a call takes the CPU while the profiler records, on an H200's machine (µs): a compiled kernel's 10 to 32 (the
-# medians of nine recordings); scaled_dot_product_attention's 35 to 140, in training 100 to 230, and its backward's 130
-# to 375.
+BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five products instead of two
+# CPU time of a call while the profiler records, on an H200's machine (µs). A compiled kernel takes 10 to 32 (the
+# medians of nine recordings), scaled_dot_product_attention 35 to 140, in training 100 to 230, and its backward 130 to
+# 375.
 COMPILED_CALL_US, ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 20, 75, 150
 # Ops that copy their input to the contiguous layout.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
@@ -52,7 +53,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for one in fusable):
-        return None  # the model is already compiled; what remains is outside of it
+        return None  # the model is already compiled, and the remaining kernels are outside of it
     chains = _chains(case)
     if not chains:
         return None
@@ -61,7 +62,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
     if case.trains:  # the compiled backward launches the fused kernels without autograd's ops
         graph = case.condensed(in_typical, COMPILED_CALL_US)
-    else:  # guards cost about what the ops cost that are gone
+    else:  # guards cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
@@ -81,7 +82,7 @@ def _is_compiled(one: GpuWork) -> bool:
 
 
 def _chains(case: Case) -> list[tuple[list[Entry], float]]:
-    """Runs of kernels on one stream, of equally many elements each, and the time (µs) of one kernel in their place."""
+    """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it."""
     runs: list[list[Entry]] = []
     open_runs: dict[tuple, list] = {}
     of_optimizer = case.launched_in(OPTIMIZER)
@@ -116,20 +117,24 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
 
 
 def _type_of(op: Op) -> str:
-    """The element type of an op's first tensor; "" where it was not recorded."""
+    """Return the element type of an op's first tensor; "" if it was not recorded."""
     given = [dtype for tensor in tensors_of(op.args) if (dtype := dtype_of(tensor.type))]
     return given[0].name if given else ""
 
 
 def _elements(entry: Entry) -> object:
-    """How many elements a kernel works on, by its op's largest input; else its grid, which is as large."""
+    """Return the number of elements of the op's largest input; without shapes, the kernel's grid and block instead."""
     _, one, op = entry
     shapes = dims_of(op.args) if op is not None else []
     return max(map(math.prod, shapes)) if shapes else (tuple(one.grid or ()), tuple(one.block or ()))
 
 
 def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> float:
-    """The longest of them reads and writes as much as all of them as one; arithmetic comes beside it."""
+    """Return the time (µs) of one kernel that replaces a chain.
+
+    The longest kernel reads and writes as much as the fused one. If the arithmetic of the chain takes longer, it is the
+    limit.
+    """
     memory = max(one.us for _, one, _ in chain)
     if not isinstance(elements, int) or peaks is None:
         return memory
@@ -140,7 +145,7 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
 
 
 def fused_attention(case: Case) -> Proposal | None:
-    """The scores' products and softmax, forward and backward, become one kernel each."""
+    """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
     if not case.summary.attention.unfused:
         return None
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
@@ -164,7 +169,7 @@ def fused_attention(case: Case) -> Proposal | None:
     of = f" of {one.queries:,} x {one.keys:,}" if one else ""
     return Proposal(
         case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trains else ATTENTION_CALL_US),
-        f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}, in which "
+        f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
         f"the scores{of} are written to memory and read again",
         "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
         assumed=True,
@@ -183,7 +188,10 @@ def _is_softmax(one: GpuWork, op: Op | None, backward: bool) -> bool:
 
 
 def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
-    """What reads or writes a whole matrix of scores, by its number of elements; parted by other heavy kernels."""
+    """Return runs of activities that read or write a whole matrix of scores, split at other heavy kernels.
+
+    scores: the numbers of elements of such matrices.
+    """
     runs: list[list[Entry]] = [[]]
     for entry in case.activities:
         _, one, op = entry
@@ -195,7 +203,7 @@ def _runs_on_scores(case: Case, scores: Container[int]) -> list[list[Entry]]:
 
 
 def _runs_between_products(case: Case) -> list[list[Entry]]:
-    """Without recorded shapes: from the first to the last of batched products with no other heavy kernel between."""
+    """Return runs from the first to the last batched product with no other heavy kernel between. It needs no shapes."""
     runs: list[list[Entry]] = [[]]
     for entry in case.activities:
         work, one, op = entry
@@ -210,7 +218,7 @@ def _runs_between_products(case: Case) -> list[list[Entry]]:
 
 
 def _fused_attention_us(run: Sequence[Entry], forward: int, backward: int, peaks: Peaks | None) -> float:
-    """The time of one kernel in place of each forward and backward of these."""
+    """Return the time (µs) of these forward and backward passes with one fused kernel each."""
     products = _products(run)
     one, op = products[0]
     # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
@@ -233,7 +241,7 @@ def _fused_attention_us(run: Sequence[Entry], forward: int, backward: int, peaks
 
 
 def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
-    """Whether it reads or writes a whole matrix of scores."""
+    """Return whether an activity reads or writes a whole matrix of scores."""
     if op is None:
         return False
     if one.product is not None:
@@ -275,7 +283,7 @@ def tensor_cores(case: Case) -> Proposal | None:
 
 
 def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
-    """Whether it multiplies fp32 without tensor cores: by its name, and where that is silent by its inputs' type."""
+    """Return whether a kernel multiplies fp32 without tensor cores, by its name, otherwise by its inputs' type."""
     name = decode(work.name)
     if name.family not in ("GEMM", "convolution", "unknown") or "tensorop" in one.name or "tf32" in one.name:
         return False
@@ -330,8 +338,8 @@ def channels_last(case: Case) -> Proposal | None:
     us = sum(one.us for _, one in conversions)
     return Proposal(
         without_work(case.graph, gone),
-        f"{counted(len(conversions), 'kernel')} between layouts around convolutions: {duration(us)}",
-        "model.to(memory_format=torch.channels_last), and the images, too",
+        f"{counted(len(conversions), 'layout conversion')} around convolutions: {duration(us)}",
+        "model.to(memory_format=torch.channels_last), and the same for the images",
     )
 
 
@@ -346,12 +354,12 @@ def layout_copies(case: Case) -> Proposal | None:
         without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
         f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
         f"{duration(sum(one.us for _, one in copies))}",
-        "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only what is contiguous",
+        "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only contiguous tensors",
     )
 
 
 def _changes_layout(op: Op) -> str:
-    """The op that copies a tensor to another layout, if this one does."""
+    """Return the op above this one that copies a tensor to another layout; "" if there is none."""
     if op.name != "aten::copy_":
         return ""
     above = [one.name for one in op.above() if one.kind == "op"]
@@ -362,18 +370,19 @@ def _changes_layout(op: Op) -> str:
 
 def no_recompute(case: Case) -> Proposal | None:
     ops = [op for step in case.steps for op in recomputed_ops(step)]
-    told = case.summary.training.recomputed
-    if not ops or told is None:
+    recomputed = case.summary.training.recomputed
+    if not ops or recomputed is None:
         return None
     return Proposal(
         without_cpu_time(without_ops(case.graph, ops), _stretches(ops)),
-        f"{counted(told.calls, 'forward op')} run again in backward: {duration(told.gpu_us or 0.0)} of GPU time",
+        f"{counted(recomputed.calls, 'forward op')} run again in backward: "
+        f"{duration(recomputed.gpu_us or 0.0)} of GPU time",
         "checkpoint fewer blocks, as far as memory allows",
     )
 
 
 def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
-    """From the first to the last of ops that follow each other within one op of backward's."""
+    """Return the spans from the first to the last of these ops within each parent op of the backward."""
     by_parent = defaultdict(list)
     for op in ops:
         by_parent[id(op.parent)].append(op)
@@ -396,7 +405,7 @@ def overlap_copies(case: Case) -> Proposal | None:
             without_waits(graph, {id(work.launch): work.launch for work in moved if work.launch}.values()), moved
         ),
         f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU"
-        + (", from memory that is not pinned" if pageable else "")
+        + (" from pageable memory" if pageable else "")
         + f": {duration(us)}",
         how if pageable else "copy the next batch on a stream of its own while this one is computed",
         assumed=bool(pageable),
@@ -411,7 +420,7 @@ def small_grids(case: Case) -> Proposal | None:
     times, spent, names = {}, 0.0, {}
     for work, one, _ in case.activities:
         blocks = math.prod(one.grid) if one.grid else 0
-        # What takes a few µs is launched and gone before more blocks would help.
+        # A kernel of a few µs ends before more blocks would help.
         if work.kind != "kernel" or not 0 < blocks < sms / 2 or one.us < 10 or one.family == "communication":
             continue
         least = (one.bytes_moved or 0) / (BANDWIDTH * case.peaks.gb_s) / 1e3 if case.peaks else 0.0

@@ -20,13 +20,13 @@ from tracereader.findings.finding import (
 )
 from tracereader.trace.kernel_names import short
 
-# The ratio of a step's summed times to its busy time: 2.4 on the H200 where each kernel starts during the one
-# before, 1.3 beside collectives that wait; 1.0 in training, where a memset runs beside a kernel now and then.
+# The ratio of a step's summed times to its busy time. On the H200 it is 2.4 if each kernel starts during the one
+# before, 1.3 beside collectives that wait, and 1.0 in training, where a memset sometimes runs beside a kernel.
 OVERLAPS = 1.1
 
 
 def overlap(summary: Summary) -> bool:
-    """Whether a step's kernels overlap, so that the sum of their times exceeds the busy time."""
+    """Return whether a step's kernels overlap so much that the sum of their times exceeds the busy time."""
     total = summary.summed_us
     beside = not all(one.ran_alone for one in summary.gpu_work)
     return beside and total > OVERLAPS * summary.chosen.gpu_busy_us
@@ -67,7 +67,8 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
     first = asking[0]
     seen = f"{first.occupancy_queries} in step {first.number}"
     if len(asking) > 1:
-        return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", "asked at each launch")
+        why_not = "the library asks at each launch"
+        return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", why_not)
     return Verdict(True, f"{seen}, none in the others")
 
 
@@ -107,13 +108,13 @@ def gemm_is_heavy(summary: Summary) -> Verdict:
         return Verdict(None, "the trace does not have both kernels with their registers and shared memory")
     (registers, shared), (light, light_shared) = prints["GEMM"], prints["other"]
     seen = (
-        f"GEMM {registers} registers a thread and {shared:,} B shared memory a block; "
-        f"the other {light} and {light_shared:,}"
+        f"the GEMM has {registers} registers per thread and {shared:,} B shared memory per block; "
+        f"the other kernel has {light} and {light_shared:,} B"
     )
     return Verdict(registers > light and shared > 0 and light_shared == 0, seen)
 
 
-# On the H200 most kernels stay within 3%, and the second of two equal GEMMs varies by 9.
+# On the H200 most kernels vary by at most 3%, and the second of two equal GEMMs varies by 9%.
 VARIES = 1.05
 
 
@@ -128,9 +129,9 @@ VARIES = 1.05
     teaches=True,
 )
 def duration_varies(summary: Summary) -> Verdict:
-    # Each place in the step is compared with itself: one name may do different work at each.
+    # Each position in the step is compared with itself, because one kernel name may do different work at each.
     widest = max(
-        # A collective's time is its peers', too; and what runs beside other work shares the chip with it.
+        # Collectives are left out because their time depends on peers. Overlapping kernels share the GPU.
         (
             one
             for one in summary.gpu_work
@@ -145,7 +146,7 @@ def duration_varies(summary: Summary) -> Verdict:
         f"{short(widest.name)}: {widest.low_us:,.1f} to {widest.high_us:,.1f} µs, median {widest.us:,.1f}, "
         f"mean {widest.mean_us:,.1f} over {widest.steps} steps"
     )
-    steady = "clocks, heat and power were steady while these ran"
+    steady = "clock frequency, temperature and power were probably stable"
     return Verdict(widest.high_us >= VARIES * widest.low_us, seen, steady)
 
 
@@ -309,7 +310,7 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
     if not others:
         return Verdict(bool(replayed), seen)
     because = "a graph replays fixed addresses, so inputs that may change are copied in first"
-    return Verdict(False, f"{seen}, {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
+    return Verdict(False, f"{seen}, and {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
 
 
 def _graph_launches(summary: Summary) -> int:

@@ -1,7 +1,8 @@
 """Whether a second run follows a proposal of the first run's report, with the predicted and the measured step.
 
-For each change id that two traces can decide, MADE says by what. A judge answers True only where the second trace
-shows the change, the first one does not, and the rest of the work is the same as far as the traces show it.
+MADE has a judge for each change id that two traces can decide. A judge returns True only if the second trace shows the
+change, the first one does not, and the traces show no other difference in the work. docs/opportunities.md shows the
+judges' docstrings as the signs of a change.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from tracereader.trace.labels import LOOKUP
 LEFT = 0.5
 # Matrix products and convolutions whose FLOPs differ by less than this share are the same work.
 SAME_FLOPS = 0.05
-# Beside other products, a step has at least so many of the kernels that it had.
+# If the products run on other kernels, at least this share of the fusable kernels remains.
 STAY = 0.7
 TENSOR_CORES = ("TF32", "bf16", "fp16")
 ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem")
@@ -32,17 +33,17 @@ CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 @dataclass(frozen=True)
 class Checked:
-    """Proposals of a report that another run follows, all of them together, and that run's step (µs)."""
+    """The proposals of a report that another run follows together, and that run's measured step (µs)."""
 
     proposals: tuple[Opportunity, ...]
     measured_us: float
 
 
 def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
-    """What the second run does of what the first one's report proposed; None where it does nothing of it.
+    """Return the proposals of the first run's report that the second run follows; None if it follows none.
 
-    Runs are not compared on other devices, with another batch of a language model, or where the second one waits for a
-    DataLoader and the first one has none.
+    The result is also None if the runs used different devices or batches of a language model, or if only the second one
+    waits for a DataLoader.
     """
     first, second = before.summary, after.summary
     if first.source.devices != second.source.devices or first.source.world_size != second.source.world_size:
@@ -57,42 +58,42 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """The second step's kernels are about the first one's, and a CUDA graph launches them."""
+    """Both steps run about the same kernels, and a CUDA graph launches them in the second one."""
     return bool(graphs_launched(after)) and not graphs_launched(before) and share_in_common(before, after) >= ALMOST
 
 
 def _remove_sync(before: Side, after: Side) -> bool:
-    """About the same kernels, launched the same way, with fewer synchronizations."""
+    """Both steps launch about the same kernels in the same way, and the second one has fewer synchronizations."""
     return synchronizations(after) < synchronizations(before) and _the_same_work(before, after)
 
 
 def _fused_optimizer(before: Side, after: Side) -> bool:
-    """An optimizer that was a loop or foreach is the fused one now, beside the same matrix products."""
+    """An optimizer changes from for-loop or foreach to fused, and the matrix products are the same."""
     was, now = ({one.name: one.how for one in side.summary.training.optimizers} for side in (before, after))
     made = any(how == "fused" and was.get(name, how) != how for name, how in now.items())
     return made and _same_heavy(before, after)
 
 
 def _data_loader(before: Side, after: Side) -> bool:
-    """About the same kernels, and most of the wait for the DataLoader is gone."""
+    """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
     was, now = (side.summary.training.loading for side in (before, after))
     return was is not None and (now.us if now else 0.0) <= LEFT * was.us and _same_heavy(before, after)
 
 
 def _python(before: Side, after: Side) -> bool:
-    """About the same kernels, and most of the time between ops in which the GPU idled is gone."""
+    """The kernels are about the same, and at most half of the GPU's idle time between ops remains."""
     was, now = (side.summary.idle_in.get(BETWEEN_OPS, 0.0) for side in (before, after))
     return now <= LEFT * was and bool(was) and _same_heavy(before, after) and _the_same_work(before, after)
 
 
 def _larger_batch(before: Side, after: Side) -> bool:
-    """As many FLOPs of matrix products in at most half as many kernels."""
+    """The matrix products have the same FLOPs in at most half as many kernels."""
     was, now = (_products(side) for side in (before, after))
     return len(now) <= LEFT * len(was) and _same_flops(was, now)
 
 
 def _fuse_pointwise(before: Side, after: Side) -> bool:
-    """Compiled kernels are there, those that can be fused are fewer or shorter, and there are as many products."""
+    """Compiled kernels are new, the fusable kernels are fewer or shorter, and the number of products is the same."""
     rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
     fewer = len(rows[1]) < ALMOST * len(rows[0])
     shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
@@ -104,7 +105,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
 
 
 def _fused_attention(before: Side, after: Side) -> bool:
-    """Softmaxes between batched products are gone, and attention kernels are there, of as many queries and keys."""
+    """Softmaxes between batched products are gone, and attention kernels of as many queries and keys are new."""
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     were, fused = (
         [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
@@ -122,7 +123,7 @@ def _fused_attention(before: Side, after: Side) -> bool:
 
 
 def _tensor_cores(before: Side, after: Side) -> bool:
-    """As many products and convolutions, with most of their time on CUDA cores gone and more of it on tensor cores."""
+    """As many products and convolutions take at most half the time on CUDA cores, and more on tensor cores."""
     was, now = (_on_cuda_cores_us(side) for side in (before, after))
     on_tensor_cores = [
         sum(one.us for one in _heavy(side) if one.name_says.get("types") in TENSOR_CORES) for side in (before, after)
@@ -134,14 +135,14 @@ def _tensor_cores(before: Side, after: Side) -> bool:
 
 
 def _align_shapes(before: Side, after: Side) -> bool:
-    """As many products, fewer of them with a dimension that is not a multiple of 8."""
+    """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
 
 
 def _channels_last(before: Side, after: Side) -> bool:
-    """Most kernels that convert between layouts are gone, beside as many convolutions of the same types."""
+    """At most half of the layout conversions remain; the number and types of the convolutions are the same."""
     was, now = (
         sum("nchwToNhwc" in one.name or "nhwcToNchw" in one.name for one in side.summary.gpu_work)
         for side in (before, after)
@@ -151,7 +152,7 @@ def _channels_last(before: Side, after: Side) -> bool:
 
 
 def _layout_copies(before: Side, after: Side) -> bool:
-    """At most half of the copy kernels are left, beside the same other kernels."""
+    """At most half of the copy kernels remain, and the other kernels are the same."""
     others, copies = [], []
     for side in (before, after):
         rows = [one for one in side.summary.gpu_work if one.kind == "kernel" and one.family != "memset"]
@@ -161,13 +162,13 @@ def _layout_copies(before: Side, after: Side) -> bool:
 
 
 def _in_place(before: Side, after: Side) -> bool:
-    """The same kernels, and fewer copies that ops out of place make."""
+    """The kernels are the same, and fewer ops out of place copy their input."""
     fewer = len(after.summary.attention.hidden_copies) < len(before.summary.attention.hidden_copies)
     return fewer and _by_calls(before, after) and share_in_common(before, after) == 1
 
 
 def _mask_once(before: Side, after: Side) -> bool:
-    """No mask is made in the step any more, beside the same products and attention."""
+    """The step makes no mask any more, and the products and attention are the same."""
     return (
         before.summary.attention.mask_made is not None
         and after.summary.attention.mask_made is None
@@ -176,20 +177,20 @@ def _mask_once(before: Side, after: Side) -> bool:
 
 
 def _shared_keys(before: Side, after: Side) -> bool:
-    """Keys and values are not expanded any more, beside as many products."""
+    """Keys and values are not expanded any more, and the number of products is the same."""
     was, now = (side.summary.llm.unneeded.expanded for side in (before, after))
     return was is not None and now is None and _by_calls(before, after) and _same_products(before, after)
 
 
 def _cast_weights(before: Side, after: Side) -> bool:
-    """Weights are not cast in the steps any more, beside as many products, most of them of the same types."""
+    """Weights are not cast in the steps any more, and the number and the usual type of the products are the same."""
     was, now = (side.summary.llm.unneeded.weight_casts for side in (before, after))
     same = _usual_type(before) == _usual_type(after) and _same_products(before, after)
     return was is not None and now is None and same and _by_calls(before, after)
 
 
 def _last_logits(before: Side, after: Side) -> bool:
-    """As many products, and the one with the vocabulary makes the needed rows only."""
+    """The product with the vocabulary makes only the needed rows, and the number of products is the same."""
     head, needed = head_of_all(before.summary)
     if head is None:
         return False
@@ -199,7 +200,7 @@ def _last_logits(before: Side, after: Side) -> bool:
 
 
 def _shorter_cache(before: Side, after: Side) -> bool:
-    """As many attention kernels and products, and attention does not read an empty part of the cache any more."""
+    """Attention has fewer keys and does not read an empty part of the cache; the number of products is the same."""
     was, now = (filled_part(side.summary)[0] for side in (before, after))
     keys = [max((one.attention.keys for one in side.summary.gpu_work if one.attention), default=0)
             for side in (before, after)]  # fmt: skip
@@ -207,7 +208,7 @@ def _shorter_cache(before: Side, after: Side) -> bool:
 
 
 def _static_inputs(before: Side, after: Side) -> bool:
-    """CUDA graphs in both steps, about the same kernels, and most of the copies of inputs before them are gone."""
+    """Both steps launch about the same kernels as CUDA graphs, and at most half of the copies of inputs remain."""
     was, now = (
         sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
     )
@@ -216,7 +217,7 @@ def _static_inputs(before: Side, after: Side) -> bool:
 
 
 def _skip_guards(before: Side, after: Side) -> bool:
-    """The same kernels, and cache lookups of torch.compile that take at most half the time."""
+    """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
     was, now = (
         sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
     )
@@ -224,7 +225,7 @@ def _skip_guards(before: Side, after: Side) -> bool:
 
 
 def _allocator(before: Side, after: Side) -> bool:
-    """About the same kernels, and most calls that allocate GPU memory are gone."""
+    """The kernels are about the same, and at most half of the calls that allocate GPU memory remain."""
     was, now = (
         sum(one.calls for name, one in side.summary.cpu.runtime.items() if name.startswith(ALLOCATES))
         for side in (before, after)
@@ -233,13 +234,13 @@ def _allocator(before: Side, after: Side) -> bool:
 
 
 def _recompile(before: Side, after: Side) -> bool:
-    """torch.compile compiled in the first trace's steps and does not in the second one's."""
+    """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
     was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
     return bool(was) and not now and share_in_common(before, after) >= ALMOST
 
 
 def _no_recompute(before: Side, after: Side) -> bool:
-    """Backward runs at most half of the forward ops again that it ran again before; no product or attention is new."""
+    """Backward recomputes at most half as many forward ops, and no product or attention kernel is new."""
     was, now = (side.summary.training.recomputed for side in (before, after))
     first, second = (
         Counter(one.name for one in side.summary.gpu_work if one.family in HEAVY) for side in (before, after)
@@ -250,7 +251,7 @@ def _no_recompute(before: Side, after: Side) -> bool:
 
 
 def _overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU, and most of the time of exposed copies is gone."""
+    """As many bytes are copied to the GPU, and at most half of the time of exposed copies remains."""
     was, now = (
         sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
     )
@@ -265,12 +266,12 @@ def _overlap_copies(before: Side, after: Side) -> bool:
 
 
 def _the_same_work(before: Side, after: Side) -> bool:
-    """About the same kernels, launched one by one in both steps, or as CUDA graphs in both."""
+    """Return whether both steps run about the same kernels, launched one by one in both or as CUDA graphs in both."""
     return _by_calls(before, after) and share_in_common(before, after) >= ALMOST
 
 
 def _by_calls(before: Side, after: Side) -> bool:
-    """Whether both steps launch their kernels one by one, or both as CUDA graphs."""
+    """Return whether both steps launch their kernels one by one, or both as CUDA graphs."""
     return bool(graphs_launched(before)) == bool(graphs_launched(after))
 
 
@@ -279,9 +280,10 @@ def _heavy(side: Side) -> list[GpuWork]:
 
 
 def _same_heavy(before: Side, after: Side) -> bool:
-    """Whether most of the time of products, convolutions, attention and communication is in kernels of the same names.
+    """Return whether kernels of the same names have most of the time of matrix products and other heavy work.
 
-    Not where Inductor wrote kernels of one step alone.
+    Heavy work is products, convolutions, attention and communication. The result is False if Inductor wrote kernels of
+    only one of the two steps.
     """
     times = []
     for side in (before, after):
@@ -296,7 +298,7 @@ def _same_heavy(before: Side, after: Side) -> bool:
 
 
 def _same_products(before: Side, after: Side) -> bool:
-    """Whether equally many ops launch products and convolutions; in CUDA graphs, equally many kernels do."""
+    """Return whether equally many ops launch products and convolutions; for CUDA graphs, kernels are counted."""
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
     if any(map(any, calls)):
         return calls[0] == calls[1]
@@ -305,7 +307,7 @@ def _same_products(before: Side, after: Side) -> bool:
 
 
 def _compiled(side: Side) -> bool:
-    """Whether Inductor wrote some of the step's kernels."""
+    """Return whether Inductor wrote some of the step's kernels."""
     return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
 
 
@@ -314,7 +316,7 @@ def _on_cuda_cores_us(side: Side) -> float:
 
 
 def _usual_type(side: Side) -> str | None:
-    """The types that most of the time of products and convolutions is in, of those whose kernels' names say them."""
+    """Return the types with most of the time of products and convolutions, among kernels whose names give types."""
     times = Counter()
     for one in _heavy(side):
         if said := one.name_says.get("types"):
@@ -327,12 +329,12 @@ def _products(side: Side) -> list[GpuWork]:
 
 
 def _single_products(side: Side) -> list[GpuWork]:
-    """Those that are not batched: attention's own products are."""
+    """Return the products that are not batched. This leaves out attention's own products."""
     return [one for one in _products(side) if one.product.batch == 1]
 
 
 def _may_be_same_flops(before: Side, after: Side) -> bool:
-    """Whether products that are not batched have the same FLOPs in both steps, as far as shapes were recorded."""
+    """Return whether products that are not batched have the same FLOPs in both steps; True without shapes."""
     was, now = (_single_products(side) for side in (before, after))
     return not was or not now or _same_flops(was, now)
 

@@ -1,4 +1,4 @@
-"""What to try first and what it would save: all changes that a trace suggests, the largest saving first."""
+"""All changes that a trace suggests and what each would save, sorted by saving."""
 
 import msgspec
 
@@ -14,7 +14,10 @@ CHANGES = CPU_CHANGES + GPU_CHANGES + AVOIDABLE_CHANGES
 
 
 def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | Refused:
-    """The changes worth trying, each by itself; what several save together is not their sum."""
+    """Return the changes worth trying, or the reason why the trace cannot be replayed.
+
+    Each change is priced by itself. Several changes together do not save the sum.
+    """
     graph = graph_of(trace)
     if isinstance(graph, Refused):
         return graph
@@ -29,7 +32,7 @@ def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | R
 
 
 def _changed(case: Case, after: Graph) -> tuple[str, ...]:
-    """The names of the typical step's GPU activities that take less time after a change."""
+    """Return the names of the typical step's GPU activities that take less time after a change."""
     before = case.graph
     nodes = ((one, before.activity.get(id(one)), after.activity.get(id(one))) for one in case.step.work)
     shorter = (

@@ -1,8 +1,7 @@
 """An opportunity: one change of the program, and the step's time after it.
 
-A change is declared as a Change: its name, its title, and a function that proposes it where a trace gives reason to.
-The function names the change and never computes what it saves: it returns an edited graph, and the replay of that
-graph gives the step's time.
+A Change declares a name, a title, and a function that proposes the change if a trace gives a reason for it. The
+function never computes a saving. It returns an edited graph, and the replay of that graph gives the step's time.
 """
 
 from collections import defaultdict
@@ -24,19 +23,19 @@ from tracereader.trace.labels import AUTOGRAD
 WORTH_SHOWING = 0.02
 
 
-# A GPU activity: its slice, what was measured of it, and the op that launched it.
+# A GPU activity: its slice, its measurements, and the op that launched it.
 Entry = tuple[Work, GpuWork, Op | None]
 
 Widen = Callable[[Step, tuple, int, int], tuple[int, int]]
 
 
 class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
-    """A change and what it saves of a step (µs), as recorded.
+    """A change and the recorded step's time (µs) before and after it.
 
-    unprofiled_*: the same without the profiler, which makes the CPU's time longer; None where the run did not measure
-    its step without it. basis: `replay` where only times and dependencies of this trace are used, `bound` where a
-    hardware limit or a typical rate is assumed. how: how to try it, in one line. kernels: names of the typical step's
-    GPU activities that the change makes shorter or removes; none where it changes only what the CPU does.
+    unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
+    measure its step without the profiler. basis: `replay` if only times and dependencies of this trace are used,
+    `bound` if a hardware limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the
+    typical step's GPU activities that the change makes shorter or removes; empty if only CPU work changes.
     """
 
     change: str
@@ -53,7 +52,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
 
     @property
     def share(self) -> float:
-        """What is saved of the step; of the step without the profiler, where that is known: it is the user's."""
+        """Return the saved share of the step without the profiler, or of the recorded step if that is unknown."""
         if self.unprofiled_step_us is None or self.unprofiled_step_us_after is None:
             return self.saves_us / self.step_us
         return 1 - self.unprofiled_step_us_after / self.unprofiled_step_us
@@ -61,10 +60,10 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
 
 @dataclass(frozen=True)
 class Proposal:
-    """The graph after a change, the figures that give reason to it, and how to try it.
+    """The graph after a change, the figures that are the reason for it, and how to try it.
 
-    assumed: whether a hardware limit or a typical rate is in the graph. title: where it says more than the change's.
-    shared: how many of today's batches the changed step serves; its time is given for one of them.
+    assumed: whether the graph contains a hardware limit or a typical rate. title: a title that is more specific than
+    the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
     """
 
     graph: Graph
@@ -77,7 +76,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Change:
-    """One change that can be proposed. name: its id in --json. propose: None where a trace gives no reason to."""
+    """One change that can be proposed. name: its id in --json. propose: returns None if a trace gives no reason."""
 
     name: str
     title: str
@@ -87,7 +86,7 @@ class Change:
 def priced(
     name: str, title: str, proposal: Proposal | None, unprofiled: "Unprofiled | None" = None
 ) -> Opportunity | None:
-    """The opportunity that a proposal gives; None without a proposal. name, title: those of the change."""
+    """Return the opportunity of a proposal; None without a proposal. name, title: the change's."""
     if proposal is None:
         return None
     before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared
@@ -107,7 +106,10 @@ def priced(
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
-    """Those that save enough of the recorded step, and of the step without the profiler; the largest saving first."""
+    """Return the opportunities that save enough of the recorded step and of the step without the profiler.
+
+    The largest saving comes first.
+    """
     worth = [
         one
         for one in found
@@ -118,10 +120,10 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
 
 @dataclass(frozen=True)
 class Unprofiled:
-    """A step without the profiler (µs), as measured, and how much of the recorded CPU time it needs.
+    """A step's measured time without the profiler (µs), and the share of the recorded CPU time that it needs.
 
-    scale: the measured time, of what the replay with that CPU time gives. It is not 1 where the GPU's own times were
-    others while recording.
+    factor: that share. scale: the measured time divided by the replayed time with that CPU time. It differs from 1 if
+    the GPU's own times were different while recording.
     """
 
     step_us: float
@@ -130,18 +132,18 @@ class Unprofiled:
 
     @classmethod
     def of(cls, graph: Graph, step_us: float | None) -> "Unprofiled | None":
-        """None where the run did not measure it."""
+        """Return None if the run did not measure its step without the profiler."""
         if not step_us:
             return None
         factor = cpu_factor(graph, step_us)
-        # Changes are priced against the same replay: what it does not model is in both times, in the same proportion.
+        # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
         replayed = with_cpu_speed(graph, factor).step_us()
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a proposal is made from: the trace, what was measured of it, and its graph."""
+    """The input of a proposal: the trace, its measurements, and its graph."""
 
     trace: Trace
     summary: Summary
@@ -153,18 +155,18 @@ class Case:
 
     @cached_property
     def step(self) -> Step:
-        """The typical step, which the summary's GPU work is of."""
+        """Return the typical step. The summary's GPU work belongs to it."""
         return self.trace.steps[self.summary.typical_index]
 
     @cached_property
     def activities(self) -> list[Entry]:
-        """The GPU activities of the typical step."""
+        """Return the GPU activities of the typical step."""
         work = self.step.work
         return list(zip(work, self.summary.gpu_work, asking_ops(work), strict=True))
 
     @cached_property
     def trains(self) -> bool:
-        """Whether autograd's backward runs in the steps."""
+        """Return whether autograd's backward runs in the steps."""
         return any(name.startswith(AUTOGRAD) for name in self.trace.op_names)
 
     @cached_property
@@ -172,7 +174,7 @@ class Case:
         return common_peaks(self.trace.devices)
 
     def launched_in(self, *labels: str) -> set[int]:
-        """The ids of the typical step's activities that are launched inside annotations whose names begin so."""
+        """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
         calls = {
             id(call)
             for op in self.step.walk()
@@ -182,12 +184,12 @@ class Case:
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
 
     def in_all_steps(self, us: Mapping[Work, float]) -> dict[Work, float]:
-        """Times of activities of the typical step, as those of the same activities of every step."""
+        """Return these times (µs) of the typical step's activities for the same activities of every step."""
         wanted = {key: us[one] for key, one in numbered(self.step.work) if one in us}
         return {one: wanted[key] for step in self.steps for key, one in numbered(step.work) if key in wanted}
 
     def groups_in_all_steps(self, groups: Iterable[tuple[list[Work], float]]) -> list[tuple[list[Work], float]]:
-        """Groups of activities of the typical step, as those of every step."""
+        """Return these groups of the typical step's activities for every step that has the same activities."""
         of = {one: key for key, one in numbered(self.step.work)}
         wanted = [([of[one] for one in group], us) for group, us in groups]
         found = []
@@ -197,10 +199,10 @@ class Case:
         return found
 
     def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None) -> Graph:
-        """Each group of activities as one, which takes so long (µs), and one call that takes `cpu_us`.
+        """Return the graph in which each group of activities is one activity of the given time (µs) and one call.
 
-        The call takes the place of all that a thread does from the first to the last op that launches only these.
-        widen: gives a wider stretch of the thread for these ops of a step.
+        The call takes `cpu_us` of CPU time. It replaces everything that a thread does from the first to the last op
+        that launches only activities of the group. widen: returns a wider stretch of the thread for these ops.
         """
         of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)

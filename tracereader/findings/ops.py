@@ -9,7 +9,7 @@ from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted,
 from tracereader.findings.steps import compiled
 from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
-# Ops that only rewrite a tensor's shape and strides (reshape: where no copy is needed).
+# Ops that only change a tensor's shape and strides (reshape does so if no copy is needed).
 VIEWS = frozenset(
     {
         "aten::t", "aten::transpose", "aten::permute", "aten::reshape", "aten::view", "aten::as_strided",
@@ -67,7 +67,7 @@ def annotation_twice(summary: Summary) -> Verdict:
     # If a step has several annotations, none of them spans the step.
     if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
         return Verdict(False, "")
-    return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs over {step.gpu_busy_us:,.1f} µs of work")
+    return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs for {step.gpu_busy_us:,.1f} µs of work")
 
 
 @finding(predicts=lambda parent, child: f"{parent} resolves to {child}")
@@ -79,7 +79,7 @@ def dispatches(summary: Summary, parent: str, child: str) -> Verdict:
         else:
             depth = call.depth if call.name == parent else None
     has = _calls(summary, parent)
-    return Verdict(child in inside, f"{parent} holds {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
+    return Verdict(child in inside, f"{parent} calls {listed(sorted(set(inside))[:6])}" if has else f"no {parent}")
 
 
 @finding(
@@ -104,7 +104,7 @@ def resolves_to_a_product(summary: Summary) -> Verdict:
     predicts=lambda count, name, gone: f"{count} {name} per step" + (f", and no {' or '.join(gone)}" if gone else "")
 )
 def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -> Verdict:
-    """`count` calls of an op a step, and none of the ops in `gone`."""
+    """Judge whether a step has `count` calls of an op, and none of the ops in `gone`."""
     left = [op for op in gone if _calls(summary, op)]
     calls = _calls(summary, name)
     seen = f"{calls} {name}" + (f"; still there: {listed(left)}" if left else "")
@@ -119,7 +119,7 @@ def ops_are(summary: Summary, count: int, name: str, gone: Sequence[str] = ()) -
 def launch_nothing(summary: Summary, *ops: str) -> Verdict:
     found = [call for call in summary.cpu.chain if call.name in ops]
     if not found:
-        return Verdict(None, "none of them in this trace")
+        return Verdict(None, "the trace has none of these ops")
     launching = sorted({call.name for call in found if call.reaches_gpu})
     return Verdict(not launching, f"{counted(len(found), 'call')}, {listed(launching)} with GPU work")
 
@@ -151,7 +151,7 @@ def compiled_rows(summary: Summary) -> Verdict:
 
 
 def _same_graphs(summary: Summary) -> bool:
-    """Whether every step calls the same compiled graphs, by their hashes."""
+    """Return whether every step calls the same compiled graphs, by their hashes."""
     return bool(summary.compiled.graphs) and all(
         one == summary.compiled.graphs for one in summary.compiled.graphs_of_steps
     )
@@ -166,7 +166,7 @@ def no_compile_rows(summary: Summary) -> Verdict:
 @finding(predicts=lambda op: f"torch.compile takes more CPU time to reach {op} than {op} itself takes", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
-    return Verdict(0 < us < step / 2, f"{op} {us:,.1f} of the step's {step:,.1f} µs")
+    return Verdict(0 < us < step / 2, f"{op} takes {us:,.1f} of the step's {step:,.1f} µs")
 
 
 @finding(
@@ -177,11 +177,11 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
-    # Self times alone: a region holds the next one where the graph breaks, and eager ops between the graphs.
+    # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
     own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
     seen = (
         f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
-        f"regions' self time {own:,.1f} µs"
+        f"regions' self time it is {own:,.1f} µs"
     )
     in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
     return Verdict(in_all, seen)
@@ -195,7 +195,8 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
 )
 def same_graph_in_all_steps(summary: Summary) -> Verdict:
     again = len(summary.steps) > 1 and _same_graphs(summary)
-    seen = f"{len(summary.compiled.graphs)} in {counted(len(summary.steps), 'step')}"
+    graphs = counted(len(summary.compiled.graphs), "graph hash", "graph hashes")
+    seen = f"{graphs} in {counted(len(summary.steps), 'step')}"
     return Verdict(again and not summary.compiled.recompiled, seen)
 
 

@@ -1,19 +1,19 @@
-"""What recording costs: a recorded step takes longer than the same step without the profiler."""
+"""The cost of recording: a recorded step takes longer than the same step without the profiler."""
 
 from tracereader.figures import Summary
 from tracereader.figures.regime import MUCH_IDLE
 from tracereader.findings.finding import duration
 from tracereader.findings.steps import WORDS
 
-# What the profiler adds to an overhead-bound step for each op and runtime call of it (µs), and how many times as long
-# the step takes: 28 overhead-bound steps of more than 50 such calls, measured on an H200's machine with and without
-# the profiler (traces/reference/nvidia-h200/changes). There 1.83 to 7.84 µs, and 1.2 to 3.4 times.
+# The time that the profiler adds to an overhead-bound step for each op and runtime call (µs), and the largest ratio of
+# the recorded step to the step without the profiler. On an H200's machine, 28 overhead-bound steps of more than 50 such
+# calls (traces/reference/nvidia-h200/changes) showed 1.83 to 7.84 µs, and 1.2 to 3.4 times.
 EACH_CALL_US = (1.8, 7.9)
 MOST_TIMES = 3.5
 
 
 def estimate_us(summary: Summary) -> tuple[float, float]:
-    """From how much to how much the step takes without the profiler (µs), by what recording a call costs."""
+    """Return the estimated range (µs) of the step without the profiler, from the cost of recording a call."""
     recorded, busy = summary.recorded_step_us, summary.gpu_us
     calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
     least, most = (cost * calls for cost in EACH_CALL_US)
@@ -21,9 +21,10 @@ def estimate_us(summary: Summary) -> tuple[float, float]:
 
 
 def unprofiled(summary: Summary) -> str:
-    """What a step that is overhead-bound while it is recorded is without the profiler, as far as that is known.
+    """Return a sentence on the regime without the profiler of a step that is overhead-bound while it is recorded.
 
-    An estimate only where it could change the regime; "" where there is nothing to say.
+    A measured time is used if the run stored one. An estimate is given only if it could change the regime. Otherwise
+    the text is "".
     """
     if summary.waits_for != "overhead":
         return ""
@@ -45,7 +46,7 @@ def unprofiled(summary: Summary) -> str:
 
 
 def _range(low_us: float, high_us: float) -> str:
-    """Both times with the unit that they share, or each with its own."""
+    """Return a range of times with one unit, or with two if the units differ."""
     low, high = duration(low_us), duration(high_us)
     if low == high:
         return low
@@ -53,7 +54,7 @@ def _range(low_us: float, high_us: float) -> str:
 
 
 def changes_the_regime(summary: Summary) -> bool:
-    """Whether a step that is overhead-bound while it is recorded is known not to be so without the profiler."""
+    """Return whether a step is overhead-bound while it is recorded and is known not to be without the profiler."""
     known = summary.unprofiled_step_us
     return summary.waits_for == "overhead" and known is not None and not _much_idle(summary.gpu_us, known)
 

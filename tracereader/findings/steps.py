@@ -1,4 +1,4 @@
-"""Findings about steps: what limits them, which of them stand out, and the profiler's own overhead."""
+"""Findings about steps: their regime, outliers, and the profiler's own overhead."""
 
 import re
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ from tracereader.findings.finding import (
     Verdict,
     counted,
     duration,
-    family_in_words,
+    family_as_noun,
     finding,
     listed,
 )
@@ -27,18 +27,19 @@ from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
 WAITS_NAMED = 2
-# From this share on, idle time is mentioned although it does not decide the regime.
+# Idle time of at least this share is mentioned even if it does not decide the regime.
 SOME_IDLE = 0.1
-# Of a CPU's best rate that the run measured: on two cores a 64 x 64 product reaches 3 to 5%, 0% beside a busy program.
+# Share of the best CPU rate that the run measured. A 64 x 64 product reaches 3 to 5% on two cores, and 0% beside a busy
+# program.
 FAR_FROM_A_ROOF = 0.05
-# Steps are alike where the longest takes less than this many times the shortest: in 174 recordings on the H200 the
-# steps after the first differ by 1.1 in the median, and by more than 1.7 in four of them.
+# Steps are alike if the longest takes less than this many times the shortest. In 174 recordings on the H200, the steps
+# after the first differ by a factor of 1.1 in the median, and by more than 1.7 in four recordings.
 ALIKE = 1.5
-# The first step's gap before its first op is long from this many times the other steps' on: in 162 recordings on the
-# H200 it is 2.4 times as long in the median, and another step's is more than 1.7 times the median in two of them.
+# The gap before the first step's first op is long from this many times the other steps' gap on. In 162 recordings on
+# the H200 it is 2.4 times as long in the median. In two of them another step's gap exceeds 1.7 times the median.
 LONG_GAP = 1.5
-# A step with more GPU time than this many times another one's may take longer for it: with the same work it differs
-# by up to 1.4 on the H200.
+# If a step's GPU time exceeds another step's by more than this factor, the GPU work may be the reason for a longer
+# step. With the same work it differs by a factor of up to 1.4 on the H200.
 MORE_GPU_TIME = 1.5
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
@@ -50,28 +51,29 @@ BOUND_BY = {
     "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
     None: "unknown",
 }  # fmt: skip
-# Calls of a step that took at least this many times as long as in the typical one, most of them: 1.3 to 3.7
-# on the H200 in the first recorded step, 0.8 to 1.3 between the others.
+# Calls are slower if most of them took at least this many times as long as in the typical step. On the H200 the factors
+# are 1.3 to 3.7 in the first recorded step, and 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25
-# A pause alone does not make them this many times as long: up to 4.0 there.
+# A pause alone does not make calls this many times as long. On the H200 it makes them up to 4.0 times as long.
 MUCH_SLOWER = 5
-# The largest of these factors over the smallest: up to 2.7 in the reference traces; 9.7 where one op was held up.
+# The largest of these factors divided by the smallest. It is up to 2.7 in the reference traces, and 9.7 if one op was
+# delayed.
 ALIKE_SPREAD = 3
 
 
 def regime(summary: Summary) -> str:
-    """The regime, as one of WORDS."""
+    """Return the regime as one of WORDS."""
     return WORDS[summary.waits_for]
 
 
 def waiting(summary: Summary) -> tuple[str, str]:
-    """The regime as one word, and the figures that decide it."""
+    """Return the regime as one of WORDS, and a sentence with the figures that decide it."""
     gpu, found, word = summary.steady, summary.waits_for, regime(summary)
     if found == "capture":
         recorded, ran = summary.captures, summary.chosen.launches
         seen = f"{counted(recorded.launches, 'launch call')} of the step"
         into = f"into {counted(recorded.graphs, 'graph')} and ran nothing"
-        others = f"; {counted(ran, 'launch', 'launches')} beside them ran" if ran else ""
+        others = f"; {counted(ran, 'more launch', 'more launches')} ran" if ran else ""
         return word, f"{seen} {'was' if recorded.launches == 1 else 'were'} recorded {into}{others}"
     if gpu is None:
         if summary.source.devices:
@@ -84,14 +86,15 @@ def waiting(summary: Summary) -> tuple[str, str]:
         return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
     busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
     if found == "communication":
-        seen = f"{busy}, {gpu.exposed_communication_us / gpu.busy_us:.0%} of it in exposed communication"
+        share = f"{gpu.exposed_communication_us / gpu.busy_us:.0%}"
+        seen = f"{busy}, and {share} of the busy time is exposed communication"
     elif found in ("compute", "memory"):
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
-        # Of kernels that run beside others the times' sum is more than the time in which the GPU is busy.
+        # If kernels overlap, the sum of their times exceeds the GPU's busy time.
         share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
         seen = (
-            f"{busy}, {min(share, 1.0):.0%} of that in kernels at {reached(near):.0%} of the {ROOFS[found][0]} "
-            f"by the data sheet"
+            f"{busy}, and {min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the "
+            f"data sheet's {ROOFS[found][0]}"
         )
     else:
         seen = f"{busy}, and {_largest_family(summary)}"
@@ -111,25 +114,25 @@ def _why_idle(gpu: GpuTime, cause: str | None) -> str:
     }[cause]
 
 
-# Of the window, what the first activity waits after its launch: an idle GPU starts it in 5 to 15 µs.
+# Share of the window that the first activity waits after its launch. An idle GPU starts it in 5 to 15 µs.
 LONG_FIRST_WAIT, LEAST_FIRST_WAIT_US = 0.1, 1000
 
 
 def longest_waits(summary: Summary) -> str:
-    """Of an overhead-bound step, what the launching thread does while the GPU waits longest; "" of another one."""
+    """Return a sentence on what the launching thread does while the GPU waits longest.
+
+    The text is "" if the step is not overhead-bound.
+    """
     whole = sum(summary.idle_in.values())
     if summary.waits_for != "overhead" or not whole:
         return ""
     most = sorted(summary.idle_in.items(), key=lambda one: -one[1])[:WAITS_NAMED]
-    who = ("the launching thread", "it")
-    parts = [
-        f"{us / whole:.0%} of that time while {name} is in {op}" for (op, us), name in zip(most, who, strict=False)
-    ]
-    return f"The GPU waits for the CPU: {', and '.join(parts)}"
+    parts = [f"in {op} ({us / whole:.0%} of the wait)" for op, us in most]
+    return f"While the GPU waits for the CPU, the launching thread is {' and '.join(parts)}"
 
 
 def _untraced(summary: Summary) -> str:
-    """Says so where the first launched activity waits long while nothing recorded runs."""
+    """Return a clause if the first launched activity waits long while nothing recorded runs; else ""."""
     waits = summary.first_wait_us
     if waits is None or waits < max(LEAST_FIRST_WAIT_US, LONG_FIRST_WAIT * summary.window_us):
         return ""
@@ -140,14 +143,15 @@ def _untraced(summary: Summary) -> str:
 
 
 def reached(work: Sequence[GpuWork | CpuWork]) -> float:
-    """The mean achieved share of the peak, weighted by time, of work with a known limit."""
+    """Return the mean achieved share of the peak, weighted by time. work: work with a known limit."""
     return sum(one.of_roof * one.us for one in work) / sum(one.us for one in work)
 
 
 def _on_cpu(summary: Summary) -> tuple[str, str]:
-    """What bounds a step that only the CPU works on, as far as the run measured what its machine reaches.
+    """Return what limits a step without GPU work, and a sentence with the figures.
 
-    compute or memory, outside where that much of it lies in no op, else cpu-only; and the figures.
+    compute or memory need the best rates that a run measured on its machine. outside means that much of the step is
+    outside of recorded ops. Otherwise it is cpu-only.
     """
     step_us, groups = summary.chosen.cpu_us, defaultdict(list)
     for one in summary.cpu.work:
@@ -157,31 +161,31 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         us = covered_us(ops)
         if us > MUCH_KNOWN * step_us:
             share = reached(ops)
-            took = f"{us / step_us:.0%} of the step is in ops at {share:.0%} of the {ROOFS[roof][1]}"
+            took = f"{us / step_us:.0%} of the step is in ops that reach {share:.0%} of the {ROOFS[roof][1]}"
             small = ": the ops are small, or other programs use the cores, too" if share < FAR_FROM_A_ROOF else ""
             return roof if near else "cpu-only", f"{took} that this run measured{small}"
     if summary.cpu.outside_ops is not None and summary.cpu.outside_ops > MUCH_IDLE:
-        where = "in Python, in the profiler, or in code not recorded"
+        where = "in Python, in the profiler, or in code that is not recorded"
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; --record-shapes adds the rates that show what limits the step" if could else ""
     return "cpu-only", f"the trace has no GPU activity{asked}"
 
 
-# In these the CPU waits for something else than other programs: the GPU, other ranks, loader workers, memory.
+# In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
 WAITS = re.compile(rf"Synchronize|Memcpy|Malloc|Free|c10d|record_param_comms|{COLLECTIVE.pattern}|{re.escape(LOADER)}")
-# Of what a step took more, what explains it.
+# A cause with this share of a step's additional time explains it.
 EXPLAINS = 1 / 3
-# A product on the CPU that takes this many times what it takes at the best rate that the run measured, and so much
-# besides: on two idle cores 64 x 64 takes 28 µs, beside a busy program 19.6 ms.
-FAR_SLOWER, BESIDES_US = 20, 1000
-LEAST_SIDE = 32  # of a product: of many smaller ones at once the best rate is out of reach
+# A product on the CPU is far slower if it exceeds this many times its time at the best rate that the run measured by
+# this margin (µs). A 64 x 64 product takes 28 µs on two idle cores, and 19.6 ms beside a busy program.
+FAR_SLOWER, MARGIN_US = 20, 1000
+LEAST_SIDE = 32  # of a product; smaller products do not reach the best rate
 BUSY = "something else was probably using the CPU's cores"
 WHAT_TO_DO = "Stop other programs (top shows them) and profile again."
 
 
 def busy_machine(summary: Summary) -> str | None:
-    """What shows that other programs probably used the cores, and what to do; None where nothing does."""
+    """Return a sentence on why other programs probably used the cores, with advice; None without a sign of that."""
     if summary.waits_for not in ("cpu-only", "overhead"):
         return None
     return _uneven_steps(summary) or _slow_products(summary)
@@ -194,7 +198,7 @@ def _uneven_steps(summary: Summary) -> str | None:
     short, long = summary.steps[found.short], summary.steps[found.long]
     more = long.cpu_us - short.cpu_us
     waits = sum(us for name, us in found.more_us.items() if WAITS.search(name)) + found.overheads_us
-    # Another program's Python may do other things from step to step; a numbered script's does not.
+    # A numbered script runs the same Python in each step. Other programs may not.
     explained = waits > EXPLAINS * more or (found.python_us > EXPLAINS * more and not summary.source.facts.script)
     if explained or long.compile_us or long.gpu_busy_us > MORE_GPU_TIME * short.gpu_busy_us:
         return None
@@ -214,7 +218,7 @@ def _slow_products(summary: Summary) -> str | None:
         for one in summary.cpu.work
         if one.best_us is not None
         and min(one.product.m, one.product.n, one.product.k) >= LEAST_SIDE
-        and one.us > FAR_SLOWER * one.best_us + BESIDES_US
+        and one.us > FAR_SLOWER * one.best_us + MARGIN_US
     ]
     if not slow or covered_us(slow) < MOST * summary.chosen.cpu_us:
         return None
@@ -226,7 +230,7 @@ def _slow_products(summary: Summary) -> str | None:
 
 
 def bound_by(summary: Summary) -> str:
-    """What limits the step, for a table's cell. On a CPU overhead is what lies in no op."""
+    """Return what limits the step, for a table's cell. On a CPU, overhead is the time outside of recorded ops."""
     found = summary.waits_for
     if found == "cpu-only":
         found = None if summary.source.devices else _on_cpu(summary)[0]
@@ -234,17 +238,17 @@ def bound_by(summary: Summary) -> str:
 
 
 def _largest_family(summary: Summary) -> str:
-    """The family with most of the time in which the GPU is busy: what runs beside it counts once."""
+    """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once."""
     gpu = summary.steady
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
-    return f"{us / gpu.busy_us:.0%} of its time is {family_in_words(family)}"
+    return f"{us / gpu.busy_us:.0%} of the busy time is {family_as_noun(family)}"
 
 
 @finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)
 def regime_is(summary: Summary, name: str) -> Verdict:
-    """name: as in WORDS; GPU-bound holds for compute-bound and memory-bound, too."""
+    """Judge the regime. name: one of WORDS; GPU-bound also holds for compute-bound and memory-bound steps."""
     found, figures = waiting(summary)
     holds = found == name or (name == "GPU-bound" and found in ("compute-bound", "memory-bound"))
     sooner = "a faster GPU needs larger work to be kept busy" if found == "overhead-bound" else ""
@@ -253,12 +257,13 @@ def regime_is(summary: Summary, name: str) -> Verdict:
     return Verdict(holds, figures if holds else f"{found}: {figures}", sooner)
 
 
-# Times the GPU's self total: on the H200 22 to 180 where the GPU waits at 64 x 64, 1.2 and less where it is busy.
+# Ratio of the CPU's self total to the GPU's. On the H200 it is 22 to 180 at 64 x 64, where the GPU waits, and at most
+# 1.2 if the GPU is busy.
 FAR_ABOVE = 2
 
 
 def _self_totals(summary: Summary) -> tuple[float, float]:
-    """The steps' self times on the CPU and on the GPU, as the profiler table sums them (µs)."""
+    """Return the steps' self times (µs) on the CPU and on the GPU, as the profiler table sums them."""
     return sum(one.cpu_us for one in summary.steps), sum(one.total_us for one in summary.kernels)
 
 
@@ -295,12 +300,12 @@ def records_steps(summary: Summary, first: int, count: int) -> Verdict:
 
 
 def cause(summary: Summary, step: StepFacts) -> str | None:
-    """Why a marked step took longer, if the trace shows it; else None."""
+    """Return why a marked step took longer; None if the trace does not show it."""
     more = step.excess
     if more is None:
         return None
-    told = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
-    beside = f" (in the same step: {told})" if told else ""
+    overheads = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
+    beside = f" (in the same step: {overheads})" if overheads else ""
     first = summary.source.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
@@ -325,41 +330,44 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if slowest and more.slower[slowest[0]] > more.us / 3:
         return f"{cold}{_took(more, slowest[:1])}{beside}"
     if sum(more.overheads.values()) > more.us / 4:
-        return told
+        return overheads
     return None
 
 
 def compiled(step: StepFacts) -> str:
-    """What torch.compile compiled in a step, and whether it had compiled that before."""
+    """Return a clause on what torch.compile compiled in a step, and whether it is a recompilation."""
     again = [one for one in step.compiled if not one.endswith("/0")]
     which = again or step.compiled
     return f"torch.compile compiled{' again' * bool(again)}" + f" ({', '.join(which[:3])})" * bool(which)
 
 
 def paid_for_first_use(step: StepFacts) -> bool:
-    """Whether a first step holds what is done once: compiling, loading, calls that the typical step does not make."""
+    """Return whether a first step contains cold-start work.
+
+    That is compilation, loading, or calls that the typical step does not make.
+    """
     more = step.excess
     if more is None:
         return False
     loads = any("Loading" in name for name in more.overheads) or any("LoadData" in name for name in more.first_calls)
-    if step.compile_us > more.us / 3:  # its calls are not in the typical step, either
+    if step.compile_us > more.us / 3:  # the typical step does not make the calls of a compilation, either
         return any(one.endswith("/0") for one in step.compiled) or loads
     return loads or sum(more.first_calls.values()) > more.us / 3
 
 
 def _slower_alike(more: Excess) -> bool:
-    """Whether most calls were slower by factors near each other, which explain most of the step's time."""
+    """Return whether most calls were slower by similar factors that explain most of the step's additional time."""
     low, high = more.times_low, more.times_high
     return low is not None and low >= ALIKE_SLOWER and high <= ALIKE_SPREAD * low and more.alike_us > more.us / 2
 
 
 def _more_calls(more: Excess) -> str:
-    """20 calls of aten::addmm where the typical step makes 2; of the two names that cost most by it."""
+    """Return "20 calls of aten::addmm instead of the typical step's 2" for the one or two names that cost most."""
     (name, (calls, usual, us)), *others = more.more_calls.items()
-    said = f"{counted(calls, 'call')} of {_called(more, name)} where the typical step makes {usual:,}"
+    said = f"{counted(calls, 'call')} of {_called(more, name)} instead of the typical step's {usual:,}"
     if others and others[0][1][2] > us / 10:
         name, (calls, usual, _) = others[0]
-        said += f", {calls:,} of {_called(more, name)} where that makes {usual:,}"
+        said += f", and {calls:,} of {_called(more, name)} instead of {usual:,}"
     return said
 
 
@@ -368,22 +376,23 @@ def _called(more: Excess, name: str) -> str:
 
 
 def _took(more: Excess, names: list[str]) -> str:
-    """The extra time of the slowest names, as shares of the step's extra time where they are shares."""
+    """Return a clause on the additional time of the slowest names, as parts of the step's if possible."""
     if sum(more.slower[name] for name in names) < more.us:
-        whose = [
-            f"{more.slower[name]:,.0f} are " + (OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}")
-            for name in names
+        parts = [
+            (more.slower[name], OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}") for name in names
         ]
-        return f"of the additional {more.us:,.0f} µs, {', '.join(whose)}"
+        (us, what), *others = parts
+        rest = [f", {us:,.0f} are {what}" for us, what in others]
+        return f"{us:,.0f} of the additional {more.us:,.0f} µs are {what}{''.join(rest)}"
     whose = [
-        f"{more.slower[name]:,.0f} µs more lie {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
+        f"{more.slower[name]:,.0f} µs more are {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
         else f"{name} took {more.slower[name]:,.0f} µs more"
         for name in names
     ]  # fmt: skip
     beyond = sum(more.slower[name] for name in names) - more.us
     # On several threads the extra times can add up to more than the step's extra time.
     less = 1 <= beyond <= more.less_us + 1
-    return ", ".join(whose) + ", other calls took less" * less
+    return ", ".join(whose) + ", and other calls took less" * less
 
 
 @finding(
@@ -413,8 +422,8 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         slower = "it is hardly slower" if more > 0 else "it is not slower"
         return Verdict(False, f"{slower}: it takes {first.cpu_us:,.1f} µs, and the typical step {usual:,.1f} µs")
     seen = (
-        f"{first.cpu_us:,.1f} µs against {usual:,.1f}; {max(0.0, gap_more):,.1f} of the additional {more:,.1f} µs are "
-        f"in the gap ({', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
+        f"{first.cpu_us:,.1f} µs instead of {usual:,.1f}; {max(0.0, gap_more):,.1f} of the additional {more:,.1f} µs "
+        f"are in the gap (the steps' gaps: {', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
     )
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
@@ -430,7 +439,7 @@ def _gaps(summary: Summary) -> list[float]:
     teaches=True,
 )
 def late_first_op(summary: Summary) -> Verdict:
-    # 3 to 6 µs are the record_function itself on the H200's machine.
+    # On the H200's machine, record_function itself takes 3 to 6 µs.
     gaps, first = _gaps(summary), summary.steps[0].label_to_first_op_us
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < LONG_GAP * median(gaps[1:]):
         return Verdict(False, "")
@@ -475,7 +484,9 @@ def buffer_request(summary: Summary) -> Verdict:
 @finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
 def module_loading(summary: Summary) -> Verdict:
     loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
-    return Verdict(bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs")
+    return Verdict(
+        bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs in all"
+    )
 
 
 @finding(predicts="the last cudaDeviceSynchronize takes much longer than the GPU work", needs_gpu=True, claims="13")
@@ -483,7 +494,7 @@ def long_final_sync(summary: Summary) -> Verdict:
     if summary.profiler.final_sync_us is None:
         return Verdict(None, "no synchronization after the last step")
     busy = summary.gpu.busy_us if summary.gpu else 0.0
-    seen = f"{summary.profiler.final_sync_us:,.1f} µs, for {busy:,.1f} µs of GPU work"
+    seen = f"it takes {summary.profiler.final_sync_us:,.1f} µs, and the GPU work {busy:,.1f} µs"
     short = "here it only waits for the last kernel, so it shows nothing about idle time"
     return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
@@ -496,10 +507,10 @@ def long_final_sync(summary: Summary) -> Verdict:
     teaches=True,
 )
 def final_synchronization(summary: Summary) -> Verdict:
-    # The shortest one seen on the H200 took 8.5 µs: the call itself.
+    # The shortest on the H200 took 8.5 µs, the time of the call itself.
     us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
     long = us is not None and us > max(20, 0.05 * summary.window_us)
-    return Verdict(long, f"{us or 0:,.1f} µs, over {busy:,.1f} µs of GPU work")
+    return Verdict(long, f"{us or 0:,.1f} µs, for {busy:,.1f} µs of GPU work")
 
 
 @finding(
@@ -538,7 +549,7 @@ def kernels_queue(summary: Summary) -> Verdict:
     if not waits:
         return Verdict(None, "no launch in the trace")
     ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-    seen = f"{median(waits):,.0f} µs of launch latency, the median of a step"
+    seen = f"the median launch latency of a step is {median(waits):,.0f} µs"
     return Verdict(median(waits) > 30 and ahead, seen)
 
 
@@ -552,8 +563,8 @@ def kernels_queue(summary: Summary) -> Verdict:
 def gaps_between_kernels(summary: Summary) -> Verdict:
     span, found = summary.chosen.gpu_span_us, summary.step_gpu
     gaps = found.idle_not_launched_us if found else 0.0
-    seen = f"{gaps:,.1f} µs of the {span:,.1f} that a step's work spans"
-    # Back-to-back kernels of one stream stand 1 to 2 µs apart.
+    seen = f"gaps take {gaps:,.1f} of the {span:,.1f} µs that a step's GPU work spans"
+    # Back-to-back kernels of one stream are 1 to 2 µs apart.
     return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
 
@@ -566,9 +577,10 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
 )
 def gaps_in_a_graph(summary: Summary) -> Verdict:
     span, found = summary.chosen.gpu_span_us, summary.step_gpu
-    pieces = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
-    if not found or pieces < 2 or 2 * pieces < len(summary.gpu_work):
+    kernels = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    if not found or kernels < 2 or 2 * kernels < len(summary.gpu_work):
         return Verdict(False, "no CUDA graph in the step")
     gaps = found.idle_launched_us
-    seen = f"{gaps:,.1f} of the {span:,.1f} µs that a step's work spans, {gaps / pieces:.1f} for each of {pieces:,}"
+    each = f"{gaps / kernels:.1f} µs for each of {kernels:,} kernels"
+    seen = f"gaps take {gaps:,.1f} of the {span:,.1f} µs that a step's GPU work spans, {each}"
     return Verdict(gaps > 0.05 * span, seen)

@@ -3,13 +3,13 @@
 from tracereader.figures import Summary
 from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
 
-# Share of a step spent waiting for its batch. Below it, the batch comes from a queue that is never empty.
+# Share of a step spent waiting for its batch. Below this share, the batch comes from a queue that is never empty.
 MUCH_LOADING = 0.1
-# With fewer launches of a for-loop optimizer, foreach would not save a measurable time.
+# If a for-loop optimizer launches fewer kernels, foreach would not save a measurable time.
 MANY_LAUNCHES = 20
-# A product's backward is two products of its size. Of a decoder's whole step on an H200: 1.9 to 2.0.
+# The backward of a matrix product is two products of the same size. A decoder's whole step on an H200 shows 1.9 to 2.0.
 ABOUT_TWICE = (1.7, 2.3)
-# Share of the busy time in exposed collectives: 1% in DDP on two H200s, 12 to 28% with a slow rank.
+# Share of the busy time in exposed collectives. It is 1% in DDP on two H200s, and 12 to 28% with a slow rank.
 MUCH_EXPOSED = 0.05
 
 
@@ -47,7 +47,7 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
     most = max(loops, key=lambda one: one.launches)
     seen = (
         f"{most.name}: {most.launches:,} launches a step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
-        f"of GPU time; the GPU idle for {most.idle_us:,.1f}"
+        f"of GPU time; the GPU is idle for {most.idle_us:,.1f} µs"
     )
     return Verdict(True, seen)
 
@@ -64,13 +64,13 @@ def starving(summary: Summary) -> Verdict:
     waits = summary.training.loading
     if waits is None:
         return Verdict(False, "no DataLoader in the trace")
-    seen = f"{waits.us / 1e3:,.1f} ms of a step, {waits.share:.0%} of its time"
+    seen = f"it waits for {waits.us / 1e3:,.1f} ms of a step, {waits.share:.0%} of its time"
     if waits.share < MUCH_LOADING:
         return Verdict(False, seen)
     if waits.idle_us is None:
         return Verdict(True, seen)
     idle = waits.idle_us / waits.us if waits.us else 0.0
-    seen += f", the GPU idle for {idle:.0%} of that"
+    seen += f"; the GPU is idle for {idle:.0%} of the wait"
     return Verdict(idle > 0.5, seen)
 
 
@@ -85,7 +85,8 @@ def backward_is_twice_the_forward(summary: Summary) -> Verdict:
         return Verdict(None, "the step has no annotations forward and backward with GPU work")
     least, most = ABOUT_TWICE
     times = gpu_us["backward"] / gpu_us["forward"]
-    seen = f"{gpu_us['backward'] / 1e3:.2f} against {gpu_us['forward'] / 1e3:.2f} ms of GPU work, x {times:.2f}"
+    ms = [gpu_us[name] / 1e3 for name in ("backward", "forward")]
+    seen = f"{ms[0]:.2f} ms of GPU work in the backward, {ms[1]:.2f} ms in the forward: {times:.2f} times as much"
     return Verdict(least <= times <= most, seen)
 
 
@@ -94,12 +95,12 @@ def backward_is_twice_the_forward(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def communication_is_hidden(summary: Summary, hidden: bool) -> Verdict:
-    """hidden: whether most of the communication is expected to be hidden, or not."""
+    """Judge how much communication is hidden. hidden: whether the prediction says that most of it is."""
     total = _communication_us(summary)
     if not total:
         return Verdict(None, "no collective on the GPU in the steps")
     exposed = summary.gpu.exposed_communication_us
-    seen = f"of {total / 1e3:.1f} ms of collectives in the steps, {exposed / 1e3:.1f} ms exposed"
+    seen = f"{exposed / 1e3:.1f} of the {total / 1e3:.1f} ms of collectives in the steps are exposed"
     return Verdict((exposed < total / 2) == hidden, seen)
 
 
@@ -110,7 +111,8 @@ def busy_while_waiting(summary: Summary) -> Verdict:
         return Verdict(None, "no collective on the GPU in the steps")
     exposed, busy = summary.gpu.exposed_communication_us, summary.gpu.busy_us
     looks_busy = summary.waits_for in ("communication", "compute", "memory", "gpu")
-    seen = f"busy {summary.busy_share:.0%} of the time, and {exposed / busy:.0%} of that in exposed communication"
+    share = f"{exposed / busy:.0%} of the busy time is exposed communication"
+    seen = f"the GPU is busy {summary.busy_share:.0%} of the time, and {share}"
     return Verdict(looks_busy and exposed > MUCH_EXPOSED * busy, seen)
 
 

@@ -1,4 +1,4 @@
-"""Changes of the GPU work between two runs' steps, in words: by kernel name, and in one line by what they do."""
+"""Sentences on changes of the GPU work between two runs' steps, by kernel name and by operation."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ WIDEST = 60  # letters of a kernel's name
 
 
 def in_lists(first: Side, other: Side) -> tuple[list[str], list[str]]:
-    """What changed and what stayed the same, by kernel name."""
+    """Return sentences on the changes, and on what stayed the same, by kernel name."""
     found = changed_work.by_name(first, other)
     changed = [_renamed(*pair) for pair in found.renamed]
     changed += [_merged(found.merged)] if found.merged else []
@@ -31,11 +31,11 @@ def _same(kept: Activities, side: Side) -> list[str]:
     gemms, others = [], []
     for one in kept.by_name:
         (gemms if side.says[one.name].family == "GEMM" else others).append(one)
-    told = []
+    clauses = []
     if gemms:
         count = sum(one.count for one in gemms)
-        told.append(f"{count} of the GEMMs, by kernel name: {_listed(gemms, shown, NAMES_SHOWN)}")
-    return told + ([_listed(others, shown, FEW)] if others else [])
+        clauses.append(f"{count} of the GEMMs, by kernel name: {_listed(gemms, shown, NAMES_SHOWN)}")
+    return clauses + ([_listed(others, shown, FEW)] if others else [])
 
 
 def _renamed(before: str, after: str) -> str:
@@ -53,7 +53,7 @@ def _merged(one: Merged) -> str:
 
 
 def _instances(pair: Pair) -> str:
-    """softmax_warp_forward<bf16, fp32>: another instance of its template, for rows of another length."""
+    """Return a sentence on another instance of a kernel's template, for example for rows of another length."""
     first, other = (some.by_name[0].name for some in (pair.before, pair.after))
     old, new = decode(first).parts, decode(other).parts
     differ = [f", {part} {old[part]} → {new[part]}" for part in old if old[part] != new.get(part, old[part])]
@@ -80,10 +80,10 @@ def _labels(*some: Activities) -> dict[str, str]:
 
 
 def _counted(some: Activities, shown: dict[str, str]) -> str:
-    """The names with their counts and times, those that cost most first. shown: each as it is written."""
+    """Return the names with their counts and times, the costliest first. shown: the printed form of each name."""
     costliest = sorted(some.by_name, key=lambda one: -one.us)
-    told = [f"{one.count} x {shown[one.name]} ({_time(one, one.count)} µs)" for one in costliest[:NAMES_SHOWN]]
-    return ", ".join(told) + and_more(len(costliest), NAMES_SHOWN)
+    clauses = [f"{one.count} x {shown[one.name]} ({_time(one, one.count)} µs)" for one in costliest[:NAMES_SHOWN]]
+    return ", ".join(clauses) + and_more(len(costliest), NAMES_SHOWN)
 
 
 def _listed(some: Sequence[Named], shown: dict[str, str], most: int) -> str:
@@ -91,7 +91,7 @@ def _listed(some: Sequence[Named], shown: dict[str, str], most: int) -> str:
 
 
 def _time(some: Activities | Named, count: int) -> str:
-    """A time is that of all activities of a name; the text says so where only `count` of them are meant."""
+    """Return the time of all activities of a name. The text gives their number if only `count` of them are meant."""
     return ("" if count == some.total else f"of {some.total:,} in ") + f"{some.us:,.1f}"
 
 
@@ -105,31 +105,31 @@ def and_more(count: int, shown: int) -> str:
 
 
 def in_short(first: Side, other: Side) -> tuple[list[str], bool]:
-    """What changed by what the kernels do, the longest first; and whether any of it is gone or new."""
+    """Return clauses on the changes by operation, the longest first, and whether any activity is gone or new."""
     found = changed_work.by_part(first, other)
-    told: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by how it changed: how much GPU time that is
+    clauses: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind of change, with its GPU time
     for one in found.replaced:
         us = one.before.own_us, one.after.own_us
         did, does = (_parts(some.parts) for some in (one.before, one.after))
         text = f"{one.calls:,} x {one.op} ({did} {us[0]:,.1f} → {does} {us[1]:,.1f} µs)"
-        told["other kernels for "].append((max(us), text))
+        clauses["other kernels for "].append((max(us), text))
     for pair in found.of_other_names:
         for how, us, text in _of_other_names(pair):
-            told[how].append((us, text))
+            clauses[how].append((us, text))
     for pair in found.instances:
         text = f"{pair.before.count:,} x {pair.before.by_name[0].part} ({_times(pair)})"
-        told["other instances of a template for "].append((pair.after.own_us, text))
+        clauses["other instances of a template for "].append((pair.after.own_us, text))
     for one in found.relaunched:
-        told[""].append((max(one.before.us, one.after.us), _relaunched(one)))
+        clauses[""].append((max(one.before.us, one.after.us), _relaunched(one)))
     for pair in found.other_times:
         us = pair.before.us, pair.after.us
         text = f"{pair.before.count:,} x {pair.before.by_name[0].part} ({us[0]:,.1f} → {us[1]:,.1f} µs)"
-        told["other times for "].append((max(us), text))
+        clauses["other times for "].append((max(us), text))
     texts = []
-    for how, some in sorted(told.items(), key=lambda item: -sum(us for us, _ in item[1])):
+    for how, some in sorted(clauses.items(), key=lambda item: -sum(us for us, _ in item[1])):
         shown = [text for _, text in sorted(some, key=lambda one: -one[0])[:FEW]]
         texts.append(f"{how}{', '.join(shown)}{and_more(len(some), FEW)}")
-    return texts, "gone: " in told or "new: " in told
+    return texts, "gone: " in clauses or "new: " in clauses
 
 
 def _parts(counts: Counter) -> str:
@@ -137,23 +137,23 @@ def _parts(counts: Counter) -> str:
 
 
 def _of_other_names(pair: Pair) -> list[tuple[str, float, str]]:
-    """How what some activities do changed, for how much GPU time (µs), and the figures: by other kernels, gone, new."""
+    """Return the kind of each change (other kernels, gone or new), its GPU time (µs), and its text."""
     before, after = pair.before, pair.after
     part = (before.by_name or after.by_name)[0].part
     both = min(before.count, after.count)
-    told = []
+    clauses = []
     if both:
         makers = [" and ".join(some.makers) for some in (before, after)]
         old, now = (f"{maker} " if makers[0] != makers[1] else "" for maker in makers)
         how = "another kind of " if part in ("memcpy", "memset") else "other kernels for "
         text = f"{both:,} x {part} ({old}{_time(before, both)} → {now}{_time(after, both)} µs)"
-        told.append((how, max(_share(before, both), _share(after, both)), text))
+        clauses.append((how, max(_share(before, both), _share(after, both)), text))
     for how, some in (("gone: ", before), ("new: ", after)):
         if left := some.count - both:
-            told.append((how, _share(some, left), f"{left:,} x {part} ({_time(some, left)} µs)"))
-    return told
+            clauses.append((how, _share(some, left), f"{left:,} x {part} ({_time(some, left)} µs)"))
+    return clauses
 
 
 def _share(some: Activities, count: int) -> float:
-    """The time (µs) of so many of the activities of these names."""
+    """Return the time (µs) of `count` of the activities of these names."""
     return some.us * count / some.total

@@ -1,7 +1,7 @@
-"""Elementary changes of a step. Each takes a Graph and returns the changed one; they compose.
+"""Elementary changes of a step. Each function takes a Graph and returns the changed one, so changes compose.
 
-Each copies the arrays that it edits and nothing else. A change of a step is to be made in all recorded steps: the
-step's time is a median over them.
+A function copies only the arrays that it edits. A change has to be made in all recorded steps, because the step's time
+is a median over them.
 """
 
 import bisect
@@ -16,17 +16,17 @@ from tracereader.trace import Op, Step, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
-OTHER = -2  # in place of a group: other work, or that of several groups
-# Measured in graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42 to
-# 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the first
-# one starts when it returns.
+OTHER = -2  # stands for a group: other work, or work of several groups
+# Measurements of graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42
+# to 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the
+# first activity starts when the call returns.
 GRAPH_GAP_US, GRAPH_LAUNCH_US, GRAPH_LAUNCH_US_EACH = 0.45, 10.0, 1.5
 
 
 def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
-    """These stretches of threads take no time. What is launched in them is launched at once.
+    """Return the graph in which these spans of threads take no time. Launches in them happen at once.
 
-    A call that waits does not wait any more if the whole of it is in them. A wait for another thread stays.
+    A call that lies completely in the spans does not wait any more. A wait for another thread stays.
     """
     lag, delay, via, wait = graph.lag[:], graph.delay[:], graph.via[:], graph.wait[:]
     returns = set(graph.returns.values())
@@ -45,7 +45,7 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
                 if cut == graph.at[node] - since:
                     via[node] = wait[node] = NOBODY
                     lag[node] = 0
-            elif via[node] >= 0:  # it went on when another thread stopped
+            elif via[node] >= 0:  # it continued when another thread stopped
                 delay[node] -= min(delay[node], lengths.between(graph.at[node] - delay[node], graph.at[node]))
             else:
                 lag[node] = max(0, lag[node] - cut)
@@ -53,7 +53,7 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
 
 
 def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[int]:
-    """Those of a thread's nodes whose stretch since the node before reaches into what is gone, each once."""
+    """Yield the nodes of a thread whose time since the node before overlaps a removed interval, each once."""
     done = 0
     for start, end in gone:
         first = bisect.bisect_left(nodes, start, key=graph.at.__getitem__)
@@ -65,23 +65,24 @@ def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[
 
 
 def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
-    """These ops and calls are gone, with all that they launch."""
+    """Return the graph without these ops and calls and without the GPU work that they launch."""
     ops = list(ops)
     work = [one for op in ops for below in op.walk() for one in below.work]
     return _without_activities(without_cpu_time(graph, spans_of(ops)), work)
 
 
 def without_waits(graph: Graph, calls: Iterable[Op]) -> Graph:
-    """These runtime calls neither wait nor take time; what they launch stays."""
+    """Return the graph in which these runtime calls neither wait nor take time. The work that they launch stays."""
     return without_cpu_time(graph, spans_of(calls))
 
 
 def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
+    """Return the track, the start and the end (ns) of these ops."""
     return [(op.track, op.start, op.end) for op in ops]
 
 
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
-    """This GPU work is gone, with the ops that launch nothing else."""
+    """Return the graph without this GPU work and without the ops that launch nothing else."""
     work = list(work)
     return _without_activities(without_cpu_time(graph, spans_of(launching_only([work])[0])), work)
 
@@ -90,7 +91,7 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     dur, lag, via, wait = graph.dur[:], graph.lag[:], graph.via[:], graph.wait[:]
     for one in work:
         node = graph.activity[id(one)]
-        # What follows it on its stream still comes after what it came after.
+        # The next activity on its stream still follows the activity before it.
         dur[node] = 0
         if graph.before[node] >= 0:
             lag[node], via[node] = 0, NOBODY
@@ -98,18 +99,18 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
 
 
 def launching_only(groups: Sequence[Collection[Work]]) -> list[list[Op]]:
-    """Of each group of work, the outermost ops and calls that launch some of it and nothing else."""
+    """Return for each group of work the outermost ops and calls that launch only work of the group."""
     group_of = {id(one): number for number, group in enumerate(groups) for one in group}
     found: list[list[Op]] = [[] for _ in groups]
     roots: dict[int, Op] = {}
-    seen: dict[int, Op] = {}  # by op, the root that was found above it
+    seen: dict[int, Op] = {}  # id(Op) -> the root above it
     for group in groups:
         for one in group:
             if one.launch is not None:
                 top = _outermost_op(one.launch, seen)
                 roots[id(top)] = top
     for root in roots.values():
-        of_op: dict[int, int] = {}  # by op, the group that all that is launched below it is of
+        of_op: dict[int, int] = {}  # id(Op) -> the group of all work that is launched below it
         for op in reversed(list(root.walk())):
             several = {group_of.get(id(one), OTHER) for one in op.work} | {of_op[id(child)] for child in op.children}
             several.discard(NOBODY)
@@ -120,7 +121,7 @@ def launching_only(groups: Sequence[Collection[Work]]) -> list[list[Op]]:
 
 
 def _outermost_op(call: Op, seen: dict[int, Op]) -> Op:
-    """The op or call around a call that lies in annotations only."""
+    """Return the outermost op or call around a call. Only annotations are above it."""
     path, top = [], call
     while True:
         if id(top) in seen:
@@ -135,7 +136,7 @@ def _outermost_op(call: Op, seen: dict[int, Op]) -> Op:
 
 
 def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
-    """This GPU work takes so long."""
+    """Return the graph in which this GPU work takes the given times (µs)."""
     dur = graph.dur[:]
     for one, time in us.items():
         dur[graph.activity[id(one)]] = round(time * 1e3)
@@ -143,10 +144,10 @@ def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
 
 
 def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Graph:
-    """Each group of GPU work becomes its first activity, which takes so long (µs).
+    """Return the graph in which only the first activity of each group is left, with the given time (µs).
 
-    The ops that launch the others are gone, and so is the CPU time between two of them where nothing else is launched:
-    the Python of a loop.
+    The ops that launch the other activities are removed. The CPU time between two of these ops, for example a loop's
+    Python, is also removed if nothing else is launched in it.
     """
     times, gone, spans = {}, [], []
     launches = sorted({id(one.launch): one.launch.start for one in graph.trace.work if one.launch is not None}.values())
@@ -170,11 +171,11 @@ def cuda_graph(
     launch_us: float | None = None,
     gap_us: float = GRAPH_GAP_US,
 ) -> Graph:
-    """The launches between two waits of a step become one launch of a CUDA graph.
+    """Return the graph in which the launches between two waits of a step are one launch of a CUDA graph.
 
-    On each thread the time from the first to the last op that launches is gone. The calls that wait stay, and so do
-    ops that contain one. left_out: ops, or annotations, that stay as they are. launch_us: the launch takes so long; by
-    the number of activities, where None. gap_us: between two activities of one stream.
+    On each thread, the time from the first to the last launching op is removed. Calls that wait stay, and so do ops
+    that contain one. left_out: ops or annotations that stay unchanged. launch_us: the time of the graph's launch; None
+    derives it from the number of activities. gap_us: the time between two activities of one stream.
     """
     spans, added, lag = [], [], graph.lag[:]
     stays = {id(op): op for op in left_out}
@@ -195,10 +196,10 @@ def cuda_graph(
 
 
 def _launches_between_waits(graph: Graph, step: Step, stays: Mapping[int, Op]) -> Iterator[list[Op]]:
-    """The outermost ops that launch and do not wait, in order, parted where a call of any thread waits or stays."""
+    """Yield runs of the outermost ops that launch and do not wait, split where a call of any thread waits or stays."""
     launching, waiting = set(), set()  # ids
     waits = []
-    inside = set()  # what stays
+    inside = set()  # ids of the ops in stays, and of the ops below them
     for op in reversed(list(step.walk())):
         if id(op) in stays:
             waits.append(op)
@@ -213,7 +214,7 @@ def _launches_between_waits(graph: Graph, step: Step, stays: Mapping[int, Op]) -
         if op.work or any(id(child) in launching for child in op.children):
             launching.add(id(op))
     wanted = launching - waiting - inside
-    # The copy that item() waits for is launched by the op that waits, and stays with it.
+    # The waiting op of item() also launches the copy that it waits for, so the copy stays.
     tops = outermost(
         step.roots,
         lambda op: (
@@ -233,7 +234,11 @@ def _launches_between_waits(graph: Graph, step: Step, stays: Mapping[int, Op]) -
 
 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
-    """Before the first node of a thread (its track) from a time (ns) on, so much more time (µs) passes."""
+    """Return the graph with more CPU time.
+
+    added: (a thread's track, a time in ns, the additional time in µs). The time passes before the thread's first node
+    at or after that point.
+    """
     lag = graph.lag[:]
     for track, time, us in added:
         nodes = graph.threads[track]
@@ -244,9 +249,9 @@ def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Gr
 
 
 def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
-    """This GPU work runs on a stream of its own, and what waited for it waits one step longer.
+    """Return the graph in which this GPU work runs on a stream of its own, and waits for it end one step later.
 
-    As a copy that is prefetched, or a collective that is hidden: the step is still not shorter than all of it.
+    This models a prefetched copy or a hidden collective. The step does not become shorter than this work.
     """
     moved = frozenset(graph.activity[id(one)] for one in work)
     before, lag, via, wait = graph.before[:], graph.lag[:], graph.via[:], graph.wait[:]
@@ -278,7 +283,7 @@ def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
 
 
 def with_cpu_speed(graph: Graph, factor: float) -> Graph:
-    """All that the threads do takes `factor` times as long; GPU activities and launch latencies stay as they are."""
+    """Return the graph in which all CPU time is multiplied by `factor`. GPU times and launch latencies stay."""
     lag = graph.lag[:]
     for nodes in graph.threads.values():
         for node in nodes:
@@ -287,11 +292,11 @@ def with_cpu_speed(graph: Graph, factor: float) -> Graph:
 
 
 def cpu_factor(graph: Graph, step_us: float) -> float:
-    """The factor for `with_cpu_speed` by which the step takes so long: between 0 and 1.
+    """Return the factor (0 to 1) for `with_cpu_speed` with which the step takes step_us.
 
-    Recording makes a step longer because it takes CPU time in every op and call. The step's time without the profiler
-    therefore tells how much shorter the CPU's time is without it. 1 where the step takes no less than recorded, 0 where
-    the GPU alone takes longer than step_us.
+    Recording takes CPU time in every op and call. The step's time without the profiler therefore shows how much shorter
+    the CPU time is without it. The factor is 1 if step_us is not below the recorded time, and 0 if the GPU alone takes
+    longer than step_us.
     """
     if step_us >= graph.step_us():
         return 1.0

@@ -6,33 +6,34 @@ A node starts when the nodes that it depends on have ended, each with a lag:
     start = max(end of the node before it on its thread or stream + lag, end of `via` + delay, end of `wait` + wait_lag)
     end = start + dur
 
-Of the nodes that it depends on, the one that ended last was what it waited for, and its lag is as recorded. The lags
-to the others are the trace's typical ones, or less where less was recorded. So an unchanged node starts when it did,
-except where it started much later than everything known allows (EXPLAINED_NS): such a delay is left out, and a trace
-whose step depends on it is refused.
+A node waited for the dependency that ended last, and the lag to that one is the recorded lag. The lags to the other
+dependencies are the trace's typical lags, or shorter if shorter ones were recorded. So an unchanged node starts at its
+recorded time. The exception is a node that started much later than all known causes allow (EXPLAINED_NS). Such a delay
+is left out, and a trace whose step depends on it is refused.
 
 What is modelled:
 - A thread's CPU work: the time between two of its nodes. This includes Python between ops.
 - Launches: an activity starts after its launch call and after the activity before it on its stream.
 - A CUDA graph: one launch, many activities. Those on one stream follow each other.
-- A call that waits (cudaStreamSynchronize and its kin, a copy of pageable memory): it returns after the activity
-  that ended last before it returned. Its self time is at most that of a call that need not wait.
-- A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity.
-- Waits between streams: where the trace has CUPTI's records of synchronization, or the edges of a CUDA graph, they
-  decide. Otherwise the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows such a
+- Waiting calls (cudaStreamSynchronize and similar calls, copies of pageable memory): a call returns after the activity
+  that ended last before it returned. Its self time is at most that of a call that does not need to wait.
+- A full launch queue: a launch call that takes long while hundreds of activities are queued returns after an activity
+  has ended.
+- Waits between streams: recorded synchronizations (CUPTI's) and the edges of a CUDA graph decide, if the trace has
+  them. Otherwise the trace does not name the streams of cudaStreamWaitEvent. An activity whose launch follows such a
   call, or that started late for no other reason, waits for the activity of another stream that ended last.
-- Threads that wait for each other (the main thread during backward): a thread that pauses while another one works,
-  and goes on when that one has stopped, has waited for it.
-- Collectives: their recorded time includes waiting for peers, and stays as recorded.
+- Threads that wait for each other (the main thread during backward): a thread has waited for another one if it pauses
+  while the other one works, and continues when the other one has stopped.
+- Collectives: their recorded time includes the wait for peers, and does not change.
 
 What is not modelled:
-- The profiler's self time: a step is priced as it would be recorded.
+- The profiler's self time: the replayed step includes it, as a recorded step does.
 - The CPU's speed: after a wait for the GPU, and beside busy data loaders, the same op takes up to twice as long.
-- Contention: kernels beside each other, clocks, the GIL. An activity's duration stays as it was.
+- Contention: overlapping kernels, clocks, the GIL. An activity's duration does not change.
 - Memory allocation, other ranks, a launch queue that only the changed step would fill, and the order that the legacy
   default stream keeps with others.
 - Programmatic dependent launch that only the changed step would use.
-- A thread that no other one hands over to (a loader's) keeps its own pace.
+- A thread that waits for no other thread (a data loader's) keeps its own pace.
 """
 
 import bisect
@@ -48,21 +49,22 @@ from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, rec
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
 
-# The replay of an unchanged trace lies within this share of the recorded step, or it prices no change.
+# If the replay of an unchanged trace differs from the recorded step by more than this share, no change is priced.
 TOLERANCE = 0.03
-# Without enough of a trace's own: from a launch call's start to the start of what it launched on an idle GPU,
-# and from the end of one activity of a stream to the start of the next. H200 traces: 6.0 to 10 and 1.0 to 1.6 µs.
+# Defaults for traces with fewer than ENOUGH measurements: the launch latency on an idle GPU, and the gap between two
+# activities of a stream. H200 traces show 6.0 to 10 µs and 1.0 to 1.6 µs.
 LATENCY_NS, GAP_NS = 7_000, 1_200
 ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
-# The clocks of CPU and GPU agree this well.
+# The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
-# What a call that waits takes when there is nothing to wait for.
+# The time of a waiting call if there is nothing to wait for.
 WAIT_CALL_NS = 3_000
-# A launch call this long, with so many activities launched and not ended, waits for room in the queue of 1,024.
+# A launch call that takes this long while this many activities are launched and have not ended waits for room in the
+# queue of 1,024.
 BLOCKED_NS, QUEUED = 50_000, 500
-# What a call waited for is looked for among so many activities that ended last.
+# A call's awaited activity is searched among this many activities that ended last.
 AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
@@ -83,13 +85,15 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No graph, and why. off: the replayed step over the recorded one, where that is the reason."""
+    """The reason why there is no graph. off: the replayed step divided by the recorded one, if that is the reason."""
 
     reason: Reason
     off: float | None = None
 
     def __str__(self) -> str:
-        return self.reason.value + (f" (it takes {self.off:.0%} of it)" if self.off is not None else "")
+        if self.off is None:
+            return self.reason.value
+        return f"{self.reason.value} (the replayed step takes {self.off:.0%} of the recorded time)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class StepNodes:
 
     start: int
     end: int
-    work: tuple[int, ...]  # those on the busiest stream: a stream of copies may run far ahead
+    work: tuple[int, ...]  # only of the busiest stream, because a stream of copies may run far ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +110,14 @@ class Graph:
     """All recorded steps. Nodes are numbered in the order of their recorded starts; times are whole ns.
 
     A change returns another Graph (dataclasses.replace) and copies only the arrays that it edits. before, via and
-    wait hold nodes of a lower number, or NOBODY. A node without any of them starts when it did.
+    wait hold nodes of a lower number, or NOBODY. A node without dependencies starts at its recorded time.
     """
 
     at: array  # the recorded start
     dur: array  # of a GPU activity; a point of a thread has none
     before: array
     lag: array
-    via: array  # an activity's launch; what a call or a thread waited for
+    via: array  # an activity's launch, or the node that a call or a thread waited for
     delay: array
     wait: array  # an activity of another stream
     wait_lag: array
@@ -122,20 +126,20 @@ class Graph:
     streams: dict[tuple, array]
     activity: dict[int, int]  # id(Work) -> its node
     returns: dict[int, int]  # id(Op) of a call that waits -> the node of its return
-    latency_ns: int  # typical, see above
-    gap_ns: int
+    latency_ns: int  # the trace's typical launch latency
+    gap_ns: int  # the trace's typical gap between two activities of a stream
     recorded_us: float
     trace: Trace = field(repr=False)
-    aside: frozenset[int] = frozenset()  # activities on a stream of their own: no step starts with them
+    aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
 
     def times(self) -> tuple[array, array]:
-        """When each node starts and ends (ns)."""
+        """Return the start and the end of each node (ns)."""
         starts, ends = array("q", self.at), array("q", self.at)
         columns = (getattr(self, name) for name in COLUMNS)
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
                 start = ends[before] + lag
-                if start < starts[before]:  # it overlaps the one before it, which has become shorter
+                if start < starts[before]:  # it overlaps the node before it, which has become shorter
                     start = starts[before]
                 if via >= 0 and (other := ends[via] + delay) > start:
                     start = other
@@ -148,12 +152,12 @@ class Graph:
         return starts, ends
 
     def step_us(self) -> float:
-        """The step's time in the steady state: from one step's start to the next one's, the upper median.
+        """Return the step's time in the steady state (µs), the upper median of the times from step to step.
 
-        On the CPU or on the GPU, whichever is longer. Of the last step its own length counts: on the CPU its
-        annotation, on the GPU from its first activity's start to its last one's end, on the stream that is the
-        busiest over all steps. So neither a CPU nor a stream of copies that runs ahead makes the step short, and the
-        profiler's synchronization behind the last step does not make it long.
+        The result is the longer of the CPU's and the GPU's time. The last step counts with its own length, which is its
+        annotation on the CPU, and on the GPU the time from its first activity's start to its last one's end on the
+        stream that is the busiest over all steps. So a CPU or a stream of copies that runs ahead does not make the step
+        short, and the profiler's synchronization after the last step does not make it long.
         """
         return _pace_us(self.steps, *self.times(), self.aside)
 
@@ -167,7 +171,7 @@ def _pace_us(
 
 
 def graph_of(trace: Trace) -> Graph | Refused:
-    """The graph of all recorded steps, or why there is none."""
+    """Return the graph of all recorded steps, or a Refused with the reason why there is none."""
     launched = sum(one.launch is not None for one in trace.work)
     if not any(step.work for step in trace.steps):
         return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
@@ -183,15 +187,15 @@ def graph_of(trace: Trace) -> Graph | Refused:
 
 
 def is_wait(call: Op) -> bool:
-    """Whether a runtime call returns only when the GPU has done something."""
+    """Return whether a runtime call returns only after some GPU work has ended."""
     if "Synchronize" in call.name:
         return True
     if "Memcpy" not in call.name or not call.work:
         return False
     if "Async" in call.name and not any("Pageable" in one.name for one in call.work):
         return False
-    # A small copy from pageable memory is staged, and the call returns before it starts; of a large one the call
-    # returns when the last part of it is staged.
+    # A small copy from pageable memory is staged, and its call returns before the copy starts. The call of a large copy
+    # returns when the last part is staged.
     return all(one.start + one.dur // 2 <= call.end for one in call.work)
 
 
@@ -201,13 +205,13 @@ class _Builder:
     def __init__(self, trace: Trace):
         self.trace = trace
         self.columns = {name: array("q") for name in COLUMNS}
-        self.order = array("q")  # what to number by: no node may come before one that it depends on
+        self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
         self.threads: dict[tuple, list[int]] = defaultdict(list)
         self.streams: dict[tuple, list[int]] = defaultdict(list)
-        self.launched_at: dict[int, int] = {}  # id(call) -> the node from which on its work can start
-        self.calls: dict[int, tuple[Op, int]] = {}  # those that wait, by id, with the node of their return
+        self.launched_at: dict[int, int] = {}  # id(call) -> the node after which its work can start
+        self.calls: dict[int, tuple[Op, int]] = {}  # id(Op) of a waiting call -> the call and the node of its return
         self.activity: dict[int, int] = {}
-        self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # by thread, its cudaStreamWaitEvent calls
+        self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # track -> its cudaStreamWaitEvent calls
         self.by_end = sorted(trace.work, key=lambda one: one.end)
         self.ends = [one.end for one in self.by_end]
         self.launches = sorted(one.launch.start for one in trace.work if one.launch is not None)
@@ -231,12 +235,12 @@ class _Builder:
         return node
 
     def _tie(self, node: int, to: str, other: int, lag: int) -> None:
-        """One more node that this one depends on. to: via or wait."""
+        """Add a dependency on another node. to: via or wait."""
         self.columns[to][node] = other
         self.columns[LAG_OF[to]][node] = lag
 
     def _add_threads(self, steps: Sequence[Step]) -> list[tuple[int, int]]:
-        """A node for each point of a thread; those where the steps start and end."""
+        """Add a node for each point of a thread, and return the nodes of the starts and ends of the steps."""
         roots = defaultdict(list)
         for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
@@ -260,7 +264,7 @@ class _Builder:
                     self.launched_at[id(what[1])] = node
                 elif what[0] == "return":
                     self.calls[id(what[1])] = what[1], node
-                    if not is_wait(what[1]):  # it launched when there was room
+                    if not is_wait(what[1]):  # it waited for room in the queue and then launched
                         self.launched_at[id(what[1])] = node
         for number, (_, stopped, _, went_on) in enumerate(handoffs):
             node = found["go on", number]
@@ -269,7 +273,7 @@ class _Builder:
         return [(found["start", number], found["end", number]) for number in range(len(steps))]
 
     def _calls_of(self, roots: Sequence[Op]) -> list[tuple]:
-        """The runtime calls of a thread that launch or wait: (time, what comes first at that time, what it is)."""
+        """Return the points of a thread's runtime calls that launch or wait: (time, rank at that time, meaning)."""
         points = []
         for root in roots:
             for op in root.walk():
@@ -286,7 +290,10 @@ class _Builder:
         return points
 
     def _is_blocked(self, call: Op) -> bool:
-        """Whether a launch call waited for room in the launch queue. A large CUDA graph's takes long without that."""
+        """Return whether a launch call waited for room in the launch queue.
+
+        CUDA graph launches are excluded, because they take long if the graph is large.
+        """
         if call.dur < BLOCKED_NS or "Graph" in call.name:
             return False
         launched = bisect.bisect_left(self.launches, call.start) + len(self.ends) - len(self.launches)
@@ -294,7 +301,7 @@ class _Builder:
 
     def _add_activities(self) -> None:
         at, lag, order = self.columns["at"], self.columns["lag"], self.order
-        latest: dict[tuple, list[Work]] = {}  # by stream, its last two activities
+        latest: dict[tuple, list[Work]] = {}  # track -> the last two activities of the stream
         for one in self.trace.work:
             recent = latest.setdefault(one.track, [])
             before = recent[-1] if recent else None
@@ -302,7 +309,7 @@ class _Builder:
                 one.start, one.dur, self.activity[id(before)] if before is not None else NOBODY
             )
             self.streams[one.track].append(node)
-            allowed = []  # (when what it depends on was done, the column of the lag, that lag)
+            allowed = []  # (the end of a dependency, the column of its lag, the lag)
             if before is not None:
                 lag[node] = min(one.start - before.end, self.gap_ns)
                 allowed.append((before.end, "lag", lag[node]))
@@ -320,30 +327,30 @@ class _Builder:
                 order[node] = max(order[node], order[behind])
                 allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
             if is_late:
-                # What was done last is what it started after, that much later.
+                # It waited for the dependency that ended last, and the lag is the recorded one.
                 time, column, _ = max(allowed, key=lambda one: one[0])
-                returned = one.launch.end if one.launch is not None else one.start  # before the recording
+                returned = one.launch.end if one.launch is not None else one.start  # launched before the recording
                 if one.start - max(time, returned) <= EXPLAINED_NS:
                     self.columns[column][node] = one.start - time
             recent.append(one)
             del recent[:-2]
 
     def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
-        """The activity of another stream that this one waited for: the last one to end before it started.
+        """Return the activity of another stream that this one waited for: the last one to end before it started.
 
-        By the trace's records of waits where it has any. Else it waited where its thread had called
-        cudaStreamWaitEvent since the launch before it on this stream, or where it started late, and directly after
-        that activity.
+        Recorded waits decide, if the trace has any. Otherwise an activity waited if its thread called
+        cudaStreamWaitEvent after the launch before it on this stream, or if it started late and directly after the
+        other activity. If neither holds, the result is None.
         """
         if len(latest) == 1:
             return None
         since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
         if self.recorded.decides(one):
             return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
-        told = one.launch is not None and _any_between(
+        has_event = one.launch is not None and _any_between(
             self.between_streams.get(one.launch.track, ()), since, one.launch.start
         )
-        if not told and not is_late:
+        if not has_event and not is_late:
             return None
         found = None
         for track, recent in latest.items():
@@ -353,12 +360,12 @@ class _Builder:
                 if other.end <= one.start + SKEW_NS and _launched_before(other, one.launch):
                     found = other if found is None or other.end > found.end else found
                     break
-        return found if found is not None and (told or one.start - found.end <= EXPLAINED_NS) else None
+        return found if found is not None and (has_event or one.start - found.end <= EXPLAINED_NS) else None
 
     def _tie_return(self, call: Op, node: int) -> None:
-        """A call that waits returns after the activity that ended last before it returned.
+        """Make the return of a waiting call depend on the activity that ended last before the call returned.
 
-        Where the trace has the record of its synchronization, it waits for that stream or event alone.
+        If the trace has the record of its synchronization, the call waits for that stream or event only.
         """
         if call.work and is_wait(call):
             ended = sorted(call.work, key=lambda one: one.end, reverse=True)
@@ -374,7 +381,7 @@ class _Builder:
         self._tie(node, "via", self.activity[id(awaited)], call.end - awaited.end if waited else 0)
         if waited:
             self.columns["lag"][node] = min(call.dur, WAIT_CALL_NS)
-        # It waits for all streams, and after a change the last one may be another.
+        # It waits for all streams, and after a change another stream may end last.
         beside = next((one for one in ended if one.track != awaited.track), None)
         if "DeviceSynchronize" in call.name and beside is not None:
             self._tie(node, "wait", self.activity[id(beside)], 0)
@@ -500,7 +507,7 @@ def _before_in_graph(one: Work) -> Iterator[Work]:
 
 
 def _typical(work: Iterable[Work]) -> tuple[int, int]:
-    """The median latency of launches on an idle stream, and the median gap between activities that were launched."""
+    """Return the median launch latency on an idle stream and the median gap between launched activities (ns)."""
     latencies, gaps = [], []
     last: dict[tuple, Work] = {}
     for one in work:
@@ -527,7 +534,7 @@ def _any_between(times: Sequence[int], after: int, until: int) -> bool:
 
 
 def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
-    """When each thread that runs ops enters (1) and leaves (0) an outermost op or call, in order."""
+    """Return the times at which threads that run ops enter (1) and leave (0) an outermost op or call, in order."""
     found = []
     for track, some in roots.items():
         own = list(outermost(some, lambda op: op.kind != "label"))
@@ -537,13 +544,14 @@ def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
 
 
 def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
-    """Hand-overs: a thread went on after a pause in which another worked: (the other, its stop, the thread, its start).
+    """Yield the places where a thread waited for another one: (the other thread, its stop, the thread, its start).
 
-    Not where the other one was at work already when the pause began, or still is.
+    The thread pauses while the other one works. The other thread does not count if it was already at work when the
+    pause began, or if it is still at work.
     """
     depth: dict[tuple, int] = defaultdict(int)
     stopped: dict[tuple, int] = {}
-    beside: dict[tuple, set] = defaultdict(set)  # the threads that were at work when this one stopped
+    beside: dict[tuple, set] = defaultdict(set)  # track -> the threads that were at work when this one stopped
     for time, enters, track in boundaries:
         if not enters:
             depth[track] -= 1
