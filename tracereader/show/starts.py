@@ -10,7 +10,7 @@ from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels, short
 
 # A gap is explained from here on: kernels of one stream that were launched in time stand 1 to 2 µs apart on the H200.
-TELLING_US = 5.0
+LONG_ENOUGH_US = 5.0
 CAUSES_SHOWN, NAMED = 3, 3
 
 
@@ -41,7 +41,9 @@ def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
     for one in shown:
         if one.own_us:
             paragraph(out, f"own, before {plain(short(one.name, 40))}: {_named(one.own_us)}", rest="  ")
-    told = sorted((one for one in found if (one.gap_us or 0) > TELLING_US and one.gap_in), key=lambda one: -one.gap_us)
+    told = sorted(
+        (one for one in found if (one.gap_us or 0) > LONG_ENOUGH_US and one.gap_in), key=lambda one: -one.gap_us
+    )
     for one in told[:CAUSES_SHOWN]:
         line = f"in the gap before {plain(short(one.name, 40))} the launching thread was in {_named(one.gap_in)}"
         paragraph(out, line, rest="  ")
