@@ -93,7 +93,7 @@ def flag(
 COMMON = (
     flag(
         "--compile",
-        f"run it through torch.compile; MODE is one of {', '.join(COMPILE_MODES)} (default when left out)",
+        f"run it through torch.compile; MODE is one of {', '.join(COMPILE_MODES)} (without MODE: default)",
         group=HOW,
         tag="{}",
         untagged=("default",),
@@ -104,7 +104,7 @@ COMMON = (
     ),
     flag(
         "--warmup",
-        "call the step N times before the profiler starts (3 when N is left out); without this flag the run is cold",
+        "call the step N times before the profiler starts (3 without N); without this flag the run is cold",
         group=HOW,
         tag="warmup{}",
         untagged=(3,),
@@ -126,7 +126,7 @@ COMMON = (
     flag("--active", "steps that are recorded (3)", group=SCHEDULE, tag="active{}", default=3, type=positive),
     flag(
         "--pause",
-        "sleep MS milliseconds before each step (0): are other steps slow after a pause, too?",
+        "sleep MS milliseconds before each step, to see whether a pause slows down the step after it (0)",
         group=SCHEDULE,
         tag="pause{}",
         default=0,

@@ -16,11 +16,11 @@ class ModelName(str):
 
 
 FLAGS = (
-    flag("--batch", "sequences (1)", shape=True, type=positive, default=1),
-    flag("--prompt", "tokens of each prompt (512)", shape=True, type=positive, default=512),
+    flag("--batch", "sequences per batch (1)", shape=True, type=positive, default=1),
+    flag("--prompt", "tokens per prompt (512)", shape=True, type=positive, default=512),
     flag(
         "--phase",
-        "decode: a step writes one token; prefill: it reads the prompt (decode)",
+        "decode: a step writes one token; prefill: a step reads the prompt (decode)",
         tag="{}",
         choices=("decode", "prefill"),
     ),
@@ -33,7 +33,7 @@ FLAGS = (
     ),
     flag(
         "--layers",
-        "only the first N layers (all; on a CPU 4, unless --model names another model)",
+        "use only the first N layers (all; on a CPU 4, unless --model names another model)",
         tag="layers{}",
         type=positive,
         on_cpu=4,
@@ -44,21 +44,33 @@ FLAGS = (
         tag="{}",
         choices=("static", "dynamic"),
     ),
-    flag("--cache-len", "tokens that a static cache has room for (1024)", tag="cache{}", type=positive, default=1024),
+    flag(
+        "--cache-len",
+        "tokens that fit into a static cache (1024)",
+        tag="cache{}",
+        type=positive,
+        default=1024,
+    ),
     flag(
         "--logits",
-        "prefill computes the logits of all tokens, as transformers does, or of the last (all)",
+        "prefill computes the logits of all tokens, as transformers does, or of the last token (all)",
         tag="{}",
         choices=("all", "last"),
     ),
     flag(
         "--attention",
-        "sdpa, eager and flex are transformers' own; gqa: SDPA with enable_gqa (sdpa)",
+        "sdpa, eager and flex: transformers' implementations; gqa: SDPA with enable_gqa (sdpa)",
         group=HOW,
         tag="{}",
         choices=("sdpa", "eager", "gqa", "flex"),
     ),
-    flag("--merge", "one product for q, k and v, and one for gate and up", group=HOW, tag="merge", action="store_true"),
+    flag(
+        "--merge",
+        "compute q, k and v in one product, and gate and up in another",
+        group=HOW,
+        tag="merge",
+        action="store_true",
+    ),
     flag("--tune", "with --compile: time variants of each kernel", group=HOW, tag="tune", action="store_true"),
     flag(
         "--triton",
@@ -86,7 +98,7 @@ def settled(args):
     tokens = args.prompt + (tokens_written(args) if args.phase == "decode" else 0)
     decodes = args.phase == "decode" and args.cache == "static" and args.dtype == "bf16"
     for wrong, why in (
-        (args.tune and not args.compile, "--tune is Inductor's: add --compile"),
+        (args.tune and not args.compile, "--tune is for Inductor's kernels: add --compile"),
         (args.triton and args.compile, "--triton replaces what --compile would compile: choose one"),
         (
             args.graph and args.compile in GRAPH_MODES,
@@ -101,7 +113,7 @@ def settled(args):
         (args.logits == "last" and args.phase == "decode", "--logits last is for --phase prefill"),
         (
             args.cache == "static" and tokens > args.cache_len,
-            f"--prompt {args.prompt}: {tokens} tokens do not fit (the prompt, and one for each step) into "
+            f"--prompt {args.prompt}: {tokens} tokens (the prompt, and one for each step) do not fit into "
             f"--cache-len {args.cache_len}: raise --cache-len",
         ),
     ):

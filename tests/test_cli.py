@@ -763,10 +763,10 @@ def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):
     launch = event("cudaLaunchKernel", cat="cuda_runtime", ts=13, dur=2, args={"correlation": 7})
     device = event("k", cat="mtia_kernel", ts=20, dur=5, tid=9, args={"stream": 1, "device": 0})
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch, device]))
-    assert "1 slice on a device of a category not known here, mtia_kernel: taken for its work" in screen
+    assert "1 slice of the unknown category mtia_kernel on a device counts as GPU activity" in screen
     known = event("k", cat="kernel", ts=30, dur=5, tid=9, args={"stream": 1, "device": 0, "correlation": 7})
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch, device, device, known]))
-    assert "2 slices on a device of a category not known here, mtia_kernel: left out" in screen
+    assert "2 slices of the unknown category mtia_kernel on a device are left out" in screen
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch]))
     assert "the CPU lane has launches, but there is no GPU work" in screen
     assert "CPU only" not in screen.splitlines()[1]

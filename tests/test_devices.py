@@ -126,7 +126,7 @@ def test_what_a_device_did_under_another_category_is_its_work(summary_of, capsys
     assert summary.source.warnings == (TraceWarning("category_taken_for_work", 4, (category,)),)
     assert cli.main([summary.source.trace]) == 0
     screen = capsys.readouterr().out
-    assert f"4 slices on a device of a category not known here, {category}: taken for its work" in screen
+    assert f"4 slices of the unknown category {category} on a device count as GPU activity" in screen
     assert cli.main([summary.source.trace, "--json", "--only", "steps"]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert f"warning {warning}" in " ".join(screen.split())

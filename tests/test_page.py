@@ -899,7 +899,7 @@ def test_limits_that_cannot_be_judged_are_refused(capsys):
         ([*pair, "--fail-if", "step > 5 MB"], "step takes % or us"),
         ([*pair, "--fail-if", "launches > 5 ms"], "launches takes %"),
         ([*pair, "--fail-if", "gpu busy > 5"], "takes %"),
-        ([*pair, "--fail-if", "memory > 1 MB"], "do not tell memory"),
+        ([*pair, "--fail-if", "memory > 1 MB"], "do not show memory"),
         ([*pair, "--fail-if", "step > nan%"], "write for"),
         ([pair[0], "--fail-if", "step > 5%"], "name two traces"), ([pair[0], "--markdown"], "name two traces"),
         ([*pair, "--markdown", "--html", "-"], "both print"), ([*pair, "--markdown", "--previous"], "leave out"),

@@ -239,7 +239,7 @@ def test_memory_and_where_its_peak_is(tmp_path, capsys):
         assert most >= max(totals, default=0)
     assert cli.main([str(tmp_path / "a.json"), "--only", "training"]) == 0
     shown = capsys.readouterr().out
-    assert f"at {found.peak_at:.0%} of it, asked for in {found.phase}" in shown
+    assert f"at {found.peak_at:.0%} of the step, allocated in {found.phase}" in shown
     (curve,) = [line for line in shown.splitlines() if set(line.strip()) <= set("▁▂▃▄▅▆▇█") and line.strip()]
     assert len(curve.strip()) == len(found.points) and "█" in curve
 

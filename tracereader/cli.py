@@ -18,19 +18,22 @@ def main(argv=None):
         prog="read-trace",
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
-        "  read-trace EAGER.json COMPILED.json      what changed, what stayed the same\n"
-        "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run: who waits",
+        "  read-trace EAGER.json COMPILED.json      the changes between two runs\n"
+        "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run, and their waits",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(
         "traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .pftrace file, or such a file with .gz"
     )
-    parser.add_argument("--name", metavar="KERNEL", help="explain this kernel's name instead of reading a trace")
+    parser.add_argument("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
     parser.add_argument(
-        "--json", action="store_true", help="print everything measured of a trace, or of one run's ranks, as JSON"
+        "--json", action="store_true", help="print all measurements of a trace, or of one run's ranks, as JSON"
     )
     parser.add_argument(
-        "--limit", type=positive, metavar="BYTES", help="read at most so much uncompressed JSON (default: 4 GB)"
+        "--limit",
+        type=positive,
+        metavar="BYTES",
+        help="read at most this many bytes of uncompressed JSON (default: 4 GB)",
     )
     parser.add_argument(
         "--capture",
@@ -53,13 +56,13 @@ def main(argv=None):
         "--against", metavar="MACHINE", help="compare with the same run's reference trace of that machine (h200, cpu)"
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print a comparison as Markdown, for a comment of a pull request"
+        "--markdown", action="store_true", help="print a comparison as Markdown, for a comment on a pull request"
     )
     parser.add_argument(
         "--fail-if",
         action="append",
         metavar="LIMIT",
-        help='of a comparison, exit with 1 where a run crosses it: "step > 5%%", "launches > 0", "memory > 100 MB"',
+        help='exit with status 1 if a compared run crosses this limit: "step > 5%%", "launches > 0", "memory > 100 MB"',
     )
     parser.add_argument(
         "--export",
@@ -68,7 +71,7 @@ def main(argv=None):
     )
     sections.add_view_flags(parser)
     args = parser.parse_args(argv)
-    sections.by_flag(args)  # refuses at once what excludes itself
+    sections.by_flag(args)  # refuses conflicting flags at once
     if (args.name is None) == (not args.traces):
         raise BadInput("name a trace, or a kernel with --name")
     if args.name is not None:
@@ -102,8 +105,8 @@ def main(argv=None):
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
 
-    # Imported here, so that --help and refusals are fast, and each only where it is used: a tenth of a
-    # second is a third of what reading a trace of 10 MB takes.
+    # Imported here, each only if it is used, so that --help and refusals are fast: a tenth of a second is a third of
+    # the time to read a trace of 10 MB.
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
@@ -126,7 +129,7 @@ def main(argv=None):
     trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT, tuple(args.capture))
     if others:
         one = [trace]
-        del trace  # the comparison lets go of it before the next one is read
+        del trace  # so that the comparison can free it before it reads the next one
         _compare(args, view, one, summary, limits)
     elif args.json:
         from tracereader.show.as_json import as_json
@@ -145,9 +148,9 @@ def main(argv=None):
 
 
 def _compare(args, view, first: list, summary, limits) -> None:
-    """Show what differs between the first trace and the others. Raises RunFailed for --fail-if.
+    """Print the differences between the first trace and the others. Raises RunFailed for --fail-if.
 
-    first: the first trace in a list, out of which it is taken, so that no two traces are in memory at a time.
+    first: a list with the first trace, which is removed from it, so that no two traces are in memory at a time.
     """
     from tracereader.show import report
     from tracereader.trace.document import DEFAULT_LIMIT
@@ -191,7 +194,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
 
 
 def _limits(args) -> list:
-    """The limits of --fail-if. Raises BadInput for one that cannot be read, and for what does not go with it."""
+    """Return the limits of --fail-if. Raises BadInput for an unreadable limit, and for flags that exclude it."""
     if not (args.markdown or args.fail_if):
         return []
     flag = "--markdown" if args.markdown else "--fail-if"
@@ -207,7 +210,7 @@ def _limits(args) -> list:
 
 
 def _refuse_beside_html(args) -> None:
-    """Raises BadInput for what does not go with --html, and where its file cannot be written."""
+    """Raise BadInput for flags that --html excludes, and for a file that cannot be written."""
     from tracereader.show.page import files
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous"):
@@ -227,7 +230,7 @@ def _refuse_beside_export(args) -> None:
 
 
 def _as_ranks(args) -> bool:
-    """Print what the ranks of one run show together; False where these are other traces, to be compared."""
+    """Print the report on the ranks of one run. Return False if these are other traces, which are to be compared."""
     from tracereader.figures import reading
 
     if not args.ranks and not reading.are_ranks(args.traces):
@@ -269,7 +272,7 @@ def _as_ranks(args) -> bool:
 
 
 def reference_of(path: Path, machine: str) -> Path:
-    """The committed trace of the same script and run on another machine. Raises BadInput."""
+    """Return the committed trace of the same script and run on another machine. Raises BadInput."""
     from tracereader.show import references
 
     machines = references.machines()
@@ -285,7 +288,7 @@ def reference_of(path: Path, machine: str) -> Path:
 
 
 def entry() -> int:
-    """The command read-trace."""
+    """Run the command read-trace and return its exit status."""
     gc.disable()  # all objects live to the end, and garbage collection of a large trace takes seconds
     return main()
 

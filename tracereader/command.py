@@ -1,6 +1,6 @@
-"""What all commands of the project share: exit statuses, one-line errors, whole numbers."""
+"""Exit statuses, one-line errors and whole numbers, which all commands of the project share."""
 
-from tracereader import interrupts  # first: it answers Ctrl-C while the rest is imported
+from tracereader import interrupts  # first, because it handles Ctrl-C during the other imports
 
 # isort: split
 import argparse
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-LONG_WORD = 40  # characters of an argument that an error message repeats at most
+LONG_WORD = 40  # the number of characters of an argument that an error message repeats at most
 
 
 class BadInput(Exception):
@@ -66,13 +66,13 @@ def command(
             except KeyboardInterrupt:
                 return _stop(interrupts.said_of(signal.SIGINT), 130)
             except BrokenPipeError:  # the reader closed the pipe
-                _let_go_of(sys.stdout)
+                _discard_buffer(sys.stdout)
                 return 141
             except Exception as problem:
                 if told := advice(str(problem)):
                     return _stop(told, 2)
                 if isinstance(problem, OSError):
-                    return _stop(_told(problem), 2)
+                    return _stop(_system_error(problem), 2)
                 raise
             finally:
                 interrupts.all_is_done()
@@ -86,36 +86,36 @@ def _stop(problem: object, status: int) -> int:
     try:
         print(f"{interrupts.program_name()}: {printable(' '.join(str(problem).split()))}", file=sys.stderr, flush=True)
     except OSError:  # stderr is closed, so the exit status is the only message
-        _let_go_of(sys.stderr)
+        _discard_buffer(sys.stderr)
     return status
 
 
-def _told(problem: OSError) -> str:
-    """One line that says which operation the system refused, and on which file."""
+def _system_error(problem: OSError) -> str:
+    """Return a line with the operation that the system refused, and its file."""
     why = problem.strerror or str(problem) or type(problem).__name__
     if problem.filename:
         return f"{problem.filename}: {why}"
     try:  # the stream does not keep what it could not write, so writing is tried again
         os.write(sys.stdout.fileno(), b"\n")
     except (OSError, ValueError):
-        _let_go_of(sys.stdout)
+        _discard_buffer(sys.stdout)
         return f"cannot write to standard output: {why}"
     return why
 
 
-def _let_go_of(stream: TextIO) -> None:
+def _discard_buffer(stream: TextIO) -> None:
     """Discard the stream's buffer. Otherwise Python would try to write it at exit and report an error."""
-    with contextlib.suppress(OSError, ValueError):  # a test's stream is not a file
+    with contextlib.suppress(OSError, ValueError):  # a test's stream may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(text: str) -> str:
-    """The text without control characters. Names in a trace and names of files are not under our control."""
+    """Return the text without control characters. Names in a trace and names of files may contain any."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose refusals are a BadInput; no abbreviated flags."""
+    """An ArgumentParser that raises BadInput for wrong flags and accepts no abbreviated ones."""
 
     def __init__(self, *args, **kwargs):
         kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | kwargs
@@ -126,12 +126,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 up."""
+    """Return a whole number from 1 up."""
     return _whole(text, least=1)
 
 
 def not_negative(text: str) -> int:
-    """A whole number from 0 up."""
+    """Return a whole number from 0 up."""
     return _whole(text, least=0)
 
 

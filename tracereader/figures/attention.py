@@ -8,8 +8,8 @@ from tracereader.trace import kernel_names
 from tracereader.trace.facts import AttentionFacts
 from tracereader.trace.types import concrete_of
 
-# Attention ops whose first three inputs are query, key and value: the places of [batch, heads, sequence] in those, and
-# of the flag (or the number of the mask's kind) that says causal among the op's arguments.
+# Attention ops whose first three inputs are query, key and value: the positions of [batch, heads, sequence] in their
+# shapes, and the position of the causal flag (or of the mask kind's number) among the op's arguments.
 ATTENTION = {
     "aten::_flash_attention_forward": ((0, 2, 1), 8), "aten::_efficient_attention_forward": ((0, 2, 1), 9),
     "aten::_cudnn_attention_forward": ((0, 1, 2), 10), "aten::_scaled_dot_product_cudnn_attention": ((0, 1, 2), 6),
@@ -17,14 +17,15 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
-# flex_attention's kernel, in compiled code an op of its own, forward: its mask is code, and so none of the arguments.
+# flex_attention's forward kernel, which is an op of its own in compiled code. Its mask is code, so no argument shows
+# it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
-# As "Concrete Inputs" has them: a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
+# The values in "Concrete Inputs": a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
 CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
 
 
 class Attention(msgspec.Struct, frozen=True):
-    """softmax(q @ k.T) @ v. causal: None where the trace does not show it; FLOPs are then counted without a mask."""
+    """softmax(q @ k.T) @ v. causal is None if the trace does not show it; FLOPs are then counted without a mask."""
 
     batch: int
     heads: int
@@ -36,7 +37,7 @@ class Attention(msgspec.Struct, frozen=True):
 
     @property
     def pairs(self) -> int:
-        """FLOPs for one query and one key that it attends to."""
+        """Return the number of pairs of a query and a key that it attends to, per head."""
         return self.queries * (self.queries + 1) // 2 if self.causal else self.queries * self.keys
 
     @property
@@ -45,49 +46,54 @@ class Attention(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        """Bytes of query, key, value and the result, each moved once: the minimum for a fused kernel."""
+        """Return the number of elements of query, key, value and result. A fused kernel moves each once."""
         return 2 * self.batch * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_size
 
 
 def attention(
     op: str, args: dict, dims: list[list[int]], says: kernel_names.KernelName, facts: dict
 ) -> Attention | None:
-    """Of the op with these recorded args and shapes. facts: what a script stored of its run."""
+    """Return the attention that the op with these recorded args and shapes computes; None if they do not show it.
+
+    facts: the facts about its attention that a script stored in the trace.
+    """
     if len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]) or (order := _order(op, dims)) is None:
         return None
     (batch, heads, sequence), place = order
     query, key = dims[:2]
     causal = _causal(concrete_of(args), place, says, facts)
     if says.parts.get("window") or (causal and query[sequence] != key[sequence]):
-        causal = None  # which pairs are left is not recorded
+        causal = None  # the record does not show which pairs are left
     if causal is None and order is FLEX_ORDER:
-        return None  # nor here, where a mask is the rule: what it leaves may be a small part
+        return None  # flex_attention usually has a mask, which may leave few pairs
     return Attention(query[batch], query[heads], key[heads], query[sequence], key[sequence], query[3], causal)
 
 
 def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | None] | None:
-    """The places of sizes and mask among the op's arguments."""
+    """Return the positions of sizes and mask among the op's arguments; None if the op is no known attention."""
     if not FLEX.match(op):
         return ATTENTION.get(op)
-    # The kernel is given buffers as they lie in memory, whatever views query, key and value are. Their order
-    # is recognized by the next buffer, the softmax's sum: a number for each row of the query.
+    # The kernel gets buffers in their memory layout, whatever views query, key and value are. The next buffer
+    # identifies the order: the softmax's sum has one number for each row of the query.
     query, key, value, *others = dims
     fits = others[:1] == [query[:3]] and key[:3] == value[:3] and (key[0], key[3]) == (query[0], query[3])
     return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
 
 
-def stored(told: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:
-    """What a script stored about the only attention of its step."""
-    if told is None or told.sizes is None:
+def stored(facts: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:
+    """Return the attention that a script stored as the only one of its step."""
+    if facts is None or facts.sizes is None:
         return None
-    batch, heads, seq, head_size = told.sizes
-    return Attention(batch, heads, heads, seq, seq, head_size, _causal([], None, says, told))
+    batch, heads, seq, head_size = facts.sizes
+    return Attention(batch, heads, heads, seq, seq, head_size, _causal([], None, says, facts))
 
 
-def _causal(inputs: list, place: int | None, says: kernel_names.KernelName, told: AttentionFacts | None) -> bool | None:
-    """By the kernel's name, else by the op's recorded arguments, else as the script stored it."""
+def _causal(
+    inputs: list, place: int | None, says: kernel_names.KernelName, facts: AttentionFacts | None
+) -> bool | None:
+    """Return whether the mask is causal, by the kernel's name, else the op's recorded arguments, else the script."""
     if named := says.parts.get("causal"):
         return named == "yes"
     if place is not None and len(inputs) > place and inputs[place] in CAUSAL:
         return CAUSAL[inputs[place]]
-    return told.causal if told else None
+    return facts.causal if facts else None

@@ -13,12 +13,13 @@ FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "Dat
 
 
 def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
-    """Times of a step's forward, backward, optimizer and DataLoader.
+    """Return the times of a step's forward, backward, optimizer and DataLoader. cpu_us add up to the step's time.
 
-    None of a step with two annotations or more, and none where autograd's events do not tie a backward to a forward.
+    Empty if the step has two annotations or more, or if autograd's events tie no backward to a forward. Torch's own
+    annotations do not count.
 
-    Forward reaches from the first op that the backward belongs to, or from the model's frame where stacks are
-    recorded, to the last one. Torch's own annotations do not count as labels. cpu_us add up to the step's time.
+    Forward reaches from the first op that the backward belongs to (or from the model's frame, if stacks are recorded)
+    to the last one.
     """
     labels = {label.name for label in phases(step)}
     if len(labels) > 1 and not all(map(is_torchs_own, labels)):
@@ -41,13 +42,13 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
-    """The time intervals of each phase in order. They do not overlap."""
+    """Return the time intervals of each phase, in order. They do not overlap."""
     backward = list(outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)))
     labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OPTIMIZERS, LOADER))))
     marks = [(op.start, op.end, BACKWARD) for op in backward]
     marks += [(op.start, op.end, LOADING if op.name.startswith(LOADER) else OPTIMIZER) for op in labels]
     marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]
-    # Python between two ops of one phase belongs to it: a phase goes on until another begins.
+    # Python between two ops of one phase belongs to the phase, so a phase lasts until another one begins.
     runs: dict[str, list[tuple[int, int]]] = {name: [] for name in (LOADING, FORWARD, BACKWARD, OPTIMIZER)}
     at, start, reached = None, 0, 0
     for begin, stop, name in sorted(marks):
@@ -58,7 +59,7 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
         reached = max(reached, stop)
     if at is not None:
         runs[at].append((start, reached))
-    # An optimizer's closure holds a forward and a backward, and a forward may wait for the loader.
+    # An optimizer's closure contains a forward and a backward, and a forward may wait for the loader.
     found, taken = {}, []
     for name in (BACKWARD, LOADING, FORWARD, OPTIMIZER):
         some = union((max(left, step.start), min(right, step.end)) for left, right in runs[name] if left < step.end)
@@ -68,24 +69,24 @@ def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
 
 
 def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
-    """The ops that the backward belongs to, and the frames of models around them; not what backward recomputes."""
+    """Yield the ops that the backward belongs to, and the frames of models around them, without recomputed ops."""
     by_track = defaultdict(list)
     for op in backward:
         by_track[op.track].append((op.start, op.end))
     inside = {track: Lengths(union(some)) for track, some in by_track.items()}
 
-    def again(op: Op) -> bool:
+    def rerun(op: Op) -> bool:
         return op.track in inside and inside[op.track].between(op.start, op.start + 1) > 0
 
     begun = set(trace.forward_of.values())
     starts = defaultdict(list)
     for op in step.walk():
-        if op.kind == "op" and (op.track, op.start) in begun and not again(op):
+        if op.kind == "op" and (op.track, op.start) in begun and not rerun(op):
             starts[op.track].append(op.start)
             yield op
     for track, some in starts.items():
         some.sort()
         for frame in trace.modules.get(track, ()):
             following = bisect.bisect_left(some, frame.start)
-            if following < len(some) and some[following] < frame.end and frame.start >= step.start and not again(frame):
+            if following < len(some) and some[following] < frame.end and frame.start >= step.start and not rerun(frame):
                 yield frame

@@ -1,4 +1,4 @@
-"""Work that a step may not need: hidden copies, masks that are made again, casts to fp32 before a product."""
+"""Work that a step may not need: hidden copies, masks that each step makes, casts to fp32 before a product."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from tracereader.trace.types import dims_of, dtype_of, types_of
 # Ops that make a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 # Ops that accompany them when a mask is made.
-ON_THE_WAY = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
+MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "unsqueeze", "expand", "as_strided")
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops around a product that only dispatch to it.
-RESOLVES = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
+DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
 
 
 class HiddenCopy(msgspec.Struct, frozen=True):
-    """Copies that an op makes to spare its input, and then works in place on them: clone, then the same op with _.
+    """Copies that an op makes to preserve its input: it clones it and calls its own in-place variant on the clone.
 
-    copied: bytes read and written by the driver's copies. cpu_us: of the clones.
+    copied: bytes that the memcpys read and write. cpu_us: the CPU time of the clones.
     """
 
     op: str
@@ -34,7 +34,10 @@ class HiddenCopy(msgspec.Struct, frozen=True):
 
 
 class MaskMade(msgspec.Struct, frozen=True):
-    """Triangles of constants made in a step, by the ops that make them. steps: those that make one, of all recorded."""
+    """Triangular masks of constants that a step makes. ops: the ops that make them.
+
+    times: the number of masks. pieces: the number of GPU activities. steps: the number of recorded steps that make one.
+    """
 
     ops: tuple[str, ...]
     times: int
@@ -45,7 +48,7 @@ class MaskMade(msgspec.Struct, frozen=True):
 
 
 class CastProducts(msgspec.Struct, frozen=True):
-    """Products of fp32 whose factors were cast to it just before. cast_us: of those casts."""
+    """fp32 products whose factors were cast to fp32 just before. cast_us: the time of these casts."""
 
     products: int
     products_us: float
@@ -54,7 +57,7 @@ class CastProducts(msgspec.Struct, frozen=True):
 
 
 def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
-    """Hidden copies of a step by the op that makes them, the costliest first."""
+    """Return the hidden copies of a step by the op that makes them, the costliest first."""
     copies = []
     for name, clones in cloned_inputs(step).items():
         work = [one for clone in clones for one in _below(clone)]
@@ -72,7 +75,7 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
 
 
 def cloned_inputs(step: Step) -> dict[str, list[Op]]:
-    """By the name of an op that spares its input, the clones of a step that it works on in place."""
+    """Return the clones that ops work on in place, by the name of the op that preserves its input."""
     found: dict[str, list[Op]] = {}
     for op in step.walk():
         if op.kind == "op" and op.children and (clone := _clone_of(op)):
@@ -81,7 +84,7 @@ def cloned_inputs(step: Step) -> dict[str, list[Op]]:
 
 
 def _clone_of(op: Op) -> Op | None:
-    """The clone that an op works on in place, if it makes one."""
+    """Return the clone that an op works on in place, if it makes one."""
     clone = None
     for child in op.children:
         if child.name == "aten::clone":
@@ -92,7 +95,7 @@ def _clone_of(op: Op) -> Op | None:
 
 
 def _outgrows(op: Op, in_place: Op) -> bool:
-    """Whether recorded shapes show that the result is larger than the input, so that it cannot be written in place."""
+    """Return whether recorded shapes show a result larger than the input, which cannot be written in place."""
     given, made = dims_of(op.args)[:1], dims_of(in_place.args)[:1]
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
@@ -102,7 +105,7 @@ def _below(op: Op) -> Iterator[Work]:
 
 
 def mask_made(trace: Trace, step: Step) -> MaskMade | None:
-    """The triangles of constants that a step makes; None where it makes none."""
+    """Return the triangular masks that a step makes; None if it makes no such mask."""
     if not {"aten::tril", "aten::triu"} & trace.op_names:
         return None
     made = triangles(step)
@@ -121,9 +124,9 @@ def mask_made(trace: Trace, step: Step) -> MaskMade | None:
 
 
 def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
-    """Of each triangle the ops that make it: the constants, tril or triu, and what SDPA's math makes of it.
+    """Return the ops that make each triangular mask: the constants, tril or triu, and what SDPA's math makes of it.
 
-    in_sdpa: also those that SDPA's math makes by itself.
+    in_sdpa: include the masks that SDPA's math backend makes itself.
     """
     found, places = [], {}
     for op in step.walk():
@@ -136,15 +139,16 @@ def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
             places[id(siblings)] = {id(one): number for number, one in enumerate(siblings)}
         at = places[id(siblings)][id(op)]
         first = at
-        while first and _named(siblings[first - 1], (*MAKES, *ON_THE_WAY)):
+        while first and _named(siblings[first - 1], (*MAKES, *MASK_OPS)):
             first -= 1
         makers = [number for number in range(first, at) if _named(siblings[number], MAKES)]
         if not makers:
             continue  # the matrix is not a constant
         last = at + 1
         if op.parent and op.parent.name == SDPA_MATH:
-            # There it goes on to -inf and 0; elsewhere a where may be of the scores themselves.
-            while last < len(siblings) and _named(siblings[last], ON_THE_WAY):
+            # The math backend turns the triangle into -inf and 0. Elsewhere a where may belong to the scores
+            # themselves.
+            while last < len(siblings) and _named(siblings[last], MASK_OPS):
                 last += 1
         found.append([one for one in siblings[makers[0] : last] if one.kind == "op"])
     return found
@@ -155,13 +159,13 @@ def _named(op: Op, names: Sequence[str]) -> bool:
 
 
 def cast_products(step: Step) -> CastProducts | None:
-    """The fp32 products in a step whose factors were cast to fp32 before; None without any.
+    """Return the fp32 products in a step whose factors were cast to fp32 before; None if there are no such products.
 
-    Told by an op around both (a library's own casts), or by recorded types and the number of elements.
+    An op around both decides (a library's own casts), or recorded types and the number of elements.
     """
     products, casts = [], {}
     in_library: dict[int, list[Work]] = {}  # casts by the op around them
-    waiting: list[tuple[Work, Op]] = []  # since the product before
+    waiting: list[tuple[Work, Op]] = []  # casts since the previous product
     for one, op in zip(step.work, asking_ops(step.work), strict=True):
         if op is None:
             continue
@@ -190,13 +194,13 @@ def _casts_to_fp32(one: Work, op: Op) -> bool:
     if len(types) > 1:
         to, source = dtype_of(types[0]), dtype_of(types[1])
         return bool(to and source) and to.name == "fp32" and source.bytes == 2
-    # LoadWithCast: what it reads is of another type than what it computes with, and that is written.
+    # LoadWithCast reads another type than it computes with and writes.
     parts = says(one).parts
     return parts.get("does") == "copy" and parts.get("types") == "fp32" and "LoadWithCast" in one.name
 
 
 def _fits(cast: Op, matmul: Op) -> bool:
-    """Recorded shapes: it made as many elements as a factor has."""
+    """Return whether recorded shapes show that the cast made as many elements as a factor has."""
     made, found = dims_of(cast.args)[:1], product(matmul.name, dims_of(matmul.args))
     if not made or found is None:
         return False
@@ -204,5 +208,5 @@ def _fits(cast: Op, matmul: Op) -> bool:
 
 
 def _library_op(op: Op) -> Op | None:
-    """The op that called it, past those that only find the right product; None where a program called it itself."""
-    return next((one for one in op.above() if one.kind == "op" and one.name not in RESOLVES), None)
+    """Return the calling op, without ops that only dispatch to the product; None if a program made the call itself."""
+    return next((one for one in op.above() if one.kind == "op" and one.name not in DISPATCHERS), None)

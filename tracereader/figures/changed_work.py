@@ -1,4 +1,4 @@
-"""Changes of the GPU work between two runs' steps: by kernel name, and by what the kernels do."""
+"""Changes of the GPU work between two runs' steps, by kernel name and by operation."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,17 @@ from tracereader.figures.side import Side, what
 from tracereader.trace.kernel_names import KernelName, decode, short
 
 LONGER_THAN_ANY = 10_000
-# Of a step's GPU time. Less is not what sets a run apart: of 15 programs run twice on the H200 by the same kernels, no
-# part's time differed by 4% of the step.
+# Share of a step's GPU time. A smaller change does not distinguish two runs: of 15 programs run twice on the H200 by
+# the same kernels, no part's time differed by 4% of the step.
 MUCH_OF_A_STEP = 0.1
-# Hand-written kernels (Liger's) that do these ops in one, and do not name them.
+# Hand-written kernels (Liger's) that fuse these ops without naming them.
 FUSED_BY_HAND = (("geglu", ("gelu", "mul")), ("swiglu", ("silu", "mul")))
 
 
 class Named(msgspec.Struct, frozen=True):
     """GPU activities of one name: `count` of the `total` that a step has. us: the time of all of them.
 
-    part: a few words on what they do.
+    part: a short description of their operation.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Activities(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """How many the step has of these names."""
+        """Return the number of activities with these names in the step."""
         return sum(one.total for one in self.by_name)
 
     @property
     def us(self) -> float:
-        """The time of all that the step has of these names."""
+        """Return the time (µs) of all activities with these names in the step."""
         return sum(one.us for one in self.by_name)
 
     @property
     def own_us(self) -> float:
-        """The time of those that are meant: of each name the mean times their number."""
+        """Return the time (µs) of the counted activities: the mean of each name times its count."""
         return sum(one.us * one.count / one.total for one in self.by_name)
 
     @property
@@ -59,7 +59,7 @@ class Activities(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> Counter:
-        """How many there are, by what they do."""
+        """Return the number of activities by operation."""
         found = Counter()
         for one in self.by_name:
             found[one.part] += one.count
@@ -67,14 +67,14 @@ class Activities(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Activities of two steps that stand for each other."""
+    """Activities of one step and the activities of the other step that correspond to them."""
 
     before: Activities
     after: Activities
 
 
 class Relaunched(msgspec.Struct, frozen=True):
-    """A name that as many calls of the same ops launch more or less often. calls: of these ops."""
+    """A name that equally many calls of the same ops launch more or less often. calls: of these ops."""
 
     calls: dict[str, int]
     before: Named
@@ -82,7 +82,7 @@ class Relaunched(msgspec.Struct, frozen=True):
 
 
 class Replaced(msgspec.Struct, frozen=True):
-    """What as many calls of an op launch in one run, and in another."""
+    """The work that equally many calls of an op launch in one run, and in another."""
 
     op: str
     calls: int
@@ -91,7 +91,7 @@ class Replaced(msgspec.Struct, frozen=True):
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """Pointwise kernels, and the one kernel of another run that does what they do. ops: what each of them does."""
+    """Pointwise kernels, and the one kernel of another run that replaces them. ops: the ops that each computes."""
 
     before: tuple[Named, ...]
     ops: tuple[str, ...]
@@ -99,9 +99,9 @@ class Merged(msgspec.Struct, frozen=True):
 
 
 class ChangedNames(msgspec.Struct, frozen=True):
-    """The GPU work of two steps, by name. gone, new: what is none of the others.
+    """The GPU work of two steps, by name. gone, new: work that belongs to none of the other fields.
 
-    renamed: GEMM kernels whose names differ only in the epilogue. instances: of one template, equally many.
+    renamed: GEMM kernels whose names differ only in the epilogue. instances: instances of one template, equally many.
     """
 
     kept: Activities
@@ -115,10 +115,10 @@ class ChangedNames(msgspec.Struct, frozen=True):
 
 
 class ChangedParts(msgspec.Struct, frozen=True):
-    """What changed between the GPU work of two steps, by what it does; the activities of a pair do the same.
+    """Changes between the GPU work of two steps, by operation; the activities of a pair compute the same.
 
-    of_other_names: by part what only one of the steps has, where neither is empty by other kernels.
-    instances: of one template. other_times: done equally often, but in another time.
+    of_other_names: work that only one of the steps has, by part, if other kernels of that part are in both lists.
+    instances: instances of one template. other_times: work done equally often, in another time.
     """
 
     replaced: tuple[Replaced, ...]
@@ -129,10 +129,10 @@ class ChangedParts(msgspec.Struct, frozen=True):
 
 
 class _Compared(msgspec.Struct):
-    """The GPU work of two steps by name, with how often. gone, new: what is neither relaunched nor another instance.
+    """The GPU work of two steps, counted by name. gone, new: work that is neither relaunched nor another instance.
 
-    relaunched: names that as many calls of the same ops launch, more or less often.
-    instances: of one name as shown, what stood for it before and after; equally often.
+    relaunched: names that equally many calls of the same ops launch more or less often. instances: for each name as
+    shown, the equally many activities before and after.
     """
 
     kept: Counter
@@ -168,7 +168,7 @@ def _compared(first: Side, other: Side) -> _Compared:
 
 
 def _taken(counts: Counter, names: Sequence[str], count: int) -> Counter:
-    """At most `count` activities of these names, which are removed from `counts`."""
+    """Return at most `count` activities of these names, after removing them from `counts`."""
     found = Counter()
     for name in names:
         found[name] = min(counts[name], count - found.total())
@@ -192,7 +192,7 @@ def _relaunched(first: Side, other: Side, names: Sequence[str]) -> tuple[Relaunc
 
 
 def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[Replaced]:
-    """For ops that both runs call equally often: what each launches in the first run and in the second.
+    """Return the work of each op that both runs call equally often, in the first run and in the second.
 
     Both are taken out of `gone` and `new`. The op whose work took longest comes first.
     """
@@ -200,7 +200,7 @@ def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[Rep
     for op, mine in first.work_of.items():
         theirs = other.work_of.get(op)
         if not theirs or first.ops[op] != other.ops[op]:
-            continue  # with another number of calls, some of it may be replaced by nothing
+            continue  # the other run may have dropped some calls and replaced nothing
         before, after = (mine - theirs) & gone, (theirs - mine) & new
         if before and after:
             gone -= before
@@ -210,7 +210,7 @@ def _replaced(first: Side, other: Side, gone: Counter, new: Counter) -> list[Rep
 
 
 def by_name(first: Side, other: Side) -> ChangedNames:
-    """What changed and what stayed the same, by kernel name."""
+    """Return the changed and the unchanged work, by kernel name."""
     found = _compared(first, other)
     gone, new = found.gone, found.new
     renamed = []
@@ -238,7 +238,7 @@ def by_name(first: Side, other: Side) -> ChangedNames:
 
 
 def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]) -> Iterator[tuple[str, str]]:
-    """Pairs of GEMM kernels whose names differ only in the epilogue. Each kernel is in at most one pair."""
+    """Yield pairs of GEMM kernels whose names differ only in the epilogue. Each kernel is in at most one pair."""
 
     def but_the_epilogue(name: str) -> tuple | None:
         says = known[name]
@@ -260,7 +260,7 @@ def _renamed_epilogues(gone: Counter, new: Counter, known: dict[str, KernelName]
 
 
 def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> Merged | None:
-    """The pointwise kernels that one new kernel replaces, by the ops that it does: each as often as it runs."""
+    """Return the pointwise kernels that one new kernel replaces, by its ops: each runs as often as it does."""
     candidates = [name for name in new if other.says[name].family == "pointwise"]
     if len(candidates) != 1:
         return None
@@ -280,7 +280,7 @@ def _merged(first: Side, other: Side, gone: Counter, new: Counter) -> Merged | N
 
 
 def _fuses(name: str) -> Sequence[str]:
-    """The ops in a fused kernel's name."""
+    """Return the ops in a fused kernel's name."""
     said = decode(name).parts.get("fuses", "")
     if said:
         return said.removeprefix("fuses ").split(", ")
@@ -288,13 +288,13 @@ def _fuses(name: str) -> Sequence[str]:
 
 
 def by_part(first: Side, other: Side) -> ChangedParts:
-    """What changed, by what the kernels do."""
+    """Return the changes by operation."""
     found = _compared(first, other)
     left_gone, left_new = found.gone, found.new
     replaced = []
     for one in _replaced(first, other, Counter(found.gone), Counter(found.new)):
         if one.before.parts == one.after.parts:
-            continue  # listed part by part
+            continue  # the parts list these
         left_gone = left_gone - Counter({each.name: each.count for each in one.before.by_name})
         left_new = left_new - Counter({each.name: each.count for each in one.after.by_name})
         replaced.append(one)
@@ -320,7 +320,7 @@ def _by_part(side: Side, names: Counter) -> dict[str, Activities]:
 
 
 def _other_times(first: Side, other: Side, known: set[str]) -> Iterator[Pair]:
-    """Work that both steps do equally often and whose time explains much of the difference between them."""
+    """Yield work that both steps do equally often and whose time explains much of the difference between them."""
     before, after = (_by_part(side, side.work) for side in (first, other))
     much = MUCH_OF_A_STEP * max(first.summary.summed_us, other.summary.summed_us)
     for part, old in before.items():

@@ -1,4 +1,4 @@
-"""What changed between two runs' typical steps, and what stayed the same: flags, GPU work and ops."""
+"""The changes between two runs' typical steps, and the similarities: flags, GPU work and ops."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from tracereader.trace.labels import COMPILE_ROWS
 
 
 def devices_of(side: Side) -> str:
-    """The names of the devices that a run's GPU work ran on."""
+    """Return the names of the devices that a run's GPU work ran on."""
     return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
 
 
 def told_apart(sides: Sequence[Side]) -> list[str]:
-    """A name for each run: where names repeat with its device, and where that repeats with its folder."""
+    """Return a distinct name for each run: a repeated name also shows its device, or else its folder."""
     names = [side.name for side in sides]
     devices = [devices_of(side) for side in sides]
     for more in (devices, [str(Path(side.summary.source.trace).parent) for side in sides]):
@@ -27,7 +27,7 @@ def told_apart(sides: Sequence[Side]) -> list[str]:
 
 
 class FlagChange(msgspec.Struct, frozen=True):
-    """A flag of a numbered script with its value in each run as text; True: given without one, None: not given."""
+    """A flag of a numbered script with its value in each run as text; True: given without a value, None: not given."""
 
     name: str
     before: str | bool | None
@@ -43,10 +43,10 @@ class InputsChange(msgspec.Struct, frozen=True):
 
 
 class OpsChange(msgspec.Struct, frozen=True):
-    """The ops of two steps by name. rows_new: torch.compile's rows that only the second has.
+    """The ops of two steps by name. rows_new: torch.compile's rows that only the second step has.
 
-    calls: of the names in both, those that are called more or less often, with both counts. fewer, more: calls of the
-    first and of the second that the other does not have, by name.
+    calls: names in both steps with different numbers of calls, and both numbers. fewer, more: surplus calls of the
+    first and of the second step, by name.
     """
 
     gone: tuple[str, ...]
@@ -63,7 +63,7 @@ def only_one_has_gpu_work(first: Side, other: Side) -> bool:
 
 
 def flags(first: Side, other: Side) -> list[FlagChange]:
-    """The flags that two runs of numbered scripts share and that have different values."""
+    """Return the flags that two runs of numbered scripts share and that have different values."""
     before, after = (
         {name: _value(flag) for name, flag in side.summary.source.facts.flags.items()} for side in (first, other)
     )
@@ -75,7 +75,7 @@ def _value(flag: object) -> str | bool | None:
 
 
 def ops(first: Side, other: Side) -> OpsChange:
-    """The ops that only one of two steps calls, and those that both call. A kernel's name is no op."""
+    """Return the ops that only one of two steps calls, and those that both call. A kernel's name is no op."""
     new = sorted(set(other.ops) - set(first.ops))
     kept = sorted(set(first.ops) & set(other.ops))
     calls = {name: (first.ops[name], other.ops[name]) for name in kept if first.ops[name] != other.ops[name]}
@@ -91,7 +91,7 @@ def ops(first: Side, other: Side) -> OpsChange:
 
 
 def inputs(first: Side, other: Side) -> list[InputsChange]:
-    """Of ops called as often in both runs, the tensors that only one of them has, the costliest op first."""
+    """Return the tensors that only one run has, for ops called equally often in both runs, the costliest op first."""
     found = []
     times = other.summary.cpu.ops
     for name in sorted(times, key=lambda name: -times[name].self_us):
@@ -103,7 +103,7 @@ def inputs(first: Side, other: Side) -> list[InputsChange]:
 
 
 def graphs(first: Side, other: Side) -> tuple[list[str], list[str]] | None:
-    """The hashes of the graphs that two compiled runs call, where they differ."""
+    """Return the hashes of the graphs that two compiled runs call; None if they are equal."""
     if not first.graphs or not other.graphs or first.graphs == other.graphs:
         return None
     return first.graphs, other.graphs

@@ -1,4 +1,4 @@
-"""What torch.compile left in a trace: the graphs called, the lookups in its cache, what was compiled more than once."""
+"""torch.compile's records in a trace: the graphs called, the lookups in its cache, repeated compilations."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ from tracereader.trace.labels import COMPILED_AGAIN, GRAPH, LOOKUP
 
 
 class Compiled(msgspec.Struct, frozen=True, rename={"graphs": "compiled_graphs"}):
-    """Rows of torch.compile. The lists of steps are empty for a trace without any such row."""
+    """torch.compile's records in a trace. The lists by step are empty for a trace without such records."""
 
     graphs: list[str]  # hashes, over all steps
-    graphs_of_steps: list[list[str]]  # the same, step by step
-    cache_lookups: list[int]  # step by step
+    graphs_of_steps: list[list[str]]  # in each step
+    cache_lookups: list[int]  # in each step
     recompiled: list[str]  # regions that were compiled more than once
 
 
 def compiled(trace: Trace) -> Compiled:
-    """What torch.compile left in a trace's steps."""
+    """Return torch.compile's records in a trace's steps."""
     graphs = graphs_in(trace.op_names)
     looks = any(name.startswith(LOOKUP) for name in trace.op_names)
     calls = [Counter(op.name for op in one.walk()) for one in trace.steps] if graphs or looks else []
@@ -32,7 +32,7 @@ def compiled(trace: Trace) -> Compiled:
 
 
 def graphs_in(names: Iterable[str]) -> list[str]:
-    """The hashes of the compiled graphs that are called under these names."""
+    """Return the hashes of the compiled graphs that are called under these names."""
     return sorted({match[1] for name in names if (match := GRAPH.search(name))})
 
 

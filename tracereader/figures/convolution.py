@@ -1,4 +1,4 @@
-"""What a convolution computed, by the shapes that torch recorded of its op."""
+"""The sizes of a convolution, by the shapes that torch recorded for its op."""
 
 import ast
 import math
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Where an op's arguments hold padding, stride and dilation; the first two are the data and the filter.
-# Sources: torch's native_functions.yaml.
+# The positions of padding, stride and dilation among an op's arguments; the first two are the data and the filter.
+# Source: torch's native_functions.yaml.
 FORWARD = {"aten::cudnn_convolution": (2, 3, 4), "aten::miopen_convolution": (3, 4, 5)}
 
 
 class Convolution(msgspec.Struct, frozen=True):
-    """data [batch, channels, …] with a filter [channels out, channels in a group, …], as forward or backward."""
+    """data [batch, channels, …] with a filter [channels out, channels in a group, …], in forward or backward."""
 
     data: list[int]
     filter: list[int]
@@ -20,21 +20,24 @@ class Convolution(msgspec.Struct, frozen=True):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the direct sum, as vendors count them. Other algorithms need fewer. Each gradient costs as much."""
+        """Return the FLOPs of the direct sum, as vendors count them. Each gradient costs as much.
+
+        Other algorithms need fewer FLOPs.
+        """
         return 2 * math.prod(self.result) * math.prod(self.filter[1:])
 
     @property
     def elements(self) -> int:
-        """Bytes of data, filter and result. Two of them are read, and the third is written."""
+        """Return the number of elements of data, filter and result. A kernel reads two of them and writes the third."""
         return math.prod(self.data) + math.prod(self.filter) + math.prod(self.result)
 
 
 def convolution(op: str, shapes: Sequence[list[int]], concrete: list) -> Convolution | None:
-    """By the op's tensor shapes and its other arguments as text; None where these do not show it."""
+    """Return the sizes, by the op's tensor shapes and its other arguments as text; None if these do not show them."""
     if op == "aten::convolution_backward" and len(shapes) >= 3:
         result, data, weight = shapes[:3]
         if _flag(concrete, 7):
-            return None  # of a transposed one
+            return None  # a transposed convolution
     elif op in FORWARD and len(shapes) >= 2:
         data, weight = shapes[:2]
         numbers = [_numbers(concrete, place) for place in FORWARD[op]]
@@ -53,7 +56,7 @@ def convolution(op: str, shapes: Sequence[list[int]], concrete: list) -> Convolu
 
 
 def _numbers(concrete: object, place: int) -> list[int]:
-    """The list of numbers that was passed as that argument."""
+    """Return the list of numbers in this argument; empty for any other value."""
     try:
         found = ast.literal_eval(concrete[place])
     except (TypeError, IndexError, ValueError, SyntaxError, MemoryError, RecursionError):
@@ -62,5 +65,5 @@ def _numbers(concrete: object, place: int) -> list[int]:
 
 
 def _flag(concrete: object, place: int) -> bool:
-    # If it was not recorded, assume transposed, which claims less.
+    # Without a record it counts as transposed, so that no size is reported.
     return not (len(concrete) > place and concrete[place] == "False")

@@ -1,4 +1,4 @@
-"""What the CPU did in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
+"""CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
 from collections import Counter
 
@@ -13,7 +13,8 @@ from tracereader.trace import Step, Trace
 class Call(msgspec.Struct, frozen=True):
     """One line of the step's call tree, parents first.
 
-    launched: the names of the work that this call put on a GPU. reaches_gpu: it or a call below did.
+    launched: the names of the GPU activities that this call launched. reaches_gpu: whether this call or one below it
+    launched any.
     """
 
     name: str
@@ -21,13 +22,13 @@ class Call(msgspec.Struct, frozen=True):
     depth: int
     us: float
     self_us: float
-    layer: str | None  # of the model: see layers.py
+    layer: str | None  # of the model; see layers.py
     launched: list[str]
     reaches_gpu: bool
 
 
 class OpTimes(msgspec.Struct, frozen=True):
-    """All calls of one op in the step. self_us: without what it calls."""
+    """All calls of one op in the step, in µs. total_us includes the calls below it; self_us excludes them."""
 
     calls: int
     total_us: float
@@ -47,9 +48,9 @@ class Label(msgspec.Struct, frozen=True):
 class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
     """The CPU's side of the reported step. work and outside_ops are set only if the steps have no GPU work.
 
-    inputs: shapes of the ops' inputs, each with how often it came; empty without recorded shapes.
-    runtime: calls of the CUDA runtime API, synchronizations among them. outside_ops: the share of the step in which
-    nothing recorded is open on any thread.
+    inputs: shapes of the ops' inputs, each with its number of calls; empty without recorded shapes. runtime: calls of
+    the CUDA runtime API, including synchronizations. outside_ops: the share of the step in which nothing recorded is
+    open on any thread.
     """
 
     label: Label | None
@@ -63,7 +64,7 @@ class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
 
 
 def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
-    """The CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
+    """Return the CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
     chain = _chain(step, layers)
     label = label_of(step)
     cpu_only = not any(one.work for one in trace.steps)
@@ -80,7 +81,7 @@ def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
 
 
 def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
-    below = set()  # the ids of what launched work, and of all that encloses it
+    below = set()  # the ids of calls that launched work, and of all calls around them
     for one in step.work:
         op = one.launch
         while op is not None and id(op) not in below:

@@ -1,4 +1,4 @@
-"""What the ops of a CPU run compute and move, and how fast."""
+"""FLOPs, bytes and rates of the ops of a CPU run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +22,7 @@ WRITTEN_BY_INDUCTOR = "cpp_fused"
 
 
 class CpuWork(msgspec.Struct, frozen=True):
-    """One op that computes, with all that it calls. None: no shapes in the trace, or not known of this op."""
+    """One op that computes, with all calls below it. A field is None if the trace does not show it."""
 
     name: str
     family: str  # matrix product, attention or pointwise
@@ -35,17 +35,17 @@ class CpuWork(msgspec.Struct, frozen=True):
     flops: int | None
     tflops: float | None
     bytes_moved: int | None
-    least_bytes: int | None  # of factors and result, or what is moved
+    least_bytes: int | None  # of factors and result, or the bytes moved
     gb_s: float | None
-    roof: str | None  # compute or memory: the one that it meets first
-    of_roof: float | None  # the share of it that it reaches
-    best_us: float | None = None  # what a product takes at the best rates of the run
+    roof: str | None  # compute or memory: the limit that it is closer to
+    of_roof: float | None  # the achieved share of that limit
+    best_us: float | None = None  # the time of a product at the best rates of the run
 
 
 def outside_ops(trace: Trace, step: Step) -> float | None:
-    """The share of a step in which no op is open on any thread, and no annotation of torch's own that works or waits.
+    """Return the share of a step in which no op is open on any thread, and no annotation in which torch works or waits.
 
-    None of a step without an op.
+    None for a step without an op.
     """
     near = [root for some in trace.steps if some.start < step.end for root in some.roots if root.end > step.start]
     roots = [*near, *(root for root in trace.outside if root.start < step.end and root.end > step.start)]
@@ -57,46 +57,47 @@ def outside_ops(trace: Trace, step: Step) -> float | None:
 
 
 def _is_recorded(label: str) -> bool:
-    """Whether torch works or waits in one of its own annotations: a collective, or a DataLoader's next batch."""
+    """Return whether torch works or waits in this annotation of its own: a collective, or a DataLoader's next batch."""
     return label.startswith(LOADER) or COLLECTIVE.match(label) is not None
 
 
 def is_op(call: Op) -> bool:
-    """Whether it is an op, or the call of what Inductor wrote: in no op; torch 2.15 records it as an annotation."""
+    """Return whether the call is an op, or runs Inductor's code, which torch 2.15 records as an annotation."""
     return call.kind == "op" or call.name.startswith(INDUCTORS_CALL)
 
 
 def op_threads(step: Step) -> int:
-    """How many threads ran ops in a step."""
+    """Return the number of threads that ran ops in a step."""
     return len({one.track for one in outermost(step.roots, is_op)})
 
 
 def cpu_work(step: Step, layers: dict[int, str], run: RunFacts) -> tuple[CpuWork, ...]:
-    """The matrix products and pointwise ops of a step, in order. layers: by an op's id, as layers.py has them.
+    """Return the matrix products, attention and pointwise ops of a step, in order.
 
-    run: holds the best rates that the run measured on its machine, where it measured them.
+    layers: the model's layers by an op's id, see layers.py. run: holds the best rates that the run measured on its
+    machine, if it measured any.
     """
     made = _made_of_others(step)
     computing = outermost(
         step.roots,
         lambda op: op.name.endswith(COMPILING) or (op.kind == "op" and _family(op) and id(op) not in made),
     )
-    # What a compilation traces computes nothing.
+    # Ops that a compilation traces compute nothing.
     found = [_measured(op, step.start, layers) for op in computing if not op.name.endswith(COMPILING)]
     return tuple(_against(found, run.roofs, run.dtype) if run.roofs else found)
 
 
 def covered_us(work: Sequence[CpuWork]) -> float:
-    """The time (µs) in which at least one of these ops ran. Concurrent threads count once."""
+    """Return the time (µs) in which at least one of these ops ran. Concurrent threads count once."""
     return length(union((one.start_us, one.start_us + one.us) for one in work))
 
 
 def _made_of_others(step: Step) -> set[int]:
-    """The ids of ops whose work another op does, that do none (meta device), or that use only some elements."""
+    """Return the ids of ops whose work another op does, that do none (meta device), or that use only some elements."""
     found = set()
     for op in step.walk():
         if op.name in MATMULS or "sparse" in op.name or op.name == "aten::new_empty":
-            # Up to where another has been: each op is marked once, however deep the chain is.
+            # Stopping at the first marked op marks each op only once, however deep the call tree is.
             for above in op.above():
                 if id(above) in found:
                     break
@@ -113,8 +114,8 @@ def _family(op: Op) -> str | None:
 
 def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
     first = next(iter(tensors_of(op.args)), None)
-    given = first.type if first and first.item else ""  # one of known size
-    shape, moved = sizes_of_op(op) if given else (None, None)  # of complex numbers a product is more FLOPs
+    given = first.type if first and first.item else ""  # only elements of known size
+    shape, moved = sizes_of_op(op) if given else (None, None)  # a product of complex numbers has more FLOPs
     flops = shape.flops if shape else None
     return CpuWork(
         name=op.name,
@@ -136,9 +137,9 @@ def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
 
 
 def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[CpuWork]:
-    """The same ops, each with its share of the limit that applies: memory below the ridge point, else arithmetic."""
+    """Yield the same ops with their shares of the limit that applies: memory below the ridge point, else arithmetic."""
     of_type = [one.tflops for one in found if one.tflops and _is_of(one.type, dtype)]
-    # If the run exceeds a measured limit, something else ran while it was measured.
+    # If the run exceeds a measured limit, something else ran during that measurement.
     holds = max(of_type, default=0.0) <= MUCH_FASTER * roofs.tflops
     # If a cache cannot hold all factors together, each is read from memory in every step, however small it is.
     large = sum(one.least_bytes or 0 for one in found if one.flops) > CACHED
@@ -147,15 +148,15 @@ def _against(found: Sequence[CpuWork], roofs: Roofs, dtype: str) -> Iterator[Cpu
         least_gb_s = one.least_bytes / one.us / 1e3 if one.least_bytes and one.us else None
         roof, share = roof_met(one.tflops, least_gb_s, roofs.tflops, roofs.gb_s) or (None, None)
         if roof == "compute":
-            told = known and holds
-        elif roof == "memory":  # faster than that: out of a cache
-            told = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
+            reliable = known and holds
+        elif roof == "memory":  # a higher rate than memory's comes out of a cache
+            reliable = share <= 1 and (one.least_bytes > CACHED if one.flops is None else known and large)
         else:
-            told = False
+            reliable = False
         if known and one.product:
             best_us = max(one.flops / roofs.tflops / 1e6, one.least_bytes / roofs.gb_s / 1e3)
             one = msgspec.structs.replace(one, best_us=best_us)
-        yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if told else one
+        yield msgspec.structs.replace(one, roof=roof, of_roof=min(share, 1.0)) if reliable else one
 
 
 def _is_of(written: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a language model's step reads and how often: stored facts, weights, and work that may be unnecessary."""
+"""A language model's step: the bytes that it reads, its stored facts, and work that may be unnecessary."""
 
 import math
 import re
@@ -17,22 +17,22 @@ from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts, RunFacts
 from tracereader.trace.types import dims_at, shapes_as_recorded, types_of
 
-# Ops that write an expanded tensor out, and those that are attention, or its first product.
+# Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
 ATTENDS = ("aten::scaled_dot_product_attention", "aten::matmul", *ATTENTION)
-# Inductor's kernel for the same: the name lists the ops that it fuses.
+# Inductor's kernel that writes an expanded tensor out. Its name lists the ops that it fuses.
 EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_dot_product|sdpa|attention))", re.S)
-# Of a step's time: with less the GPU waits for the CPU, however unevenly the steps begin. Of the H200's traces compiled
-# decoding keeps it busy for 8%, eager for 12%, one graph a step for 89 to 99%.
+# Share of a step's time in which the GPU is busy. Below it the GPU waits for the CPU, however unevenly the steps begin.
+# In the H200's traces, compiled decoding keeps the GPU busy for 8%, eager for 12%, one graph per step for 89 to 99%.
 MUCH_BUSY = 0.5
-# Of a product's bytes the weight's share, from which on reading the weight is what it does.
+# The weight's share of a product's bytes. From this share on, reading the weight determines the product's time.
 MOSTLY_WEIGHT = 0.8
-# A step with fewer launches may lose more than it gains by copying its inputs to where a graph reads them: on the H200
-# reduce-overhead made a step of 2 slower (claim 19).
+# A step with fewer launches may lose more than it gains, because a graph needs its inputs copied to fixed addresses: on
+# the H200 reduce-overhead made a step of 2 slower (claim 19).
 MANY_LAUNCHES = 50
-COMPARED = 2  # steps whose shapes are compared with the first one's; by name all are
+COMPARED = 2  # steps whose shapes are compared with those of the first step; names are compared in all steps
 DEEPEST_CAST = 8  # calls from aten::to down to the copy_ that casts; torch makes three
-# Of ops that take weights, where their input stands among the arguments, and where weight and bias stand.
+# For ops that take weights, the position of the input, and the positions of weight and bias, among the arguments.
 TAKES_WEIGHTS = {
     "aten::linear": (0, (1, 2)),
     "aten::addmm": (1, (0, 2)),
@@ -41,16 +41,17 @@ TAKES_WEIGHTS = {
 CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
 # Ops that take a part of a tensor.
 TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
-LOOKED_AT = 20_000  # activities of a step; a larger step's shapes are not compared with another step's
+LOOKED_AT = 20_000  # activities of a step; shapes of a larger step are not compared
 
 
 class Decoding(msgspec.Struct, frozen=True):
-    """A language model's step compared with its minimum time.
+    """A language model's step compared with its minimum time. A field is None if type or peaks are unknown.
 
-    step_us: from one step to the next, on the CPU's lane where the GPU is mostly idle, else on the one that takes
-    longer. gb_s: by which read_us, what reading weights and cache once takes, is reckoned; measured: by the run
-    itself, else the data sheet's. flops: of the products with the weights; tflops: the data sheet's for the run's
-    type, by which multiply_us is reckoned. None where the run does not record its type, or the data sheet is not known.
+    step_us: the time from one step to the next, by the CPU if the GPU is mostly idle, else by the slower of both.
+    read_us: the time to read weights and cache once at gb_s. measured: whether the run measured gb_s itself; it is the
+    data sheet's value otherwise.
+    multiply_us: the time of the products with the weights: `flops` at `tflops`, the data sheet's peak for the run's
+    type.
     """
 
     facts: ModelFacts
@@ -66,7 +67,7 @@ class Decoding(msgspec.Struct, frozen=True):
 
     @property
     def least_us(self) -> float | None:
-        """The minimum time of a step (µs), as far as it is known. Reading and arithmetic may overlap."""
+        """Return the minimum time of a step (µs), as far as it is known. Reading and arithmetic may overlap."""
         return max(self.read_us, self.multiply_us or 0.0) if self.read_us else None
 
 
@@ -80,8 +81,10 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class WeightReads(msgspec.Struct, frozen=True):
-    """Matrix products of `rows` rows (M) that do little but read their weights. ridge_rows: from where arithmetic is
-    the limit, by the data sheet; None where the device is unknown."""
+    """Matrix products of `rows` rows (M) that mostly read their weights.
+
+    ridge_rows: the number of rows from which on arithmetic is the limit, by the data sheet; None for an unknown device.
+    """
 
     rows: int
     products: int
@@ -93,10 +96,10 @@ class WeightReads(msgspec.Struct, frozen=True):
 class Unneeded(msgspec.Struct, frozen=True):
     """Work that a step may not need. A part is None if the step has none of it.
 
-    weight_casts: those casts that convert a layer's weight or bias; with shapes only.
-    expanded: keys and values written out once for each query head that shares them, before attention.
-    key_heads: heads of the keys before that, or as attention gets them; with shapes only.
-    logits_kept: rows that are kept of the last product's result, if only some of them are; with shapes only.
+    weight_casts: the casts that convert a layer's weight or bias; needs recorded shapes. expanded: keys and values that
+    are written out for each query head that shares them, before attention. key_heads: the number of key heads before
+    that, or as attention gets them; needs recorded shapes. logits_kept: the number of rows kept of the last product's
+    result, if not all of them are; needs recorded shapes.
     """
 
     casts: Asked | None
@@ -107,9 +110,9 @@ class Unneeded(msgspec.Struct, frozen=True):
 
 
 def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decoding | None:
-    """The step as tokens per second and its minimum time, if the run stored what the step reads.
+    """Return the step as tokens per second and its minimum time; None if the run did not store what a step reads.
 
-    steps: what was measured of the trace's.
+    steps: the measurements of the trace's steps.
     """
     facts = run.decoding
     if facts is None or not trace.has_steps:
@@ -125,7 +128,7 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decodin
     peaks = common_peaks(trace.devices)
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
-    # One multiplication and addition per weight and token. Whether fp32 is multiplied as TF32 is not recorded.
+    # Each weight and token take one multiplication and one addition. The record does not show whether fp32 uses TF32.
     of_two_bytes = facts.weight_bytes and run.dtype in ("bf16", "fp16")
     flops = 2 * (facts.weight_bytes // 2) * facts.tokens if of_two_bytes else None
     tflops = peak_tflops(peaks, run.dtype) if peaks and flops else None
@@ -144,9 +147,9 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decodin
 
 
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
-    """Matrix products that mostly read weights, by their rows, the longest first. Needs recorded shapes."""
+    """Return the matrix products that mostly read weights, by rows, the longest first. Needs recorded shapes."""
     peaks = common_peaks(trace.devices)
-    launched: dict[int, list[GpuWork]] = {}  # by the op: split K is two kernels, one product
+    launched: dict[int, list[GpuWork]] = {}  # by the op, because split K is two kernels of one product
     for op, one in zip(asking_ops(step.work), measured, strict=True):
         if op is not None:
             launched.setdefault(id(op), []).append(one)
@@ -167,15 +170,15 @@ def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple
 
 
 def ridge_rows(peaks: Peaks | None) -> int | None:
-    """Rows of a product from which on arithmetic takes longer than reading a weight of two bytes."""
-    # Each row multiplies and adds once a weight: 2 FLOPs for its two bytes.
+    """Return the number of rows from which on arithmetic takes longer than reading a two-byte weight."""
+    # Each row takes one multiplication and one addition per weight: 2 FLOPs for its two bytes.
     return math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks else None
 
 
 def same_in_all_steps(trace: Trace) -> bool | None:
-    """Whether all steps do the same GPU work, by names; some of them by grids and the shapes of its ops, too.
+    """Return whether all steps have the same GPU work by names, and some of them by grids and input shapes.
 
-    None of a single step, and of one without launches or with too many.
+    None for a single step, and for a step without launches or with too many.
     """
     first, *others = trace.steps
     if not others or not 0 < len(first.work) <= LOOKED_AT:
@@ -198,11 +201,11 @@ def _signature(work: Sequence[Work]) -> list:
 
 
 def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
-    """Casts, and keys and values expanded in memory, of a step."""
+    """Return the casts of a step, and its keys and values that are expanded in memory."""
     us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)}
     casts: dict[int, tuple[Op, list[Work]]] = {}
-    for one, asked_by in zip(step.work, asking_ops(step.work), strict=True):
-        if one.kind == "kernel" and asked_by is not None and (op := _cast(asked_by)):
+    for one, launching in zip(step.work, asking_ops(step.work), strict=True):
+        if one.kind == "kernel" and launching is not None and (op := _cast(launching)):
             casts.setdefault(id(op), (op, []))[1].append(one)
     copies, key_heads = _expanded(step)
     return Unneeded(
@@ -225,16 +228,16 @@ def _of_inductor(kernels: Sequence[GpuWork]) -> Asked | None:
     return Asked(len(kernels), len(kernels), sum(one.us for one in kernels), 0.0) if kernels else None
 
 
-def _cast(asked_by: Op) -> Op | None:
-    """The outermost aten::to whose cast is what this op launches."""
+def _cast(launching: Op) -> Op | None:
+    """Return the outermost aten::to whose cast this op launches."""
     found, casts = None, False
-    for op in (asked_by, *islice(asked_by.above(), DEEPEST_CAST)):
+    for op in (launching, *islice(launching.above(), DEEPEST_CAST)):
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":
             types = types_of(op.args)
             if len(types) > 1 and types[0] == types[1]:
-                return None  # another layout, or another device: no cast
+                return None  # the copy changes the layout or the device, not the type
         elif op.name == "aten::to" and casts:
             found = op
         else:
@@ -243,7 +246,7 @@ def _cast(asked_by: Op) -> Op | None:
 
 
 def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
-    """The ops of a step that cast a layer's weight or bias to another type, and the work that each launches."""
+    """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
     for op in step.walk():
         if op.name == "aten::to" and (work := _cast_below(op)):
@@ -259,7 +262,7 @@ def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
 
 
 def _cast_below(op: Op) -> list[Work]:
-    """What an aten::to launches to convert its input; nothing where it moves it to another device."""
+    """Return the work that an aten::to launches to convert its input; empty if it moves the input to another device."""
     copies = [copy for child in op.children if child.name == "aten::_to_copy" for copy in child.children]
     types = [types_of(copy.args) for copy in copies if copy.name == "aten::copy_"]
     if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
@@ -268,7 +271,7 @@ def _cast_below(op: Op) -> list[Work]:
 
 
 def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
-    """The rows that are kept of the last product's result, where nothing but a cast reads all of them."""
+    """Return the number of rows kept of the last product's result, if nothing but a cast reads all of them."""
     launched = zip(asking_ops(step.work), measured, strict=True)
     products = [(op, one.product) for op, one in launched if op is not None and one.product]
     if not products:
@@ -290,12 +293,12 @@ def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
 
 
 def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
-    """The ops of a step that write keys and values out for each query head, and the copies that each launches."""
+    """Return the ops of a step that write keys and values out for each query head, with the copies that each makes."""
     return _expanded(step)[0]
 
 
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
-    """Pairs of copies of expanded tensors right before attention; the heads that the tensors had."""
+    """Return the pairs of copies of expanded tensors right before attention, and the heads that the tensors had."""
     found, heads = [], None
     for siblings in _families(step):
         pending: list[tuple[Op, list[Work], Op]] = []
@@ -325,7 +328,7 @@ def _families(step: Step) -> Iterator[Sequence[Op]]:
 
 
 def _copies(op: Op) -> list[Work]:
-    """What its clone launched: aten::reshape, clone, copy_, the launch."""
+    """Return the copies that the op's clone launched: aten::reshape, clone, copy_, the launch."""
     below = [op]
     for _ in range(3):
         below = [child for one in below for child in one.children]
@@ -333,7 +336,7 @@ def _copies(op: Op) -> list[Work]:
 
 
 def _adds_a_dimension(expand: Op) -> bool:
-    """Whether it is [batch, heads, 1, keys, size] that is expanded; so taken where no shapes are recorded."""
+    """Return whether the op expands [batch, heads, 1, keys, size]. True without recorded shapes."""
     dims = dims_at(expand.args, 0)
     return dims is None or (len(dims) == 5 and dims[2] == 1)
 
@@ -344,9 +347,10 @@ def _second(op: Op, which: int = 0) -> int | None:
 
 
 def expanded_by_inductor(measured: Sequence[GpuWork]) -> list[int]:
-    """The same in compiled code: a kernel that expands and clones, run twice in a row before each attention kernel.
+    """Return the positions of Inductor's kernels that write out expanded keys and values.
 
-    Their places among the step's activities; none where some attention has no such pair.
+    Such a kernel expands and clones, and runs twice in a row before each attention kernel. Empty if some attention has
+    no such pair.
     """
     found: list[int] = []
     pair: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes. The parts add up exactly to the window."""
+"""The GPU's time by activity. The parts add up exactly to the window."""
 
 import bisect
 from collections import Counter, defaultdict
@@ -18,15 +18,15 @@ _start = attrgetter("start")
 
 
 class GpuTime(msgspec.Struct, frozen=True):
-    """The busiest device's time over a window; busy and idle add up to it, the parts of each to each.
+    """The busiest device's time over a window: busy and idle add up to it, and their parts add up to busy and to idle.
 
-    Exposed: nothing of a kind before it (compute, communication) runs at that moment; memsets count
-    as copies. compute_by_family: where kernels overlap, a moment counts for the one that started first; the families
-    add up to compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call
-    returned: `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran
-    is all `not_launched`, as is the time after the trace's last activity. The gap at the end of the window is cut by
-    the activity that follows the window. A gap between the activities of one CUDA graph is `launched`. A gap is
-    `unknown` where the next activity has no launch in the trace.
+    Exposed: nothing of an earlier kind (compute, communication) runs at that moment. Memsets count as copies.
+    compute_by_family: where kernels overlap, a moment counts for the one that started first; the families add up to
+    compute_us, the largest first. An idle gap is cut at the moment at which the next activity's launch call returned:
+    `not_launched` before it, `launched` after it. A gap before an activity that started while the call ran is all
+    `not_launched`, as is the time after the trace's last activity. The gap at the end of the window is cut by the
+    activity that follows the window. A gap between the activities of one CUDA graph is `launched`. A gap is `unknown`
+    if the next activity has no launch in the trace.
     """
 
     busy_us: float
@@ -41,7 +41,7 @@ class GpuTime(msgspec.Struct, frozen=True):
 
 
 class FamilyTime(msgspec.Struct, frozen=True):
-    """Work of one family over the window. share: of the summed time of all."""
+    """Work of one family over the window. share: of the summed time of all families."""
 
     family: str
     us: float
@@ -53,7 +53,7 @@ class FamilyTime(msgspec.Struct, frozen=True):
 class Parts:
     """A device's window in parts: compute, exposed communication, exposed copies and three kinds of idle time.
 
-    communication: all of it, exposed or not.
+    communication: all communication, exposed or not.
     """
 
     compute: Intervals
@@ -71,7 +71,7 @@ class Parts:
 
 
 def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
-    """The window between two stamps (ns) on the busiest device; None without work there."""
+    """Return the parts of the window between two stamps (ns) on the busiest device; None without work there."""
     by_device = defaultdict(list)
     following: dict[int | str, Work] = {}
     for one in work:
@@ -87,7 +87,7 @@ def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
 
 
 def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
-    """The time of the busiest device between two stamps (ns), by what it does; None without work there."""
+    """Return the time of the busiest device between two stamps (ns), by activity; None without work there."""
     parts = gpu_parts(work, start, end)
     if parts is None:
         return None
@@ -118,7 +118,7 @@ def _compute_by_family(work: Sequence[Work], start: int, end: int, device: objec
 
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
-    """The window of one device. after: its first activity behind the window."""
+    """Return the parts of one device's window. after: its first activity after the window."""
     kinds = {"compute": [], "communication": [], "copy": []}
     for one in work:
         kind = "copy" if one.kind != "kernel" else "communication" if is_communication(one) else "compute"
@@ -150,21 +150,21 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
 
 
 def is_communication(work: Work) -> bool:
-    """Whether it is a collective's kernel."""
+    """Return whether the activity is a collective's kernel."""
     return work.kind == "kernel" and says(work).family == "communication"
 
 
 def launched_by(following: Work, left: int, right: int) -> int:
-    """When the launch call of the activity after a gap returned (ns), but not before the gap's start."""
+    """Return when the launch call of the activity after a gap returned (ns), but not before the gap's start."""
     launch = following.launch
     if launch.work[0].start < following.start:
-        return left  # a later activity of a CUDA graph that runs already
-    # Until the call returns it is the CPU that is not done: of a large CUDA graph it takes a millisecond.
+        return left  # a later activity of a running CUDA graph
+    # The CPU is busy with the launch until the call returns, which takes a millisecond for a large CUDA graph.
     return min(max(left, launch.end), right)
 
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
-    """Summed GPU time between two stamps (ns) by family of kernel, the largest first."""
+    """Return the summed GPU time between two stamps (ns) by family of kernel, the largest first."""
     times, pieces = defaultdict(int), defaultdict(int)
     for one in work:
         if one.start < end and one.end > start:
@@ -179,18 +179,18 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
 
 
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
-    """What the launching thread was in while the GPU waited for a launch, per step (µs), the largest first.
+    """Return the GPU's idle time before launches per step (µs), by the launching thread's activity, the largest first.
 
-    The gaps before each activity of the step, the first one's from the end of the work before it (in the first
-    step, or where there is none, from the step's start), each up to the return of the activity's launch call.
-    First by the innermost op or runtime call on the thread that launches the activity, BETWEEN_OPS where it was in
-    none. Then what is BETWEEN_OPS by Python function (see python_in); empty without stacks.
+    The gap before an activity begins at the end of the work before it, or at the step's start if there is none or in
+    the first step. It counts up to the return of the activity's launch call. The first result is by the innermost op or
+    runtime call on the launching thread, or BETWEEN_OPS outside all of them. The second one is the time BETWEEN_OPS by
+    Python function (see python_in); it is empty without stacks.
     """
     if not step.work:
         return {}, {}
     number = trace.steps.index(step)
     first, end = spanned(step.work)
-    # All that keeps the GPU busy: also earlier steps' work, and what has no launch in the trace.
+    # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
     before = [one.end for one in trace.work if one.start < first]
     reached = max(before + [step.start] * (not number), default=step.start)
     roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
@@ -214,10 +214,11 @@ WORTH_NAMING = 0.1
 
 
 def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals]) -> Counter:
-    """The given time (ns) by Python function. Each moment counts for the innermost function with a tenth of the time.
+    """Return the given time (ns) by Python function.
 
-    between: stretches of each thread that do not overlap. A built-in function counts for its caller, whose file and
-    line the trace has. What lies in no function is left out.
+    Each moment counts for the innermost function with a tenth of the time.
+    between: intervals of each thread that do not overlap. A built-in function counts for its caller, whose file and
+    line the trace has. Time outside all functions is left out.
     """
     calls = _Calls()
     for track, stretches in between.items():
@@ -233,13 +234,13 @@ class _Calls:
         self.children: dict[tuple[int, str], int] = {}
 
     def add(self, frames: Sequence[Frame], stretches: Intervals) -> None:
-        """Add the time that each frame has in some stretches of a thread."""
+        """Add the time that each frame has in some intervals of a thread."""
         if not stretches:
             return
         inside = Lengths(stretches)
         near = [one for one in frames if one.start < stretches[-1][1] and one.end > stretches[0][0]]
         near.sort(key=lambda one: (one.start, -one.end))
-        open_now: list[tuple[int, int]] = []  # when it ends, and which call it is
+        open_now: list[tuple[int, int]] = []  # the end of each open call, and the call
         at = stretches[0][0]
         for one in (*near, None):
             while open_now and (one is None or open_now[-1][0] <= one.start):
@@ -261,7 +262,7 @@ class _Calls:
         return call
 
     def by_function(self, least: float) -> Counter:
-        """The time by name, each call's for the innermost one around it that holds at least so much."""
+        """Return the time by name. Each call's time counts for the innermost call around it with enough time."""
         held = list(self.own)
         for call in range(len(held) - 1, 0, -1):
             held[self.parents[call]] += held[call]
@@ -274,7 +275,7 @@ class _Calls:
 
 
 def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
-    """The outermost slices of some steps, by thread."""
+    """Return the outermost slices of some steps, by thread."""
     roots = defaultdict(list)
     for step in steps:
         for root in step.roots:
@@ -283,7 +284,7 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
 
 
 def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Intervals | None = None) -> None:
-    """Add each moment of a gap to the innermost op that is open then. between: is given the moments in none."""
+    """Add each moment of a gap to the innermost open op. between: receives the intervals in which no op is open."""
     pending = [(ops, start, end, BETWEEN_OPS)]
     while pending:
         ops, at, end, name = pending.pop()

@@ -1,4 +1,4 @@
-"""Each GPU activities of a step: its time, who asked for it, what it multiplied or moved, and how fast."""
+"""Each GPU activity of a step: its time, the op that launched it, its sizes, and its rates."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from tracereader.trace.kernel_names import KernelName
 class GpuWork(msgspec.Struct, frozen=True):
     """One kernel, copy or memset of the reported step, measured over all steps that have it.
 
-    us is the median, low_us and high_us the extremes. A field is None if the trace does not show it.
+    us is the median, low_us and high_us are the extremes. A field is None if the trace does not show it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     low_us: float
     high_us: float
     steps: int
-    ran_alone: bool  # whether nothing else ran on its device at the same time, in any step
+    ran_alone: bool  # whether no other activity overlapped it on its device, in any step
     launched_by: str
     launch_to_start_us: float | None  # in this step
     occupancy_queries: int
@@ -44,25 +44,25 @@ class GpuWork(msgspec.Struct, frozen=True):
     tflops: float | None
     bytes_moved: int | None  # read and written, each input and output once
     gb_s: float | None
-    roof: str | None  # compute or memory: which of the device's peaks it would meet first
-    of_roof: float | None  # the share of that peak that it reaches
+    roof: str | None  # compute or memory: the peak of the device that it is closer to
+    of_roof: float | None  # the achieved share of that peak
     registers: int | None  # per thread
     shared_memory: int | None  # bytes per block
     grid: list[int] | None
     block: list[int] | None
     occupancy: Occupancy | None
-    layer: str | None = None  # of the model, where the run stored their names: see layers.py
+    layer: str | None = None  # of the model, if the run stored its layers' names; see layers.py
 
     @property
     def says(self) -> KernelName:
-        """Sizes, FLOPs and bytes as one struct."""
+        """Return the name's information as one struct."""
         return KernelName(self.family, self.maker, self.name_says)
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
-    """All the work of one name over the steps. share: of the summed time of all.
+    """All activities of one name over the steps. share: of the summed time of all names.
 
-    family and asked_by: those of more than half of its time; asked_by is "several ops" where no op has that much.
+    family and asked_by have more than half of its time; asked_by is "several ops" if no op has that much.
     """
 
     name: str
@@ -78,17 +78,17 @@ class KernelTimes(msgspec.Struct, frozen=True):
 
 
 def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
-    """The GPU work of the step, in order."""
+    """Return the GPU work of the step, in order."""
     durations = defaultdict(list)
-    shared, beside = set(), _beside_others(trace.work)
+    shared, overlapping = set(), _overlapping(trace.work)
     for step in trace.steps:
         for key, one in numbered(step.work):
             durations[key].append(one.dur)
-            if id(one) in beside:
+            if id(one) in overlapping:
                 shared.add(key)
     queries = _queries_before(chosen.work)
     peaks = common_peaks(trace.devices)
-    # What a script stored of its attention is of this kernel only where the step has no other.
+    # A script's stored facts about attention describe this kernel only if the step has no other attention.
     alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
     facts = trace.facts if alone else RunFacts()
     return tuple(
@@ -123,15 +123,15 @@ def _measured(
     tflops, gb_s = (
         amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
     )
-    # Attention of a mask that the trace does not record has no share of a roof: a causal one halves its FLOPs.
-    # Nor has a copy over the bus: it never meets the memory's bandwidth.
-    not_told = isinstance(shape, Attention) and shape.causal is None
+    # Attention with an unrecorded mask gets no share of a peak, because a causal mask halves its FLOPs. A copy over the
+    # bus gets none either, because it is never limited by the GPU's memory bandwidth.
+    mask_unknown = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and says.parts.get("does") != kernel_names.COPIES["DtoD"]
     met = None
-    if peaks and not not_told and not over_the_bus:
+    if peaks and not mask_unknown and not over_the_bus:
         met = roof_met(tflops, gb_s, peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s)
     if met and met[1] > 1:
-        # The rate exceeds the device's peak, so it used less data or a cache. No rate is reported then.
+        # A rate above the device's peak means less data, or data in a cache. No rate is reported then.
         tflops, gb_s, met = None, None, None
     roof, of_roof = met or (None, None)
     registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
@@ -169,13 +169,13 @@ def _measured(
     )
 
 
-def _beside_others(work: Sequence[Work]) -> set[int]:
-    """The ids of activities that overlap with another one on the same device."""
+def _overlapping(work: Sequence[Work]) -> set[int]:
+    """Return the ids of activities that overlap with another one on the same device."""
     found, longest = set(), {}
     for one in sorted(work, key=lambda one: one.start):
         before = longest.get(one.device)
         if before is not None and one.start < before.end:
-            # Whatever else is still running at this moment overlaps the one that ends last, and is marked.
+            # Every other activity that still runs at this moment overlaps the one that ends last, and is marked.
             found |= {id(one), id(before)}
         if before is None or one.end > before.end:
             longest[one.device] = one
@@ -183,7 +183,7 @@ def _beside_others(work: Sequence[Work]) -> set[int]:
 
 
 def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
-    """Each with its name and its number among those of that name: its identity across steps."""
+    """Yield each activity with its name and its number among those of that name, which identify it across steps."""
     seen = Counter()
     for one in work:
         yield (one.name, seen[one.name]), one
@@ -191,7 +191,7 @@ def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
 
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
-    """The work of all steps by name, the costliest first."""
+    """Return the work of all steps by name, the costliest first."""
     times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
     for step in trace.steps:
         for one, op in zip(step.work, asking_ops(step.work), strict=True):
@@ -219,14 +219,14 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
 
 
 def mostly(by_op: Counter) -> str:
-    """The op that has more than half of what is counted by op; "several ops" where none has."""
+    """Return the op with more than half of the counts; "several ops" if no op has that many."""
     ((op, most),) = by_op.most_common(1)
     return op if len(by_op) == 1 or 2 * most > by_op.total() else "several ops"
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """For each activity the innermost op around the call that asked for it; the annotation where there is no op."""
-    found: dict[int, Op | None] = {}  # by a call's id, each way up taken once
+    """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
+    found: dict[int, Op | None] = {}  # by a call's id, so that each path upwards is followed once
     asking = []
     for one in work:
         way, op = [], one.asked
@@ -248,7 +248,7 @@ def _asking(one: Work, op: Op | None) -> str:
 
 
 def _queries_before(work: Sequence[Work]) -> dict[int, int]:
-    """By a launch's id: occupancy queries on its thread between the previous launch and it."""
+    """Return the number of occupancy queries between a launch and the previous one on its thread, by launch id."""
     parents = {id(one.launch.parent): one.launch.parent for one in work if one.launch and one.launch.parent}
     before = {}
     for parent in parents.values():

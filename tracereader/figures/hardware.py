@@ -1,7 +1,7 @@
 """Peak rates of devices by their data sheets: dense rates, without sparsity.
 
-Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce
-Ada and Blackwell), AMD's of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has
+Sources: NVIDIA's data sheets and architecture papers (V100, T4, A100, A10, L4, L40S, H100, H200, B200, GeForce Ada and
+Blackwell), AMD's data sheets of the Instinct MI210, MI250, MI250X, MI300X and MI325X, as of 2026. An unknown device has
 no peaks.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Peaks(msgspec.Struct, frozen=True):
-    """TFLOP/s by element type, and GB/s of the device's memory. bf16 stands for fp16, too."""
+    """TFLOP/s by element type, and GB/s of the device's memory. bf16 also holds for fp16."""
 
     bf16: float
     tf32: float
@@ -21,7 +21,7 @@ class Peaks(msgspec.Struct, frozen=True):
     gb_s: float
 
 
-# The first pattern that is found in the device's name; SXM and PCIe boards differ.
+# The first pattern that matches the device's name; SXM and PCIe boards differ.
 PEAKS = (
     (r"GB200", Peaks(2500, 1250, 80, 8000)),
     (r"B200", Peaks(2250, 1125, 75, 8000)),
@@ -41,9 +41,9 @@ PEAKS = (
     (r"RTX 5090(?! D| Laptop)", Peaks(209.5, 104.8, 104.8, 1792)),
     (r"RTX 4090(?! D| Laptop)", Peaks(165.2, 82.6, 82.6, 1008)),
     (r"RTX 3090(?! Ti| Laptop)", Peaks(71, 35.6, 35.6, 936)),
-    # Of the MI210's data sheet: matrix fp32 for tf32 and fp32, as CDNA 2 has no tf32. An MI250 is two dies, each a
-    # device of its own: half of the data sheet's 362.1 (MI250X: 383.0), 90.5 (95.7) and 3,276.8 GB/s. Its driver
-    # calls some boards "MI250X / MI250": the larger peaks, so that no share of them is overstated.
+    # The MI210's data sheet gives matrix fp32, which stands for tf32 and fp32, as CDNA 2 has no tf32. An MI250 is two
+    # dies, each a device of its own: half of the data sheet's 362.1 (MI250X: 383.0), 90.5 (95.7) and 3,276.8 GB/s. Its
+    # driver calls some boards "MI250X / MI250". They get the larger peaks, so that no share of them is overstated.
     (r"MI210", Peaks(181, 45.3, 45.3, 1638)),
     (r"MI250X", Peaks(191.5, 47.9, 47.9, 1638)),
     (r"MI250", Peaks(181, 45.3, 45.3, 1638)),
@@ -53,21 +53,21 @@ PEAKS = (
 
 
 def peaks_of(device: str) -> Peaks | None:
-    """The peaks of the device of this name, as the trace has it."""
-    if " MIG " in device:  # a slice of it
+    """Return the peaks of the device with this name in the trace; None for an unknown device."""
+    if " MIG " in device:  # a slice of the device
         return None
     return next((peaks for pattern, peaks in PEAKS if re.search(rf"\b(?:{pattern})", device)), None)
 
 
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
-    """The arithmetic peak for the element type that a kernel's name gives; None if it gives none."""
+    """Return the arithmetic peak (TFLOP/s) for the element type in a kernel's name; None if the name gives none."""
     return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32}.get(types.lower())
 
 
 def roof_met(
     tflops: float | None, gb_s: float | None, peak_tflops: float | None, peak_gb_s: float
 ) -> tuple[str, float] | None:
-    """The peak that limits the work (memory or compute) and the achieved share of it."""
+    """Return the peak that limits the work (memory or compute) and the achieved share of it; None without a rate."""
     shares = {"memory": gb_s / peak_gb_s} if gb_s else {}
     if tflops and peak_tflops:
         shares["compute"] = tflops / peak_tflops
@@ -75,5 +75,5 @@ def roof_met(
 
 
 def common_peaks(devices: Sequence[str]) -> Peaks | None:
-    """The peaks of devices that share one name; None for different devices."""
+    """Return the peaks of devices that share one name; None for different devices."""
     return peaks_of(devices[0]) if len(set(devices)) == 1 else None

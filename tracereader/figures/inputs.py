@@ -1,4 +1,4 @@
-"""The types and sizes of the tensors that the ops of a step were called with, as torch recorded them."""
+"""The types and sizes of the input tensors of a step's ops, as torch recorded them."""
 
 from collections import Counter, defaultdict
 from itertools import groupby
@@ -7,12 +7,13 @@ from tracereader.figures.moved import INPUTS
 from tracereader.trace import Step
 from tracereader.trace.types import Tensor, dtype_of, shapes_as_recorded, tensors_of, types_of
 
-# Tensors that an op reads: behind them, called with out= as compiled code does, stands the one that it writes.
+# The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
+# the op writes.
 READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
 
 
 def inputs_of(step: Step) -> dict[str, dict[str, int]]:
-    """By op, how often it was called with which inputs, in words; only calls with tensors, and recorded shapes."""
+    """Return the number of calls by op and by description of the inputs. Only calls with recorded tensors count."""
     found = defaultdict(Counter)
     known: dict[tuple, str] = {}  # most ops of a step repeat the inputs of another one
     for op in step.walk():
@@ -28,7 +29,7 @@ def inputs_of(step: Step) -> dict[str, dict[str, int]]:
 
 
 def _words(op: str, args: dict) -> str:
-    """fp32 [8, 64] [64, 64] of two tensors of one type."""
+    """Return the description of the tensors that an op reads, for example "fp32 [8, 64] [64, 64]"."""
     read = [one for one in tensors_of(args)[: READ.get(op)] if one.type]
     by_type = groupby(read, key=_type)
     return ", ".join(f"{name} {' '.join(str(one.shape) for one in some)}" for name, some in by_type)

@@ -1,4 +1,4 @@
-"""Unions and differences of intervals of whole nanoseconds: busy time is a union, never a sum."""
+"""Unions and differences of intervals of whole nanoseconds. Busy time is always a union of intervals."""
 
 import bisect
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ Intervals = list[tuple[int, int]]  # disjoint, in order
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The union of the intervals."""
+    """Return the union of the intervals."""
     merged: Intervals = []
     start = end = None
     for one_start, one_end in sorted(intervals):
@@ -24,7 +24,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def minus(one: Intervals, other: Intervals) -> Intervals:
-    """The first set of intervals without the second."""
+    """Return the first set of intervals without the second."""
     left = []
     index = 0
     for start, end in one:
@@ -46,25 +46,25 @@ def length(intervals: Intervals) -> int:
 
 
 def clipped(intervals: Iterable[tuple[int, int]], start: int, end: int) -> Iterable[tuple[int, int]]:
-    """Those that reach into the window, cut to it."""
+    """Yield the intervals that reach into the window, clipped to it."""
     for one_start, one_end in intervals:
         if one_start < end and one_end > start:
             yield max(one_start, start), min(one_end, end)
 
 
 def gaps(covered: Intervals, start: int, end: int) -> Intervals:
-    """The gaps between the covered intervals of a window."""
+    """Return the gaps between the covered intervals of a window."""
     edges = [start, *(edge for one in covered for edge in one), end]
     return [(left, right) for left, right in list(pairwise(edges))[::2] if right > left]
 
 
 def both(one: Intervals, other: Intervals) -> Intervals:
-    """The intersection of both."""
+    """Return the intersection of both."""
     return minus(one, minus(one, other))
 
 
 class Lengths:
-    """How much of a given stretch disjoint intervals cover. Each query takes two bisections."""
+    """The covered length of any interval, given disjoint intervals. Each query takes two bisections."""
 
     def __init__(self, intervals: Intervals):
         self.starts = [start for start, _ in intervals]

@@ -1,4 +1,4 @@
-"""A model's names of its matrix products, if the run stored them in the trace."""
+"""A model's layer names of its matrix products, if the run stored them in the trace."""
 
 from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS
@@ -8,11 +8,11 @@ from tracereader.trace.labels import HOLDS_MANY_LAYERS
 
 
 def layer_names(trace: Trace, step: Step) -> dict[int, str]:
-    """By the id of an op or a GPU activities of the step: the layer that it belongs to.
+    """Return the layer of each op and GPU activity of the step that has one, by its id.
 
-    The run's fact "layers" names the matrix products of a step in the order in which the forward pass calls
-    them. An op has a name where it holds that one product alone: the outermost such op. Empty where the
-    trace has no such fact, or another number of products.
+    The run's fact "layers" names the matrix products of a step in the order in which the forward pass calls them. The
+    outermost op that contains only one such product gets its name. Empty if the trace has no such fact, or another
+    number of products.
     """
     names = trace.facts.layers
     if not names:
@@ -26,7 +26,7 @@ def layer_names(trace: Trace, step: Step) -> dict[int, str]:
         ops = [op for op in step.walk() if op.name in MATMULS]
     if len(ops) != len(names):
         return {}
-    holds: dict[int, int] = {}  # by an op's id: how many of the products lie in it
+    holds: dict[int, int] = {}  # the number of products inside an op, by the op's id
     for op in ops:
         for one in _with_above(op):
             holds[id(one)] = holds.get(id(one), 0) + 1

@@ -1,7 +1,7 @@
 """The bytes that an op has to move, by recorded shapes and types: each input read once, each output written once.
 
-Sources of what is read and written: torch's native_functions.yaml. Where the record does not decide the size of a
-result, there is none.
+Source of the inputs and outputs: torch's native_functions.yaml. An op has no bytes if the record does not decide the
+size of its result.
 """
 
 import ast
@@ -22,7 +22,7 @@ from tracereader.trace.types import (
 )
 
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
-# Pointwise ops by how many of their first arguments may be tensors that they read; a tensor behind those is out=.
+# Pointwise ops by the number of leading arguments that may be tensors to read; a tensor after those is out=.
 _OPERANDS = (
     (1, "abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh "
         "cosh tanh sigmoid relu relu6 silu mish selu gelu elu celu leaky_relu softplus hardtanh hardswish "
@@ -37,7 +37,7 @@ _OPERANDS = (
 )  # fmt: skip
 OPERANDS = {f"aten::{name}": number for number, names in _OPERANDS for name in names.split()}
 OPERANDS |= {"LigerGELUMulFunction": 2, "LigerSiLUMulFunction": 2}
-# Those that are measured on a CPU, where ops of one name call each other, and whose inputs two runs are compared by.
+# Ops that are measured on a CPU, where ops of one name call each other. Two runs are compared by their inputs.
 INPUTS = {
     name: OPERANDS[name]
     for name in (
@@ -45,23 +45,24 @@ INPUTS = {
         "aten::tanh", "aten::exp", "aten::rsqrt", "aten::neg", "LigerGELUMulFunction", "LigerSiLUMulFunction",
     )
 }  # fmt: skip
-# Their results are true or false, of one byte.
-SAYS_YES_OR_NO = frozenset(
+# Ops with a boolean result, which takes one byte per element.
+BOOLEAN_RESULT = frozenset(
     f"aten::{name}"
     for name in (
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
         "isfinite", "isneginf", "isposinf",
     )
 )  # fmt: skip
-# Of whole numbers these have whole numbers, too; of the others it depends on what is not a tensor.
-STAY_WHOLE = frozenset(
+# Integer inputs give these ops an integer result. The result of other ops also depends on arguments that are not
+# tensors.
+KEEP_INTEGERS = frozenset(
     f"aten::{name}"
     for name in (
         "abs", "neg", "relu", "sign", "square", "add", "sub", "rsub", "mul", "maximum", "minimum", "where",
         "masked_fill", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
     )
 )  # fmt: skip
-# Reductions: where their arguments have the dimensions, and the result's dtype.
+# Reductions: the positions of the dimensions and of the result's dtype among their arguments.
 REDUCES = {
     "aten::sum": (1, 3), "aten::mean": (1, 3), "aten::amax": (1, None), "aten::amin": (1, None), "aten::all": (1, None),
     "aten::any": (1, None), "aten::argmax": (1, None), "aten::argmin": (1, None), "aten::linalg_vector_norm": (2, 4),
@@ -69,7 +70,7 @@ REDUCES = {
 
 
 def moved(op: Op, kernel: str, says: KernelName) -> int | None:
-    """The bytes that the only kernel of an op has to move; None if the record does not show them."""
+    """Return the bytes that the only kernel of an op has to move; None if the record does not show them."""
     args = op.args
     inputs = inputs_of(args)
     tensors = [one for one in inputs if one is not None]
@@ -78,10 +79,10 @@ def moved(op: Op, kernel: str, says: KernelName) -> int | None:
         return _cat(args, kernel, says)
     if not tensors or any(one.item is None for one in tensors):
         return None
-    if name == kernel:  # Inductor's own row names its outputs with its inputs
+    if name == kernel:  # Inductor's own row lists its outputs among its inputs
         return sum(one.bytes for one in tensors)
     if name == "aten::copy_":
-        return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # read where it is broadcast from: once
+        return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # a broadcast source is read once
     if name in ("aten::fill_", "aten::zero_"):
         return inputs[0].bytes if inputs[0] else None
     concrete = concrete_of(args)
@@ -98,7 +99,7 @@ def moved(op: Op, kernel: str, says: KernelName) -> int | None:
 
 
 def pointwise_bytes(op: str, inputs: Sequence[Tensor | None]) -> int | None:
-    """Of a pointwise op: what it reads of its operands, and its result, broadcast over their shapes."""
+    """Return the bytes of a pointwise op's operands and result, with the operands broadcast; None if unknown."""
     name = op.removesuffix("_")
     number = OPERANDS.get(name)
     if number is None or len(inputs) < number or any(one is not None and one.item is None for one in inputs):
@@ -117,7 +118,7 @@ def pointwise_bytes(op: str, inputs: Sequence[Tensor | None]) -> int | None:
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> list[int] | None:
-    """The shape of the result; None of shapes that do not go together."""
+    """Return the shape of the result; None if the shapes cannot be broadcast."""
     shape: list[int] = []
     for place in range(1, max(len(one.shape) for one in tensors) + 1):
         sizes = {one.shape[-place] for one in tensors if len(one.shape) >= place} - {1}
@@ -128,8 +129,8 @@ def _broadcast(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _result_item(op: str, operands: Sequence[Tensor | None]) -> int | None:
-    """The bytes of an element of the result by torch's type promotion: numbers do not change a tensor's type."""
-    if op in SAYS_YES_OR_NO:
+    """Return the bytes per element of the result by torch's type promotion. Plain numbers do not change the type."""
+    if op in BOOLEAN_RESULT:
         return 1
     if op == "aten::masked_fill":
         return operands[0].item if operands[0] else None
@@ -139,8 +140,8 @@ def _result_item(op: str, operands: Sequence[Tensor | None]) -> int | None:
         if len(floats) > 1 and floats <= {"c10::BFloat16", "c10::Half"}:
             return 4
         return max(dtype_of(one).bytes for one in floats)
-    # Of whole numbers: with a fraction among the numbers the result has fractions, too.
-    return dtype_of(types.pop()).bytes if len(types) == 1 and op in STAY_WHOLE and None not in valued else None
+    # An integer tensor gives a floating-point result if one of the plain numbers is a fraction.
+    return dtype_of(types.pop()).bytes if len(types) == 1 and op in KEEP_INTEGERS and None not in valued else None
 
 
 def _argument(concrete: list, place: int) -> str | None:
@@ -171,7 +172,7 @@ def _norm(name: str, inputs: Sequence[Tensor | None], concrete: list) -> int | N
     if not over or len(over) > len(given.shape) or given.shape[len(given.shape) - len(over) :] != over:
         return None
     rows = math.prod(given.shape[: len(given.shape) - len(over)])
-    # Beside the result, backward needs the mean and the reciprocal deviation of each row, of fp32 at least.
+    # Backward also needs the mean and the reciprocal deviation of each row, in fp32 at least.
     kept = 1 if name == "aten::_fused_rms_norm" else 2
     return (
         given.bytes
@@ -192,7 +193,7 @@ def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> in
     tensors = [one for one in inputs[1:] if one is not None]
     if tensors:
         return given.bytes + tensors[0].bytes if len(tensors) == 1 and len(inputs) > place + 2 else None  # out=
-    everything = len(inputs) <= place + 1 and dtype_place != 4  # without dimensions, a dtype takes their place
+    everything = len(inputs) <= place + 1 and dtype_place != 4  # without dimensions, a dtype takes their position
     over = [] if everything else _numbers(_argument(concrete, place), when_empty=[])
     if over is None or any(not -len(given.shape) <= one < len(given.shape) for one in over):
         return None
@@ -212,12 +213,12 @@ def _reduction(name: str, inputs: Sequence[Tensor | None], concrete: list) -> in
         if asked:
             item = BYTES_BY_CODE[asked]
         elif given.type not in FLOATS:
-            item = 8  # whole numbers add up to int64
+            item = 8  # integers add up to int64
     return given.bytes + left * item
 
 
 def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int] | None:
-    """[-1] of "[-1]" or "-1"; None of anything else."""
+    """Return [-1] for "[-1]" or "-1"; None for other text."""
     if said == "":
         return when_empty
     if said is None or len(said) > 200 or not re.fullmatch(r"-?\d{1,3}|\[[-\d, ]*\]", said):
@@ -230,7 +231,7 @@ def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int]
 
 
 def _cat(args: dict, kernel: str, says: KernelName) -> int | None:
-    """Of a list of tensors the record has the shapes; their type follows from the kernel that copies them."""
+    """Return the bytes that a cat has to move: the record has the shapes, and the kernel's name gives the type."""
     dims = shapes_as_recorded(args)
     shapes = dims[0] if dims and isinstance(dims[0], list) else []
     if not shapes or not all(one and is_shape(one) for one in shapes):

@@ -1,4 +1,4 @@
-"""How long a step takes from its start to the next one's start, and the steps by which that is measured."""
+"""The time from one step's start to the next one's, and the steps that are measured."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from statistics import median_high
 
 from tracereader.trace import Step, Trace, Work
 
-# A first step this many times the typical one would hide what the others are like: 700 to 1200 times on
-# the H200 without warm-up, where it loads modules and makes handles; mere cold caches make it 3 times.
+# A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
+# on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
 FAR_WIDER = 10
 
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
-    """The steps that are measured, and their first start and last end on both lanes (ns). usual: the typical step."""
+    """Return the measured steps, and their first start and last end on both lanes (ns). usual: the typical step."""
     far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
-    spoken_of = trace.steps[far_wider:]
-    ends = [one.end for one in spoken_of] + [one.end for step in spoken_of for one in step.work]
-    return spoken_of, min(one.start for one in spoken_of), max(ends)
+    counted = trace.steps[far_wider:]
+    ends = [one.end for one in counted] + [one.end for step in counted for one in step.work]
+    return counted, min(one.start for one in counted), max(ends)
 
 
 def pace(starts: Sequence[int], end: int) -> int:
-    """From one step's start to the next one's, the upper median; of the last step its length counts, up to its end.
+    """Return the upper median (ns) of the times from one step's start to the next one's, or to the last one's end.
 
     The upper median is a measured time; the mean of the two middle ones need not be any step's time.
     """
@@ -29,10 +29,10 @@ def pace(starts: Sequence[int], end: int) -> int:
 
 
 def recorded_step_us(trace: Trace, usual: Step) -> float:
-    """The step's time while it was recorded: on the CPU or on the GPU, whichever is longer.
+    """Return the step's time (µs) while it was recorded: on the CPU or on the GPU, whichever is longer.
 
-    The GPU's is that of the stream that is the busiest over all steps. Without GPU work in the steps it is the typical
-    step's CPU time. usual: the typical step.
+    The GPU's time is that of the busiest stream over all steps. Without GPU work it is the typical step's CPU time.
+    usual: the typical step.
     """
     if not any(step.work for step in trace.steps):
         return usual.us
@@ -45,18 +45,18 @@ def recorded_step_us(trace: Trace, usual: Step) -> float:
 
 
 def working_steps(trace: Trace, usual: Step) -> list[Step]:
-    """The steps that count. A far longer first step and the stub after the loop's last call are left out.
+    """Return the steps that count, without a far longer first step and the stub after the loop's last call.
 
     usual: the typical step.
     """
-    spoken_of, _, _ = window(trace, usual)
-    working = [step for step in spoken_of if step.work] or [step for step in trace.steps if step.work]
+    counted, _, _ = window(trace, usual)
+    working = [step for step in counted if step.work] or [step for step in trace.steps if step.work]
     most = max(len(step.work) for step in working)
     return [step for step in working if 2 * len(step.work) >= most]
 
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
-    """By step, its work on the stream that is the busiest over all steps; all of its work, if a step has none there."""
+    """Return each step's work on the busiest stream of all steps; all of its work if a step has none there."""
     busy: dict[tuple, int] = defaultdict(int)
     for step in steps:
         for one in step.work:
@@ -67,11 +67,11 @@ def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
 
 
 def on_its_thread(step: Step) -> tuple[tuple, int, int]:
-    """The thread that a step runs on, its start and its end there."""
+    """Return the thread that a step runs on, and the step's start and end there (ns)."""
     mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
     if mark is not None:
         return mark.track, step.start, step.end
-    # A trace without steps: the profiler's last synchronization is not part of it.
+    # In a trace without steps the profiler's last synchronization does not count.
     launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
     if not step.roots:
         return (), step.start, step.end

@@ -12,14 +12,15 @@ from tracereader.trace import MODULE, Op, Step, Trace, Work, innermost, outermos
 from tracereader.trace.labels import is_phase
 
 _start = attrgetter("start")
-NUMBER = re.compile(r"_\d+$")  # which of its class a module is
-# In tables of phases and of annotations, the row of what lies in none of them.
+NUMBER = re.compile(r"_\d+$")  # the number of a module within its class
+# The row for work outside all phases or annotations.
 OUTSIDE_PHASES = "outside them"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """GPU time of the work launched there. cpu_us: of an annotation's slices; of a module's ops in a step without
-    GPU work; else None. pieces: the number of GPU activities, or of ops without GPU work.
+    """GPU time of the work launched there. pieces: the number of GPU activities, or of ops in a step without GPU work.
+
+    cpu_us: the time of an annotation's slices, or of a module's ops in a step without GPU work; else None.
     """
 
     name: str
@@ -29,10 +30,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def by_label(step: Step) -> tuple[Place, ...]:
-    """The outermost annotations of a step in the order of their starts, where there are two or more of them.
+    """Return the outermost annotations of a step in the order of their starts; empty if there are fewer than two.
 
-    Where one annotation encloses all others, those directly inside it. Work that another thread (backward's) launched
-    counts by the time of its launch. Work of a CUDA graph counts for the annotation that its capture gave it.
+    If one annotation encloses all others, those directly inside it count. Work that another thread (backward's)
+    launched counts by the time of its launch. Work of a CUDA graph counts for the annotation that its capture gave it.
     """
     labels = phases(step)
     annotated = {id(one): name for one in step.work if (name := one.annotation)}
@@ -52,9 +53,9 @@ def by_label(step: Step) -> tuple[Place, ...]:
 
 
 def phases(step: Step) -> list[Op]:
-    """The outermost annotations by start that mark phases; where one encloses all others, those right inside it.
+    """Return the outermost annotations that mark phases, by start; if one encloses all others, those right inside it.
 
-    Of the thread that runs the steps, where the trace shows it: labels of several overlap in time.
+    Only the thread that runs the steps counts, if the trace shows it, because annotations of several threads overlap.
     """
     mark = next((root for root in step.roots if root.name == step.name), None)
     ops = [root for root in step.roots if mark is None or root.track == mark.track]
@@ -77,10 +78,10 @@ def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
 
 
 def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
-    """Time of a step by the innermost nn.Module around the launch, the largest first; with stacks only.
+    """Return the time of a step by the innermost nn.Module around the launch, the largest first; empty without stacks.
 
-    GPU time; of a step without GPU work the CPU time of its outermost ops. Backward's work goes to the module of the
-    forward op that its op belongs to, where the trace ties them.
+    The time is GPU time, or the CPU time of the outermost ops in a step without GPU work. Backward's work counts for
+    the module of the forward op that its op belongs to, if the trace ties them.
     """
     if not _has_modules(trace, step):
         return ()
@@ -93,7 +94,7 @@ def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 
 def _trace_of(trace: Trace, one: Work) -> Trace:
-    """The trace that has the call by which a step's work was asked for: its own, or that of a graph's capture."""
+    """Return the trace that has the call that asked for this work: the step's own, or that of a graph's capture."""
     return trace if one.recorded is None else one.recorded.trace
 
 
@@ -102,19 +103,20 @@ def _has_modules(trace: Trace, step: Step) -> bool:
 
 
 def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int]]:
-    """What takes the step's time, and how long (ns): its GPU work by the call that asked for it, and the trace that
-    has that call; without any work, the outermost ops.
+    """Yield the calls that take the step's time, each with the trace that has it and the time (ns).
+
+    These are the calls that asked for GPU work, or the outermost ops of a step without GPU work.
     """
     if step.work:
         yield from ((_trace_of(trace, one), one.asked, one.dur) for one in step.work)
         return
     for op in outermost(step.roots, lambda op: op.kind == "op"):
-        # Of an op of backward, the one that is tied to a forward op lies in it.
+        # An op of backward contains the op that is tied to a forward op.
         yield trace, next((one for one in op.walk() if (one.track, one.start) in trace.forward_of), op), op.dur
 
 
 def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[Place, ...]:
-    """The largest first."""
+    """Return the places, the largest first."""
     ordered = sorted(time.items(), key=lambda item: -item[1])
     if step.work:
         return tuple(Place(name, None, ns / 1e3, pieces[name]) for name, ns in ordered)
@@ -122,9 +124,9 @@ def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[P
 
 
 def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
-    """The same by the module's class and the class of what it is in, with how many modules that is in one.
+    """Return by_module() summed by the module's class and its parent's class, with the number of modules per parent.
 
-    So a model's equal layers are one row: "84 x Linear in Qwen3MLP".
+    A model's equal layers become one row: "84 x Linear in Qwen3MLP".
     """
     if not _has_modules(trace, step):
         return ()
@@ -142,7 +144,7 @@ def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 
 def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:
-    """The times of by_module(), in ns, and its pieces, by the names of all modules around, outermost first."""
+    """Return by_module()'s times (ns) and numbers of activities, by the modules around, outermost first."""
     if not _has_modules(trace, step):
         return {}
     found: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -161,14 +163,14 @@ def _module_of(trace: Trace, launch: Op | None) -> str | None:
 
 
 def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
-    """The modules around a launch, outermost first, or around its forward op's; whether it is backward's."""
+    """Return the modules around a launch or its forward op, outermost first, and whether backward launched it."""
     if launch is None:
         return [], False
     track, time, backward = launch.track, launch.start, False
     for op in (launch, *launch.above()):
         if forward := trace.forward_of.get((op.track, op.start)):
             again = innermost(trace.modules.get(track, ()), time)
-            if again and again[-1].start >= op.start:  # inside backward a module recomputes (checkpointing)
+            if again and again[-1].start >= op.start:  # a module that recomputes inside backward (checkpointing)
                 return again, False
             track, time, backward = *forward, True
             break

@@ -8,7 +8,7 @@ from tracereader.trace import Op, Trace
 
 
 class BufferRequest(msgspec.Struct, frozen=True):
-    """The profiler's own allocation of room for GPU records."""
+    """The profiler's allocation of a buffer for GPU records."""
 
     us: float
     before_first_work: bool
@@ -22,7 +22,7 @@ class Overhead(msgspec.Struct, frozen=True):
 
 
 class Profiler(msgspec.Struct, frozen=True):
-    """The profiler's own slices. final_sync_us: with which it collects the GPU's records, after the last step."""
+    """The profiler's own slices. final_sync_us: the time to collect the GPU's records after the last step."""
 
     buffer_requests: tuple[BufferRequest, ...]
     overheads: dict[str, Overhead]
@@ -30,7 +30,7 @@ class Profiler(msgspec.Struct, frozen=True):
 
 
 def profiler(trace: Trace) -> Profiler:
-    """What the profiler itself cost, over the whole trace."""
+    """Return the profiler's own overhead over the whole trace."""
     return Profiler(_buffer_requests(trace), _overheads(trace), _final_sync_us(trace))
 
 

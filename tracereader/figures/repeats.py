@@ -1,4 +1,4 @@
-"""Equal stretches of a step's GPU work: a model's layers, by the kernels' names, and the replays of a CUDA graph."""
+"""Equal runs of a step's GPU activities: a model's layers, by the kernels' names, and the replays of a CUDA graph."""
 
 import re
 from collections import Counter, defaultdict, deque
@@ -11,42 +11,42 @@ import msgspec
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.trace import Work
 
-# Two repetitions may be chance, and a stretch needs more than one activity.
+# Two repetitions may be chance, and a repeated unit needs more than one activity.
 LEAST_TIMES, LEAST_PIECES = 3, 2
 # A layer contains a matrix product, convolution or attention, unlike a run of copies or an optimizer's kernels.
-AT_THE_HEART = ("GEMM", "attention", "convolution")
-# Inductor names one kernel after all the ops that it fuses and after its number: from layer to layer
-# it differs in whose sums it takes along (…_add_embedding_…_7, …_add_…_12), not in what it is.
+IN_EVERY_LAYER = ("GEMM", "attention", "convolution")
+# Inductor names a kernel after all the ops that it fuses and adds a number. The ops differ from layer to layer
+# (…_add_embedding_…_7, …_add_…_12) although the kernels are of one kind.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
-# Pieces in a row that are taken together when asking how far away the same comes again; and how many
-# of the commonest answers are tried. An activity that occurs once a layer gives the layer's length.
+# The numbers of consecutive activities that are compared when looking for the distance to the next equal ones, and the
+# number of most common distances that are tried. An activity that occurs once per layer gives the layer's length.
 TOGETHER, TRIED = (1, 2, 4, 8, 16), 6
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 
 
 class Repeat(msgspec.Struct, frozen=True):
-    """`times` equal stretches of `pieces` GPU activities each. µs: summed GPU time of a stretch.
+    """A sequence of `pieces` GPU activities that occurs `times` times. µs: summed GPU time of one occurrence.
 
-    start: the place of the first piece in the step's GPU work. inside: what fills most of one stretch and
-    repeats there in turn, as the layers of a token; places as in the first stretch. replays: the places of each
-    replay's pieces, in the order of the first one's; empty of stretches that follow each other directly.
+    start: the first activity's position in the step's GPU work. inside: the repetition that fills most of one
+    occurrence, such as the layers of a token; its positions are those in the first occurrence. replays: the positions
+    of each replay's activities, in the first replay's order; empty for occurrences that follow each other directly.
     """
 
     start: int
     pieces: int
     times: int
-    us: float  # the median stretch's
+    us: float  # the median occurrence's
     low_us: float
     high_us: float
-    longest: int  # which of them took longest, counted from 1
+    longest: int  # the number of the longest occurrence, counted from 1
     total_us: float
-    cpu_us: float | None  # from one's first launch to the next one's, where each has launches of its own
+    cpu_us: float | None  # from one occurrence's first launch to the next one's, if each has its own launches
     inside: "Repeat | None" = None
     replays: tuple[tuple[int, ...], ...] = ()
 
     @property
     def places(self) -> Sequence[Sequence[int]]:
-        """Where the pieces of each stretch lie."""
+        """Return the positions of each occurrence's activities."""
         return self.replays or [range(at, at + self.pieces) for at in range(self.start, self.end, self.pieces)]
 
     @property
@@ -55,34 +55,34 @@ class Repeat(msgspec.Struct, frozen=True):
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """A GPU activity, or a run of equal stretches that counts as one."""
+    """A GPU activity, or a run of equal sequences that counts as one."""
 
     kind: Hashable
     start: int
     end: int
-    has_heart: bool
+    of_layer: bool
     repeat: Repeat | None = None
 
 
 def repeats(work: Sequence[Work], measured: Sequence[GpuWork]) -> tuple[Repeat, ...]:
-    """The repetitions in a step's GPU work, in order. measured: the same activities, measured over all steps."""
-    nodes = [_Node(_kind(one), place, place + 1, one.family in AT_THE_HEART) for place, one in enumerate(measured)]
+    """Return the repetitions in a step's GPU work, in order. measured: the same activities, measured over all steps."""
+    nodes = [_Node(_kind(one), place, place + 1, one.family in IN_EVERY_LAYER) for place, one in enumerate(measured)]
     found = [node.repeat for node in _folded(nodes, work, measured) if node.repeat]
     for replayed in _replays(nodes, work, measured):
-        # A run of layers may be a graph each, with other work between them.
+        # Each layer may be a graph, with other work between the graphs.
         if not any(2 * _shared(one, replayed) >= replayed.pieces * replayed.times for one in found):
             found = [*(one for one in found if not _shared(one, replayed)), replayed]
     return tuple(sorted(found, key=lambda one: one.start))
 
 
 def _shared(one: Repeat, other: Repeat) -> int:
-    """The number of GPU activities in both."""
+    """Return the number of GPU activities in both."""
     inside = {place for places in other.places for place in places}
     return sum(place in inside for places in one.places for place in places)
 
 
 def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[Repeat]:
-    """CUDA graphs that are launched more than once, by what they run: their order may differ where streams overlap."""
+    """Return the CUDA graphs that are launched more than once. Overlapping streams may change the order."""
     by_launch: dict[int, list[int]] = defaultdict(list)
     for place, one in enumerate(work):
         if one.launch is not None and "GraphLaunch" in one.launch.name:
@@ -95,15 +95,15 @@ def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWor
         first = replays[0]
         if len(replays) < 2 or len(first) < LEAST_PIECES:
             continue
-        in_order = tuple(tuple(_like(nodes, first, places)) for places in replays)
+        in_order = tuple(tuple(_in_first_order(nodes, first, places)) for places in replays)
         together = first[-1] - first[0] == len(first) - 1
         inner = _folded(nodes[first[0] : first[-1] + 1], work, measured) if together else []
         found.append(_costs(in_order, inner, work, measured, in_order))
     return found
 
 
-def _like(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[int]:
-    """The places of one replay's pieces in the order of the first one's: the nth of a kind for the nth."""
+def _in_first_order(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[int]:
+    """Return a replay's positions in the first replay's order: the nth activity of each kind matches the nth."""
     of_kind = defaultdict(deque)
     for place in places:
         of_kind[nodes[place].kind].append(place)
@@ -111,42 +111,42 @@ def _like(nodes: list[_Node], first: list[int], places: list[int]) -> Iterator[i
 
 
 def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
-    """Where names repeat for more than half of them: start, length of a stretch, times."""
+    """Return start, length and number of the repetitions, if they cover more than half of the names; else None."""
     runs = _runs([_Node(name, place, place + 1, True) for place, name in enumerate(names)])
     start, period, times = max(runs, key=lambda run: run[1] * run[2], default=(0, 0, 0))
     return (start, period, times) if 2 * period * times > len(names) else None
 
 
 def _kind(one: GpuWork) -> Hashable:
-    """The part of a name that two activities of one kind share. The rest depends on a tensor's place."""
+    """Return the part of a name that two activities of one kind share. The rest depends on a tensor's position."""
     if one.family == "pointwise" and one.maker == "ATen" and "does" in one.name_says:
-        return one.family, one.name_says["does"]  # vectorized where the tensor is aligned, else not
+        return one.family, one.name_says["does"]  # vectorized if the tensor is aligned, else not
     return one.family, INDUCTOR.sub(r"\1", one.name)
 
 
 def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[_Node]:
-    """Each run of equal stretches as one node, level by level."""
+    """Return the nodes with each run of equal sequences as one node, level by level."""
     for _ in range(LEVELS):
         runs = _runs(nodes)
         if not runs:
             break
         folded, reached = [], 0
         for start, period, times in runs:
-            stretch = nodes[start : start + period]
+            sequence = nodes[start : start + period]
             last = nodes[start + period * times - 1]
-            repeat = _measured(stretch, times, work, measured)
-            kind = (tuple(node.kind for node in stretch), times)
+            repeat = _measured(sequence, times, work, measured)
+            kind = (tuple(node.kind for node in sequence), times)
             folded += nodes[reached:start]
-            folded.append(_Node(kind, stretch[0].start, last.end, True, repeat))
+            folded.append(_Node(kind, sequence[0].start, last.end, True, repeat))
             reached = start + period * times
         nodes = folded + nodes[reached:]
     return nodes
 
 
-def _measured(stretch: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
-    start, pieces = stretch[0].start, stretch[-1].end - stretch[0].start
+def _measured(sequence: list[_Node], times: int, work: Sequence[Work], measured: Sequence[GpuWork]) -> Repeat:
+    start, pieces = sequence[0].start, sequence[-1].end - sequence[0].start
     places = [range(at, at + pieces) for at in range(start, start + pieces * times, pieces)]
-    return _costs(places, _folded(stretch, work, measured), work, measured)
+    return _costs(places, _folded(sequence, work, measured), work, measured)
 
 
 def _costs(
@@ -156,10 +156,10 @@ def _costs(
     measured: Sequence[GpuWork],
     replays: tuple[tuple[int, ...], ...] = (),
 ) -> Repeat:
-    """Equal stretches at these places, measured. inner: the first one, folded."""
+    """Return the measurements of equal sequences at these positions. inner: the nodes of the first one."""
     pieces, times = len(places[0]), len(places)
-    costs = [sum(measured[place].us for place in stretch) for stretch in places]
-    launches = [work[stretch[0]].launch for stretch in places]
+    costs = [sum(measured[place].us for place in sequence) for sequence in places]
+    launches = [work[sequence[0]].launch for sequence in places]
     apart = [
         (after.start - before.start) / 1e3
         for before, after in pairwise(launches)
@@ -184,13 +184,13 @@ def _costs(
 
 
 def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
-    """Runs of one length of stretch: first node, nodes of a stretch, times.
+    """Return the runs of one sequence length: first node, nodes per sequence, times.
 
-    Of the lengths that cover half of what the best one covers, the smallest: layers before tokens.
+    The smallest length that covers half of what the best one covers is chosen, so layers come before tokens.
     """
     numbers: dict[Hashable, int] = {}
     kinds = [numbers.setdefault(node.kind, len(numbers)) for node in nodes]
-    hearts = list(accumulate((node.has_heart for node in nodes), initial=0))
+    of_layers = list(accumulate((node.of_layer for node in nodes), initial=0))
     found = []  # activities covered, runs
     for period in _distances(kinds):
         runs, covered, reached = [], 0, 0
@@ -198,7 +198,7 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
             start = max(start, reached)
             times = (end - start) // period
             pieces = nodes[start + period - 1].end - nodes[start].start
-            if times >= LEAST_TIMES and pieces >= LEAST_PIECES and hearts[start + period] > hearts[start]:
+            if times >= LEAST_TIMES and pieces >= LEAST_PIECES and of_layers[start + period] > of_layers[start]:
                 runs.append((start, period, times))
                 covered += pieces * times
                 reached = start + period * times
@@ -208,7 +208,7 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
 
 
 def _distances(kinds: Sequence[int]) -> list[int]:
-    """How far away the same comes again, most often: the lengths worth trying."""
+    """Return the most common distances between equal nodes, which are the lengths to try."""
     found = set()
     for together in TOGETHER:
         last: dict[Hashable, int] = {}
@@ -222,7 +222,7 @@ def _distances(kinds: Sequence[int]) -> list[int]:
 
 
 def _periodic(kinds: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Where each is the same as the one a period later, at least twice in a row: whole runs, start to end."""
+    """Yield start and end of each run whose nodes equal those one period later, for at least two periods in a row."""
     start = None
     for place in range(len(kinds) - period + 1):
         same = place + period < len(kinds) and kinds[place] == kinds[place + period]

@@ -1,4 +1,4 @@
-"""How the time of the same GPU activity varies over the steps."""
+"""The variation of the same GPU activity's time over the steps."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from tracereader.trace import Step, Trace
 
 
 class Series(msgspec.Struct, frozen=True):
-    """us: its time in each step that has it, in order; steps: their names. nth: among those of its name in a step.
+    """us: the time in each step that has the activity, in order. steps: the names of these steps.
 
-    other_calls: of an op, so many steps call it another number of times, and are not among them.
-
-    ramp: the median of the last quarter over that of the first; None with fewer than eight steps.
+    nth: the number among the activities of this name in a step. other_calls: the number of steps that call an op
+    another number of times, which are excluded. ramp: the median of the last quarter over that of the first; None with
+    fewer than eight steps.
     """
 
     name: str
@@ -31,15 +31,15 @@ class Series(msgspec.Struct, frozen=True):
 
     @property
     def slowest(self) -> str:
-        """The step in which it took longest."""
+        """Return the name of the step with the longest time."""
         return self.steps[self.us.index(max(self.us))]
 
 
 def series(trace: Trace, step: Step, left_out: Sequence[str] = ()) -> tuple[Series, ...]:
-    """Of every GPU activity of the step, the costliest first; of a run on the CPU, of its ops' self time by name.
+    """Return the series of every GPU activity of the step, the costliest first; of ops' self time in a run on the CPU.
 
-    left_out: steps that are left out for ops: a kernel does in them what it always does, an op does not. An
-    op's time is that of all its calls: only of steps that make as many as `step`.
+    left_out: steps that are left out for ops, because cold-start cost changes ops and not kernels. An op's time
+    includes all its calls, and only steps with as many calls as `step` count.
     """
     times: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     others = Counter()

@@ -15,13 +15,13 @@ from tracereader.trace.labels import COMPILE_ROWS
 
 @dataclass(frozen=True)
 class Side:
-    """One run's step, as compared."""
+    """One run's step, as a comparison needs it."""
 
     summary: Summary
 
     @cached_property
     def name(self) -> str:
-        """Script and tag of a numbered script's trace; else the file's name."""
+        """Return script and tag of a numbered script's trace; else the file's name."""
         stem = Path(self.summary.source.trace).name.removesuffix(".gz").removesuffix(".json")
         return f"{self.summary.source.facts.script} {stem}".strip()
 
@@ -31,7 +31,7 @@ class Side:
 
     @cached_property
     def times(self) -> Counter:
-        """GPU time by name of kernel, copy or memset."""
+        """Return the GPU time by name of kernel, copy or memset."""
         times = Counter()
         for one in self.summary.gpu_work:
             times[one.name] += one.us
@@ -39,7 +39,7 @@ class Side:
 
     @cached_property
     def work_of(self) -> dict[str, Counter]:
-        """By op, the GPU work that it asked for, by name; of what no op asked for, nothing."""
+        """Return the names of the GPU work that each op launched, by op; work without an op is left out."""
         found = defaultdict(Counter)
         for one in self.summary.gpu_work:
             if "::" in one.asked_by:
@@ -48,12 +48,12 @@ class Side:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory that the run held at once, as its script stored it; else by the profiler's own events."""
+        """Return the peak memory of the run, as its script stored it, or by the profiler's own events."""
         return self.summary.source.facts.peak_bytes or self.summary.source.peak_bytes
 
     @cached_property
     def ops(self) -> Counter:
-        """Ops by name; of torch.compile's rows, no hash and no number."""
+        """Return the ops by name. The names of torch.compile's rows have no hash and no number."""
         counts = Counter()
         for name, op in self.summary.cpu.ops.items():
             counts[next((row for row in COMPILE_ROWS if name.startswith(row)), name)] += op.calls
@@ -61,12 +61,12 @@ class Side:
 
     @cached_property
     def graphs(self) -> list[str]:
-        """The hashes of the compiled graphs that the step calls."""
+        """Return the hashes of the compiled graphs that the step calls."""
         return graphs_in(call.name for call in self.summary.cpu.chain)
 
     @cached_property
     def says(self) -> dict[str, KernelName]:
-        """What is known of each name of GPU work, by its longest piece."""
+        """Return the decoded name of each name of GPU work, by its longest activity."""
         found: dict[str, KernelName] = {}
         for one in sorted(self.summary.gpu_work, key=lambda one: -one.us):
             found.setdefault(one.name, one.says)
@@ -74,14 +74,14 @@ class Side:
 
     @cached_property
     def parts(self) -> dict[str, str]:
-        """A few words on what each GPU activity does, by name."""
+        """Return a short description of each GPU activity, by name."""
         return {one.name: _part(one) for one in self.summary.gpu_work}
 
     @cached_property
     def asked_by(self) -> dict[str, Counter]:
-        """By name of GPU work, the ops that launch it and in how many calls; of what is all launched so, each alone.
+        """Return the ops that launch each name of GPU work, with numbers of calls, if each launch has one activity.
 
-        A CUDA graph's launch, and one with no op around it, tell nothing of how often something was asked for.
+        A CUDA graph's launch, or one without an op around it, does not show how often an op needed the work.
         """
         around: list[tuple[int, Call]] = []
         callers = defaultdict(list)
@@ -98,7 +98,7 @@ class Side:
 
 
 def what(name: str) -> str:
-    """What a kernel does, in a word where its name says so."""
+    """Return the kernel's operation in a word, if its name gives it."""
     says = decode(name)
     does = says.parts.get("does") or short(name)
     return f"{says.family} {does}" if does in ("forward", "backward") else does

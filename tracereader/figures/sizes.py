@@ -16,8 +16,8 @@ from tracereader.trace.types import Dtype, concrete_of, dtype_of, inputs_of, ten
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 
-# What a library runs before or after a convolution's product: it computes none itself.
-BESIDE_A_CONVOLUTION = re.compile(
+# Kernels that a library runs before or after a convolution's product, and that compute no product.
+CONVOLUTION_HELPERS = re.compile(
     r"im2col|2col|col2im|vol2|flipfilter|offsets|tiles|winograd\w*(?:data|filter|output|delta|transform)|xform|fft|"
     r"transpose|nchw\w*nhwc|nhwc\w*nchw|workspace|calcbias|reduce|(?:sub|set|scale|cast)tensor|op\dd?tensor|optensor",
     re.IGNORECASE,
@@ -38,14 +38,14 @@ class Product(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        """Of both factors and the result."""
+        """Return the number of elements of both factors and the result."""
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
 def sizes_of(
     work: Work, op: Op | None, args: dict, says: KernelName, facts: RunFacts
 ) -> tuple[Product | Attention | Convolution | None, int | None, str]:
-    """What a GEMM, an attention kernel or a convolution computed, the bytes that it has to move, its type."""
+    """Return the sizes of a GEMM, an attention kernel or a convolution, the bytes that it has to move, and its type."""
     if work.kind == "memcpy":
         size = count_of(args.get("bytes"))
         within = says.parts.get("does") == kernel_names.COPIES["DtoD"]
@@ -57,29 +57,29 @@ def sizes_of(
     asked = op.args
     shapes, first = [one.shape for one in tensors_of(asked)], dtype_of(next(iter(types_of(asked)), None))
     item = first.bytes if first and first.is_plain else None
-    found, types = None, _half(first)
+    found, types = None, _two_byte_type(first)
     if says.family == "GEMM":
         found = product(op.name, shapes) if says.multiplies else None
     elif says.family == "convolution":
         if _convolves(work) and _alone(work, op, says):
             found = convolution(op.name, shapes, concrete_of(op.args))
     elif says.parts.get("does", "forward") != "forward":
-        pass  # it only puts parts together, or goes backward: other arithmetic
+        pass  # a kernel that combines parts, or backward, which has other FLOPs
     elif shapes:
         found = None if not _alone(work, op, says) else attention(op.name, op.args, shapes, says, facts.attention)
     elif found := stored(facts.attention, says):
-        types = _half(dtype_of(facts.dtype))
+        types = _two_byte_type(dtype_of(facts.dtype))
         item = 2 if types else None
     return found, found.elements * item if found and item else None, types
 
 
 def _only_kernel(work: Work, op: Op) -> bool:
-    # Of an op with several kernels the shapes do not show what each of them reads and writes.
+    # If an op has several kernels, the shapes do not show which of them each one reads and writes.
     return all(one is work for one in _asked_by(op, work) if one.kind != "memset")
 
 
 def _asked_by(op: Op, work: Work) -> Iterator[Work]:
-    """What an op's own calls launched: of a CUDA graph's capture, in the replay that this work belongs to."""
+    """Yield the activities that an op's own calls launched; for a captured op, those of this work's replay."""
     if work.recorded is not None:
         yield from work.recorded.together
     else:
@@ -87,22 +87,22 @@ def _asked_by(op: Op, work: Work) -> Iterator[Work]:
 
 
 def _convolves(work: Work) -> bool:
-    """Whether a kernel that a convolution launched does its arithmetic, by the kernel's own name."""
+    """Return whether a kernel that a convolution launched computes the convolution itself, by the kernel's own name."""
     name = kernel_names.decode(work.name)
     does = name.parts.get("does", "")
     if name.family not in ("convolution", "GEMM") or does.startswith(kernel_names.SPLIT_K):
         return False
-    return does in kernel_names.CONVOLVING.values() or not BESIDE_A_CONVOLUTION.search(does.replace(" ", ""))
+    return does in kernel_names.CONVOLVING.values() or not CONVOLUTION_HELPERS.search(does.replace(" ", ""))
 
 
-def _half(dtype: Dtype | None) -> str:
-    """Its name, if it is multiplied as what it is. Of fp32 only the kernel's name gives whether it is as TF32."""
+def _two_byte_type(dtype: Dtype | None) -> str:
+    """Return bf16 or fp16 for these types, else "". For fp32 only the kernel's name shows whether it uses TF32."""
     return dtype.name if dtype and dtype.name in ("bf16", "fp16") else ""
 
 
 def _alone(work: Work, op: Op, says: KernelName) -> bool:
-    # Forward, towards the data or towards the weights: an op that starts two kernels of one kind has
-    # split the work between them, and the trace does not show how.
+    # An op that starts two kernels of one kind (forward, towards the data or towards the weights) has split the work
+    # between them, and the trace does not show how.
     others = [
         families.says(one)
         for one in _asked_by(op, work)
@@ -112,8 +112,8 @@ def _alone(work: Work, op: Op, says: KernelName) -> bool:
 
 
 def product(op: str, dims: list[list[int]]) -> Product | None:
-    """What a matrix product's op computed, by its inputs' shapes."""
-    # Behind the two factors, compiled code names its output; before them, addmm names its bias.
+    """Return the sizes of a matrix product's op, by its inputs' shapes; None if they do not show them."""
+    # Compiled code lists its output after the two factors; addmm lists its bias before them.
     first = 1 if op in ("aten::addmm", "aten::baddbmm") else 0
     factors = dims[first : first + 2]
     if op not in MATMULS or len(factors) < 2 or any(len(dim) < 2 for dim in factors):
@@ -123,7 +123,7 @@ def product(op: str, dims: list[list[int]]) -> Product | None:
 
 
 def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
-    """What a product multiplies or attention computes, or the bytes that a pointwise op moves, by recorded shapes."""
+    """Return the sizes of a product or of attention, or the bytes that a pointwise op moves, by recorded shapes."""
     tensors = tensors_of(op.args)
     shapes = [one.shape for one in tensors]
     if op.name in MATMULS:
@@ -134,5 +134,5 @@ def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
 
 
 def count_of(value: object) -> int | None:
-    """The value as a count; None if the file holds something else."""
+    """Return the value as a count; None if the file holds something else."""
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -1,4 +1,4 @@
-"""Where a trace comes from: the file, the devices, the rank, and what is wrong with the trace itself."""
+"""The source of a trace: the file, the devices, the rank, and defects of the trace itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,12 @@ from tracereader.trace.facts import RunFacts
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
-    """Something that is wrong with the trace itself.
+    """A defect of the trace itself.
 
-    name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names;
-    table_of_another_run, a file's name; category_left_out and category_taken_for_work, `count` slices of one category;
-    captures_not_used, given captures of a trace that launches no CUDA graph; no_capture_fits, of the given ones, for
-    `count` launches of CUDA graphs; no_gpu_records, though the CPU launched something; no_launch, of `count` GPU
-    activities.
+    name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names; table_of_another_run,
+    a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
+    files of a trace without CUDA graphs; no_capture_fits, `count` CUDA graph launches that none of these files fits;
+    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities.
     """
 
     name: str
@@ -27,7 +26,7 @@ class TraceWarning(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """What a trace is of."""
+    """The source of a trace."""
 
     trace: str
     facts: RunFacts
@@ -37,12 +36,12 @@ class Source(msgspec.Struct, frozen=True):
     world_size: int | None
     has_steps: bool
     shapes_recorded: bool
-    peak_bytes: int | None  # the most memory allocated at once, by the profiler's events of memory
+    peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
 
 
 def source(trace: Trace) -> Source:
-    """What a trace is of."""
+    """Return the source of a trace."""
     return Source(
         trace=str(trace.path),
         facts=trace.facts,
@@ -65,7 +64,7 @@ def _compute_capability(trace: Trace) -> str | None:
 
 
 def _peak_bytes(trace: Trace) -> int | None:
-    """The most that was allocated at once, of a GPU where one worked; only with memory profiling."""
+    """Return the peak of allocated memory in bytes, on a GPU if one worked; None without memory profiling."""
     return max((one.total for one in trace.memory if one.device >= 0 or not trace.work), default=0) or None
 
 
@@ -101,7 +100,7 @@ def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:
-    """The .txt beside a numbered script's trace, where its first line names another run."""
+    """Return the .txt beside a numbered script's trace, if its first line names another run."""
     if not trace.facts.run:
         return None
     table = trace.path.with_name(trace.path.name.removesuffix(".gz").removesuffix(".json") + ".txt")
@@ -114,7 +113,7 @@ def _table_of_another_run(trace: Trace) -> Path | None:
 
 
 def _launches(trace: Trace) -> bool:
-    """Whether the driver was called to launch anything, besides what a graph's capture recorded."""
+    """Return whether the CPU called the CUDA runtime API to launch anything, apart from a graph's capture."""
     if not any("Launch" in name for name in trace.op_names):
         return False
     roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]

@@ -11,12 +11,12 @@ from tracereader.trace import Op, Step, Trace, Work
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One GPU activity. Times in µs; None if the trace has no launch of it or no activity before it.
+    """One GPU activity. Times are in µs; None if the trace has no launch of it or no activity before it.
 
-    gap_us: the device was idle so long before it, since the work before it (of this step or an earlier one).
-    gap_in: what the launching thread was in meanwhile, the largest first. wait_us: from the start of its launch
-    call to its own; the parts add up to it: own_us (the profiler's and the driver's own slices, by name), queue_us
-    (behind earlier work of its stream), call_us (the launch call itself) and way_us (the rest).
+    gap_us: the device's idle time since the previous activity (of this step or an earlier one). gap_in: the launching
+    thread's activity meanwhile, the largest first. wait_us: from the start of the launch call to the start of the
+    activity. Its parts add up to it: own_us (the profiler's and the driver's own slices, by name), queue_us (behind
+    earlier work of its stream), call_us (the launch call itself) and way_us (the rest).
     """
 
     name: str
@@ -30,15 +30,15 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
-    """Each GPU activity of a step, in order."""
+    """Return each GPU activity of a step, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
     roots = roots_by_track(near)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
     overheads = _Overheads([one for one in trace.overheads if one.start < last and one.end > step.start])
-    free: dict[object, int] = {}  # by device: when its work so far ends
-    stream_free: dict[tuple, int] = {}  # by stream
+    free: dict[object, int] = {}  # the end of the work so far, by device
+    stream_free: dict[tuple, int] = {}  # the same by stream
     found = []
     for one in trace.work:
         if id(one) in inside:
@@ -54,10 +54,11 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
 
 
 class _Overheads:
-    """The profiler's and the driver's own slices: how much of a stretch of time they take, each moment counted once."""
+    """The time that the profiler's and the driver's own slices take in any interval, each moment counted once."""
 
     def __init__(self, slices: list[Op]):
-        # Where two overlap, a moment is the earlier one's. Cut apart once: each wait may hold all of them.
+        # A moment in two overlapping slices counts for the earlier one. They are cut once, because each wait may
+        # contain all of them.
         by_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
         covered: list[tuple[int, int]] = []
         for one in sorted(slices, key=attrgetter("start")):

@@ -1,4 +1,4 @@
-"""Each recorded step, measured on CPU and GPU, and what a long step did that the others did not."""
+"""Each recorded step, measured on CPU and GPU, and the extra work of a long step."""
 
 import bisect
 import json
@@ -12,33 +12,33 @@ from tracereader.figures.intervals import Lengths, length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
 
-# A step that took this many times the typical one is marked. On the H200 the first recorded
-# step takes 1.7 to 3.4 times the others, and the others differ among each other by up to 1.4.
+# A step that took this many times the typical one is marked. On the H200 the first recorded step takes 1.7 to 3.4 times
+# the others, and the others differ among each other by up to 1.4.
 STANDS_OUT = 1.5
 # A step whose GPU work took this many times the median step's is marked, too: kernels vary by 9% at most.
 GPU_STANDS_OUT = 1.3
-# Calls shorter than this in the typical step say nothing about what all calls became.
-TELLING_US = 2.0
-# The name under which a step's self time is kept: "ProfilerStep#3" is never the same in two steps.
+# Calls shorter than this in the typical step are too noisy to show how much all calls slowed down.
+LONG_ENOUGH_US = 2.0
+# The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
 
 
 class Excess(msgspec.Struct, frozen=True):
-    """Where the extra time of a step went, compared with the typical step, by self time per name.
+    """The extra time of a step compared with the typical step, by self time per name.
 
-    before_first_op_us: what its way from the annotation to the first op took more. first_calls: time in
-    calls that the typical step does not make, by name. slower: what each name took more, the largest
-    first; less_us: what the others took less, in all. more_calls: of names called more often, their calls
-    here and in the typical step, and what the added ones take at the typical step's time of one, the
-    costliest first; runtime: those of them that are CUDA runtime API calls. times_low to times_high: how many
-    times as long one call took, of most names common to both; None where too few are long enough to tell.
-    alike_us: so much of us is calls up to times_high as long.
+    before_first_op_us: the extra time between the annotation's start and the first op. first_calls: time in calls that
+    the typical step does not make, by name. slower: the extra time by name, the largest first; less_us: the time that
+    the other names saved, in total. more_calls: names called more often, with their calls in this step, their calls in
+    the typical step, and the time of the added calls at the typical step's time per call, the costliest first. runtime:
+    the names in more_calls that are CUDA runtime API calls. times_low to times_high: the factor by which a call slowed
+    down, for most names in both steps; None if too few are long enough. alike_us: the part of us in calls that took up
+    to times_high times as long.
     """
 
     us: float
     before_first_op_us: float
     first_calls: dict[str, float]
-    overheads: dict[str, float]  # the profiler's and the driver's own slices that start in it
+    overheads: dict[str, float]  # the profiler's and the driver's own slices that start in the step
     slower: dict[str, float]
     less_us: float
     more_calls: dict[str, tuple[int, int, float]]
@@ -49,10 +49,11 @@ class Excess(msgspec.Struct, frozen=True):
 
 
 class Uneven(msgspec.Struct, frozen=True):
-    """Two steps that make the same calls (_calls), of which one took much longer. Places among the trace's steps.
+    """Two steps that make the same calls (_calls), one of which took much longer.
 
-    more_us: by name, what each took more by its self time, the largest first. python_us: of that, what lies in no
-    call but an annotation. overheads_us: the profiler's and the driver's own slices in the longer one.
+    short, long: indexes of the trace's steps. more_us: the extra self time by name, the largest first. python_us: the
+    part of it outside all calls except annotations. overheads_us: the profiler's and the driver's own slices in the
+    longer step.
     """
 
     short: int
@@ -63,7 +64,7 @@ class Uneven(msgspec.Struct, frozen=True):
 
 
 class StepFacts(msgspec.Struct, frozen=True):
-    """One step, measured. None where the trace has nothing to measure."""
+    """The measurements of one step. A field is None if the trace has nothing to measure."""
 
     name: str
     cpu_us: float
@@ -71,15 +72,15 @@ class StepFacts(msgspec.Struct, frozen=True):
     launches: int
     gpu_busy_us: float
     gpu_span_us: float
-    gpu_idle_share: float | None  # from its first GPU work to the next step's; of a single step, of all of it
-    launch_to_start_us: float | None  # from the first launch call to the start of what it launched
+    gpu_idle_share: float | None  # from its first GPU work to the next step's; the whole step if it is the only one
+    launch_to_start_us: float | None  # from the first launch call to the start of the activity
     occupancy_queries: int
     idle_before_us: float | None  # between the end of the step before it and its own start
     compiled: list[str]  # torch.compile's compilations in it, as 0/1: frame 0, compiled once before
     compile_us: float
-    times_the_typical: float | None  # its CPU time over the typical step's, where it stands out of three or more
-    excess: Excess | None  # where it took that many times as long
-    gpu_times_the_median: float | None  # the same of its GPU busy time, where that stands out
+    times_the_typical: float | None  # its CPU time over the typical step's, if it stands out among three or more
+    excess: Excess | None  # if its CPU time stands out
+    gpu_times_the_median: float | None  # its GPU busy time over the median step's, if it stands out
 
     @property
     def number(self) -> str:
@@ -87,14 +88,15 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 def typical(trace: Trace) -> Step:
-    """The step with the median CPU time of those that did work; of an even number, the lower middle one."""
+    """Return the step with the median CPU time of those that did work; the lower middle one of an even number."""
     # The stub after the last call of a loop is a step by name only.
     if any(step.work for step in trace.steps):
         amounts = [len(step.work) for step in trace.steps]
         most = max(amounts)
     else:
         amounts = [sum(1 for _ in step.walk()) for step in trace.steps]
-        # A step that compiles makes many times the others' calls; of two, nothing shows which one is odd.
+        # A step that compiles makes many times the others' calls. With two steps, nothing shows which one is the
+        # exception.
         most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     working = [step for step in working if step.us] or working
@@ -102,7 +104,7 @@ def typical(trace: Trace) -> Step:
 
 
 def busy_us(work: Iterable[Work]) -> float:
-    """How long the GPU did something, over its streams; of several GPUs, the busiest."""
+    """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several."""
     by_device = defaultdict(list)
     for one in work:
         by_device[one.device].append((one.start, one.end))
@@ -110,22 +112,22 @@ def busy_us(work: Iterable[Work]) -> float:
 
 
 def first_start(step: Step) -> int | None:
-    """When its first GPU work began (ns)."""
+    """Return when the step's first GPU work began (ns)."""
     return min((one.start for one in step.work), default=None)
 
 
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
-    """The first start and the last end (ns) of some work."""
+    """Return the first start and the last end (ns) of some work."""
     return min(one.start for one in work), max(one.end for one in work)
 
 
 def label_of(step: Step) -> Op | None:
-    """The step's own annotation: the outermost annotation in it that torch itself did not set."""
+    """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
     return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:
-    """Its time less its children's; of one that outlasts it, less what lies in it."""
+    """Return the self time (µs) of a call. A child that ends after the call counts only up to the call's end."""
     own = op.dur - sum([child.dur for child in op.children])
     if op.children and op.children[-1].end > op.end:
         own += sum(max(0, child.end - op.end) for child in op.children)
@@ -133,7 +135,7 @@ def self_us(op: Op) -> float:
 
 
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
-    """Every step, compared with the typical one."""
+    """Return the measurements of every step, compared with the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
     usual_self = _self_by_name(usual)
@@ -176,15 +178,15 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     return tuple(facts)
 
 
-# A step that took this many times an earlier one with the same calls. Steps on the H200 and on two idle cores differ
-# by up to 1.4, but for those in which a cold start still shows: 2.6 to 8.3 times a later one.
+# A step that took this many times an earlier one with the same calls. Steps on the H200 and on two idle cores differ by
+# up to 1.4, except for steps in which a cold start still shows: 2.6 to 8.3 times a later one.
 SEVERAL, BEYOND_A_COLD_START = 3, 10
 
 
 def uneven(trace: Trace) -> Uneven | None:
-    """The pair of steps with the same calls whose times differ most, if they differ by several times.
+    """Return the pair of steps with the same calls whose times differ most, if they differ by several times; else None.
 
-    The first step is none of the longer ones: it may be wide because it is the first. None without such a pair.
+    The first step is never the longer one, because it may be long for being the first.
     """
     steps = [place for place, step in enumerate(trace.steps if trace.has_steps else ()) if step.us]
     if not _far_apart(trace, steps):
@@ -208,10 +210,10 @@ def uneven(trace: Trace) -> Uneven | None:
 
 
 def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, int]]:
-    """Pairs of steps that differ by several times: their ratio, and the places of the short one and the long one."""
+    """Return pairs of steps that differ by several times: the ratio, and the indexes of the short and the long step."""
     us = {place: trace.steps[place].us for place in places}
     found = []
-    after = {}  # the shortest step behind each
+    after = {}  # the shortest step after each
     shortest = None
     for place in reversed(places):
         after[place] = shortest
@@ -226,7 +228,7 @@ def _far_apart(trace: Trace, places: Sequence[int]) -> list[tuple[float, int, in
 
 
 def _calls(step: Step, shapes: bool) -> Counter:
-    """How often a step calls each op, with the sizes of its inputs where they are recorded."""
+    """Return the number of a step's calls by op, and by the inputs' sizes if they are recorded."""
     ops = [op for op in step.walk() if op.kind == "op"]
     if not shapes:
         return Counter(op.name for op in ops)
@@ -234,7 +236,7 @@ def _calls(step: Step, shapes: bool) -> Counter:
 
 
 def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
-    """When each GPU did something. work: by start, so that one pass is their union."""
+    """Return when each GPU was busy. work: sorted by start, so that one pass gives the union."""
     by_device: dict[object, tuple[list[int], list[int]]] = {}
     for one in work:
         start, end = one.start, one.start + one.dur
@@ -248,15 +250,16 @@ def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
 
 
 def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -> float | None:
-    """Of a stretch of time, on the step's busiest GPU."""
+    """Return the idle share of an interval on the step's busiest GPU."""
     most = max(busy[device].between(start, end) for device in {one.device for one in step.work})
     return 1 - most / (end - start) if end > start else None
 
 
 def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
-    """From each step's first GPU work to that of the next step with any: no two overlap, however far the CPU is ahead.
+    """Return the interval from each step's first GPU work to that of the next step with any.
 
-    Of the last one nothing shows where it ends: None, but where it is the only one with work: all of it on both lanes.
+    The intervals do not overlap. The last step has none, because nothing shows its end. The only step with work has all
+    of its time on both lanes.
     """
     working = [step for step in steps if step.work]
     if len(working) == 1:
@@ -272,18 +275,18 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
 
 
 def _compiled(step: Step) -> tuple[list[str], float]:
-    """torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
+    """Return torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
     ids = {match[1] for op in step.walk() if (match := COMPILE_ID.search(op.name))}
     return sorted(ids), sum(op.us for op in compilations(step))
 
 
 def compilations(step: Step) -> list[Op]:
-    """The outermost slices of torch.compile's compilations in a step."""
+    """Return the outermost slices of torch.compile's compilations in a step."""
     return list(outermost(step.roots, lambda op: op.name.endswith(COMPILING)))
 
 
 def _label_gap_us(step: Step) -> float | None:
-    """From the annotation's start (the step's, without one) to the start of the first op in it."""
+    """Return the time (µs) from the annotation's start (or the step's) to the start of the first op in it."""
     label = label_of(step)
     ops = label.walk() if label else step.walk()
     first = next((op for op in ops if op.kind == "op"), None)
@@ -306,9 +309,9 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     }
     more_calls = dict(sorted(more_calls.items(), key=lambda item: -item[1][2])[:8])
     times = sorted(
-        mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in both.values() if theirs.us >= TELLING_US
+        mine.us / mine.calls * theirs.calls / theirs.us for mine, theirs in both.values() if theirs.us >= LONG_ENOUGH_US
     )
-    spared = (len(times) - 1) // 4  # at either end: what is left are more than half
+    spared = (len(times) - 1) // 4  # left out at each end, so that more than half remain
     high = times[-1 - spared] if len(times) >= 3 else None
     return Excess(
         us=step.us - usual.us,
@@ -332,13 +335,13 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
 
 
 def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
-    """Those, in the order of their starts, that start in the step."""
+    """Return the slices that start in the step, in the order of their starts."""
     first, last = (bisect.bisect_left(slices, time, key=lambda one: one.start) for time in (step.start, step.end))
     return slices[first:last]
 
 
 class _Own:
-    """All calls of one name in a step: their self time (µs), how many, and of which kinds."""
+    """All calls of one name in a step: their self time (µs), their number and their kinds."""
 
     __slots__ = ("calls", "kinds", "us")
 

@@ -1,4 +1,4 @@
-"""Everything measured of one trace, in one object. Report, findings, comparison and --json use it."""
+"""All measurements of one trace, in one object. Report, findings, comparison and --json use it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ from tracereader.trace import Step, Trace
 
 
 class Places(msgspec.Struct, frozen=True):
-    """The step's time by place in the program. by_phase: by autograd's events; empty with annotations of the user's.
+    """The step's time by place in the program.
 
-    by_label is empty with fewer than two annotations, by_module without stacks; by_module_class has equal modules in
-    one.
+    by_phase: by autograd's events; empty if the user annotated the step. by_label: empty with fewer than two
+    annotations. by_module: empty without stacks. by_module_class: by_module with equal modules in one row.
     """
 
     by_label: tuple[Place, ...]
@@ -60,9 +60,10 @@ class Attention(msgspec.Struct, frozen=True):
 
 
 class LanguageModel(msgspec.Struct, frozen=True):
-    """What a language model's step reads and repeats. decoding: where the run stored what the step reads.
+    """The reads and repetitions of a language model's step.
 
-    same_in_all_steps: whether all steps have the same GPU work; None of a single step, or of very many launches.
+    decoding: None if the run did not store what a step reads. same_in_all_steps: whether all steps have the same GPU
+    work; None for a single step, or for very many launches.
     """
 
     decoding: Decoding | None
@@ -72,35 +73,35 @@ class LanguageModel(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Everything measured of one trace. Times in µs, shares from 0 to 1; None if the trace does not show it.
+    """All measurements of one trace: times in µs, shares from 0 to 1. A field is None if the trace does not show it.
 
-    typical_step: the name of the step that gpu_work, cpu, places and attention speak of. gpu and families: over the
+    typical_step: the name of the step that gpu_work, cpu, places and attention describe. gpu and families: over the
     window, from the first step that counts (see left_out) to the end of the last step or of the last GPU work launched
     in the steps.
     """
 
     source: Source
     steps: tuple[StepFacts, ...]
-    uneven: Uneven | None  # steps of the same calls that differ by several times
-    left_out: list[str]  # steps so much wider that they would hide what the rest is like
+    uneven: Uneven | None  # steps with the same calls that differ by several times
+    left_out: list[str]  # far longer steps, which would hide the behavior of the rest
     typical_step: str
-    typical_index: int  # its place among the trace's steps: a name may be there twice
+    typical_index: int  # its index in the trace's steps, because a name may occur twice
     cpu_us: float  # of the typical step, whichever step is reported
     window_us: float
-    recorded_step_us: float  # the step's time while it was recorded: see pace.py
-    unprofiled_step_us: float | None  # the same without the profiler, where the run measured it
+    recorded_step_us: float  # the step's time while it was recorded; see pace.py
+    unprofiled_step_us: float | None  # the same without the profiler, if the run measured it
     gpu: GpuTime | None
-    steady: GpuTime | None  # the same from one step's first GPU work to the last one's: see _steady()
-    steady_us: float  # of its window
+    steady: GpuTime | None  # the same from one step's first GPU work to the last one's; see _steady()
+    steady_us: float  # the length of its window
     after_first: bool  # whether that leaves out a first step that stands out
-    waits_for: str | None  # what limits the steps: see regime.py
+    waits_for: str | None  # the regime: what limits the steps; see regime.py
     families: tuple[FamilyTime, ...]
-    captures: Captures | None  # of the step, into CUDA graphs; None of a step that captures nothing
+    captures: Captures | None  # of the step, into CUDA graphs; None if a step captures nothing
     gpu_work: tuple[GpuWork, ...]
     kernels: tuple[KernelTimes, ...]
-    repeats: tuple[Repeat, ...]  # in gpu_work, the layers of a model among them
+    repeats: tuple[Repeat, ...]  # in gpu_work, including the layers of a model
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
-    idle_in: dict[str, float]  # the step's GPU idle time before launches, by what the launching thread was in
+    idle_in: dict[str, float]  # the step's GPU idle time before launches, by the launching thread's activity
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
     idle_python: dict[str, float]  # the part of it in Python between ops, by function; empty without stacks
     cpu: Cpu
@@ -114,32 +115,32 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> StepFacts:
-        """The reported step: a typical one, or the one asked for."""
+        """Return the reported step: a typical one, or the one asked for."""
         return self.steps[self.typical_index]
 
     @property
     def has_gpu_work(self) -> bool:
-        """GPU work in its steps: a run on the CPU, and one that recorded none, have only a CPU lane."""
+        """Return whether the steps have GPU work. Without it, as in a run on the CPU, there is only a CPU lane."""
         return any(step.launches for step in self.steps) or bool(self.gpu_work)
 
     @property
     def kernels_of_step(self) -> list[GpuWork]:
-        """Of the GPU work of the reported step, what is no copy and no memset."""
+        """Return the kernels of the reported step, without copies and memsets."""
         return [one for one in self.gpu_work if one.kind == "kernel"]
 
     @property
     def summed_us(self) -> float:
-        """The summed times of that GPU work; overlapping activities count in full."""
+        """Return the summed times (µs) of that GPU work; overlapping activities count in full."""
         return sum(one.us for one in self.gpu_work)
 
     @property
     def busy_share(self) -> float | None:
-        """Of the window, GPU busy."""
+        """Return the share of the window in which the GPU is busy."""
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
 
     @property
     def by_family(self) -> Counter:
-        """The times of that GPU work by family."""
+        """Return the times of that GPU work by family."""
         times = Counter()
         for one in self.gpu_work:
             times[one.family] += one.us
@@ -147,9 +148,9 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def gpu_us(self) -> float:
-        """How long the GPU is busy in a step: the median of all.
+        """Return the median time (µs) that the GPU is busy in a step.
 
-        Where a step's work runs beside the next step's it is the share of the time from step to step.
+        If a step's work runs beside the next step's, it is the GPU's share of the time from step to step.
         """
         us = median(one.gpu_busy_us for one in self.steps)
         if us <= self.recorded_step_us or self.steady is None or not self.steady_us:
@@ -157,16 +158,16 @@ class Summary(msgspec.Struct, frozen=True):
         return self.recorded_step_us * self.steady.busy_us / self.steady_us
 
     def count(self, kind: str) -> int:
-        """Kernels, memcpys or memsets of the reported step."""
+        """Return the number of kernels, memcpys or memsets of the reported step."""
         return sum(one.kind == kind for one in self.gpu_work)
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """From the first GPU work of the first step to that of the last one (ns): as many whole steps as there are.
+    """Return the interval (ns) from the first GPU work of the first step to that of the last one, which is whole steps.
 
-    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps
-    these idle times are a large share. Of several streams the busiest one counts: on another one a step's copies run a
-    step ahead. None for a single step.
+    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps these
+    idle times are a large share. With several streams the busiest one counts, because copies on another stream may run
+    a step ahead. None for a single step.
     """
     working = [step for step in steps if step.work]
     firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []
@@ -174,15 +175,15 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
 
 
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
-    """Measure a trace. step: the one to speak of; a typical one where None."""
-    usual = typical(trace)  # once: of a trace without GPU work it counts every op
+    """Return the measurements of a trace. step: the step to report; None for a typical one."""
+    usual = typical(trace)  # only once, because it counts every op of a trace without GPU work
     step = step or usual
     facts = step_facts(trace, usual)
-    spoken_of, start, end = window(trace, usual)
-    left_out = len(trace.steps) - len(spoken_of)
+    counted, start, end = window(trace, usual)
+    left_out = len(trace.steps) - len(counted)
     wide_start = not left_out and facts[0].times_the_typical is not None
     gpu = gpu_time(trace.work, start, end)
-    steady_start, steady_end = _steady(spoken_of[wide_start:]) or (spoken_of[wide_start].start, end)
+    steady_start, steady_end = _steady(counted[wide_start:]) or (counted[wide_start].start, end)
     layers = layer_names(trace, step)
     waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
@@ -234,9 +235,9 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
 
 
 def _first_wait_us(trace: Trace, start: int) -> float | None:
-    """How long the first activity with a launch waits after its launch call returned, with nothing recorded running.
+    """Return the wait (µs) of the first launched activity after its launch call, with nothing recorded running.
 
-    What the profiler itself does meanwhile is left out. None where the launch lies before the window.
+    The profiler's own slices meanwhile do not count. None if the launch lies before the window.
     """
     first = next((one for one in trace.work if one.launch is not None), None)
     if first is None or first.launch.start < start:

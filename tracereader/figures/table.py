@@ -10,21 +10,22 @@ from tracereader.figures.gpu_work import asking_ops
 from tracereader.trace import STEP, Op, Trace
 from tracereader.trace.labels import COLLECTIVE
 
-# What torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
+# Names that torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).
 NOT_IN_IT = frozenset(
     {
         "profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
         "aten::is_leaf", "aten::output_nr", "aten::_version",
     }
 )  # fmt: skip
-EVERY_STEP = f"{STEP[:-1]}*"  # one row for the marks of all steps, as torch has it
+EVERY_STEP = f"{STEP[:-1]}*"  # one row for all steps' marks, as in torch's table
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
 class Row(msgspec.Struct, frozen=True):
-    """All calls of one name, in µs. on_gpu: a kernel, copy or memset; else a slice of the CPU lane.
+    """All calls of one name, in µs. on_gpu: a kernel, copy or memset; False for a slice of the CPU lane.
 
-    self: without what it calls; total: with it. GPU time of a CPU row: of the work that it (its calls) launched.
+    Total time includes the calls below, self time excludes them. The GPU time of a CPU row is the time of the work that
+    it (with the calls below) launched.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """The second row of an annotation in torch's own table: from its first to its last kernel, idle gaps included."""
+    """The second row of an annotation in torch's own table: from its first to its last kernel, including idle gaps."""
 
     name: str
     calls: int
@@ -45,18 +46,18 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """rows: the costliest first. The totals are torch's last lines: each self time once."""
+    """rows: the costliest first. The totals are torch's last lines, in which each self time counts once."""
 
     rows: tuple[Row, ...]
     label_spans: tuple[LabelSpan, ...]
     self_cpu_us: float
     self_gpu_us: float
     label: str | None  # the first annotation below the steps' marks
-    label_calls: dict[str, float]  # what it calls directly, by name: total CPU µs
+    label_calls: dict[str, float]  # its direct calls, by name: total CPU µs
 
 
 def profiler_table(trace: Trace) -> Table:
-    """All of a recording by name, as torch's key_averages() sums it up."""
+    """Return all of a recording by name, as torch's key_averages() sums it up."""
     nodes, parents = _nested(trace)
     own, launched = [op.dur for op in nodes], [0] * len(nodes)
     place = {id(op): number for number, op in enumerate(nodes)}
@@ -72,10 +73,10 @@ def profiler_table(trace: Trace) -> Table:
             own[parent] -= nodes[number].dur
     reached = launched.copy()
     rows: dict[tuple[str, bool], list[int]] = {}
-    for number in range(len(nodes) - 1, -1, -1):  # children before what encloses them
+    for number in range(len(nodes) - 1, -1, -1):  # children before their parents
         parent = parents[number]
         if parent is not None and nodes[parent].name == nodes[number].name and children[parent] == 1:
-            # An op that only calls itself again is one call in torch's table.
+            # An op that only calls itself again counts as one call in torch's table.
             own[parent] += own[number]
             launched[parent], reached[parent] = launched[number], reached[number]
             children[parent] = children[number]
@@ -117,11 +118,11 @@ def _name(one) -> str:
 
 
 def _nested(trace: Trace) -> tuple[list[Op], list[int | None]]:
-    """Every slice of the CPU lane, and the place of what encloses it, which comes before it.
+    """Return every slice of the CPU lane, and the index of its parent, which comes before it.
 
-    As torch nests them: the profiler's own slices lie in the calls of the thread that runs the steps; nothing lies in
-    a collective, which begins on one thread and ends on another; a slice that outlasts the one it starts in is not in
-    it.
+    The nesting is torch's: the profiler's own slices lie in the calls of the thread that runs the steps. Nothing lies
+    in a collective, which begins on one thread and ends on another. A slice that ends after the slice in which it
+    starts does not lie in it.
     """
     tracks: dict[tuple, list[Op]] = {}
     for op in _all(trace):
@@ -155,7 +156,7 @@ def _all(trace: Trace) -> Iterator[Op]:
 
 
 def _label(nodes: Sequence[Op], parents: Sequence[int | None]) -> tuple[str | None, dict[str, float]]:
-    """The first annotation below the steps, and what all slices of its name call, by name."""
+    """Return the first annotation below the steps, and the direct calls of all slices of its name, by name."""
     name = next((op.name for op in nodes if op.kind == "label" and not op.name.startswith(STEP)), None)
     inside = Counter()
     for op, parent in zip(nodes, parents, strict=True):

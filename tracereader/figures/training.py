@@ -1,5 +1,4 @@
-"""Parts of a training step: backward by forward op, recomputation, the optimizer,
-synchronizations, the wait for the loader, memory."""
+"""Parts of a training step: backward by op, recomputation, optimizer, synchronizations, DataLoader, memory."""
 
 import bisect
 from collections import Counter, defaultdict
@@ -15,10 +14,10 @@ from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, is_phase
 
-# Ops that make a tensor of none, or of a number: autograd numbers none of them, whether it records or not.
+# Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
 UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
-# Of the curve of memory: points over the step.
+# The number of points of the memory curve over the step.
 POINTS = 60
 _start = attrgetter("start")
 
@@ -35,10 +34,9 @@ class Recomputed(msgspec.Struct, frozen=True):
 class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
-    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" where it
-    has neither.
-    forward_us and backward_us: of the ops that run in them because it calls a closure; in no other figure.
-    idle_us: with the GPU idle, without what a synchronization in them is charged.
+    how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" without
+    either. forward_us and backward_us: the ops that run in them because the optimizer calls a closure; no other figure
+    includes them. idle_us: GPU idle time in them, without the time that is charged to a synchronization.
     """
 
     name: str
@@ -54,7 +52,8 @@ class OptimizerCost(msgspec.Struct, frozen=True):
 class Sync(msgspec.Struct, frozen=True):
     """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.
 
-    cpu_us: in the calls. idle_us: of the GPU, during each call and during the next launch call after it.
+    cpu_us: the time of the calls. idle_us: the GPU's idle time during each call and during the next launch call after
+    it.
     """
 
     asked_by: str
@@ -76,10 +75,10 @@ class Loading(msgspec.Struct, frozen=True):
 
 
 class MemoryCurve(msgspec.Struct, frozen=True):
-    """What is allocated over one step: on the GPU whose peak is highest; on a CPU counted from the recording's start.
+    """Allocated memory over one step: on the GPU with the highest peak; on a CPU it counts from the recording's start.
 
-    points: the most in each of as many equal stretches of the step. peak_at: its share of the step's time.
-    phase, module, op: what asked for the peak's allocation; None where nothing encloses it.
+    points: the maximum in each of as many equal intervals of the step. peak_at: the peak's position as a share of the
+    step's time. phase, module, op: around the peak's allocation; None if nothing encloses it.
     """
 
     on_gpu: bool
@@ -94,7 +93,7 @@ class MemoryCurve(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """Of the reported step."""
+    """The training parts of the reported step."""
 
     backward_of: tuple[Place, ...]  # GPU time of backward by the forward op that it belongs to, the largest first
     recomputed: Recomputed | None
@@ -105,7 +104,7 @@ class Training(msgspec.Struct, frozen=True):
 
 
 def training(trace: Trace, step: Step) -> Training:
-    """What the step does besides computing forward."""
+    """Return the parts of the step besides forward."""
     ops = list(step.walk())
     idle = _idle(trace.work, step)
     syncs, charged = _syncs(step, ops, idle)
@@ -122,7 +121,7 @@ def training(trace: Trace, step: Step) -> Training:
 
 
 def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
-    """When no GPU did anything, from the step's start to its end; None without a GPU lane."""
+    """Return when no GPU was busy, from the step's start to its end; None without a GPU lane."""
     if not work:
         return None
     busy = union(clipped(((one.start, one.end) for one in work), step.start, step.end))
@@ -132,9 +131,9 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
 def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op]) -> tuple[Place, ...]:
     if not trace.forward_of:
         return ()
-    # The outermost op that starts then is the one whose number autograd keeps: aten::linear has none.
+    # If several ops start at one time, autograd keeps the number of the outermost one: aten::linear has none.
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
-    inside = _ids(again)  # it is another op's forward: the one whose backward asks first computes all that was dropped
+    inside = _ids(again)  # another op's forward: the first backward recomputes everything that was dropped
     gpu, pieces = Counter(), Counter()
     for one in step.work:
         for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
@@ -161,15 +160,15 @@ def _numbers_of(op: Op) -> _Numbers:
 
 
 def _ids(ops: Sequence[Op]) -> set[int]:
-    """Of all that lies in some ops."""
+    """Return the ids of all calls in some ops."""
     return {id(op) for one in ops for op in one.walk()}
 
 
 def recomputed_ops(step: Step) -> list[Op]:
-    """Ops that autograd records inside a backward that it does not record itself: forward ops, run once more.
+    """Return ops that autograd records inside a backward that it does not record itself: forward ops that run again.
 
-    Of a backward that is to be differentiated (create_graph) it records every op, and nothing shows which of
-    them ran before: of those none is counted.
+    A backward that is to be differentiated (create_graph) contributes none: autograd records all of its ops, and
+    nothing shows which of them ran before.
     """
     found = []
     for op in outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)):
@@ -180,18 +179,18 @@ def recomputed_ops(step: Step) -> list[Op]:
 
 
 def _is_recorded(op: Op) -> bool:
-    """Whether it is an op of backward's that runs with gradients on: only those have a number and no forward."""
+    """Return whether an op of backward runs with gradients on. Only such ops have a number and no forward."""
     numbers = _numbers_of(op) if op.kind == "op" else None
     return bool(numbers and numbers.thread == 0 and numbers.number >= 0 and not op.name.startswith(AUTOGRAD))
 
 
 def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:
-    """Whether an op of one of backward's runs with gradients off."""
-    told = _ids(recorded) | {id(above) for op in recorded for above in op.above()}
+    """Return whether an op inside this op of backward runs with gradients off."""
+    recorded_ids = _ids(recorded) | {id(above) for op in recorded for above in op.above()}
     return any(
         op.name.startswith("aten::")
         and not op.name.startswith(UNNUMBERED)
-        and id(op) not in told
+        and id(op) not in recorded_ids
         and not op.parent.name.startswith("aten::")
         for op in root.walk()
     )
@@ -240,10 +239,10 @@ def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[
 
 def _how(ops: Collection[str], work: Sequence[Work]) -> str:
     if any("_fused_" in one for one in ops):
-        return "fused"  # which counts its steps with a foreach
+        return "fused"  # a fused optimizer counts its steps with a foreach op
     if any("_foreach_" in one for one in ops):
         return "foreach"
-    # A library's optimizer calls no op of torch's: its kernels take many parameters at once, or they do not.
+    # A library's optimizer calls no op of torch's. It is fused if its kernels take many parameters at once.
     kernels = [one for one in work if one.kind == "kernel"]
     of_many = [one for one in kernels if "multi_tensor_apply" in one.name]
     written = [one for one in kernels if says(one).maker.startswith("Inductor")]
@@ -256,10 +255,10 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
 
 
 def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
-    """What an optimizer's closure runs in its steps: ops of a forward and of its backward; and those of the backward.
+    """Return the ops of forward and backward that an optimizer's closure runs in its steps, and backward's alone.
 
-    Of a forward by their numbers: backward has them again. It may run on a thread of its own; an optimizer that
-    backward itself calls, for each gradient that is ready, runs none.
+    Forward's ops are found by their numbers, which backward's ops share. Backward may run on a thread of its own. An
+    optimizer that backward itself calls, for each gradient that is ready, runs no closure.
     """
     calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
     steps = Lengths(union((one.start, one.end) for one in calling))
@@ -277,7 +276,7 @@ def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op
 
 
 def _waits_in(op: Op) -> bool:
-    """Whether a runtime API call returns only when the GPU is done, as a copy to memory that is not pinned does."""
+    """Return whether a runtime API call waits until the GPU is done, as a copy to unpinned memory does."""
     if op.kind != "runtime":
         return False
     if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
@@ -286,9 +285,9 @@ def _waits_in(op: Op) -> bool:
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:
-    """The step's synchronizations, and the idle time that they are charged with.
+    """Return the step's synchronizations, and the intervals of idle time that are charged to them.
 
-    What the CPU does between a synchronization and the next launch call is its own work, and not the wait's.
+    The CPU's activity between a synchronization and the next launch call is not charged to the synchronization.
     """
     if idle is None:
         return (), []
@@ -314,7 +313,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
 
 
 def asking(call: Op) -> str:
-    """The outermost of the aten ops right around a call, as aten::item; else the innermost op, or annotation."""
+    """Return the outermost of the aten ops right around a call, as aten::item; else the innermost op, or annotation."""
     name = label = None
     for op in call.above():
         if op.kind == "label":
@@ -358,7 +357,7 @@ def _memory(trace: Trace, step: Step) -> MemoryCurve | None:
     around = list(_around(step, peak.track, peak.time))
     modules = innermost(trace.modules.get(peak.track, ()), peak.time)
     labels = _labels(around)
-    if not labels:  # backward's own thread: the annotation that is open then on the step's
+    if not labels:  # on backward's own thread: the annotation open on the step's thread then
         main = next((root.track for root in step.roots if root.name == step.name), None)
         labels = _labels(_around(step, main, peak.time))
     ops = [op.name for op in around if op.kind == "op"]
@@ -381,5 +380,5 @@ def _labels(ops: Iterable[Op]) -> list[str]:
 
 
 def _around(step: Step, track: tuple | None, time: int) -> Iterator[Op]:
-    """What encloses a moment on one thread, outermost first."""
+    """Return the calls that enclose a moment on one thread, outermost first."""
     return iter(innermost([root for root in step.roots if root.track == track], time))

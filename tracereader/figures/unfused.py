@@ -13,12 +13,12 @@ from tracereader.trace.families import says
 from tracereader.trace.types import dims_of, shapes_as_recorded, tensors_of
 
 BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
-# What may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
+# Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
 BETWEEN = ("pointwise", "copy", "reduction", "memset")
-# Ops whose result is of one byte an element, and those whose result is a row's.
-SAYS_YES_OR_NO = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
-OF_A_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
-# The arguments of ops that are called with out=, too: one more, the last one, which they write.
+# Ops whose result has one byte per element, and ops whose result has one element per row.
+BOOLEAN_RESULT = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
+RESULT_PER_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
+# The number of arguments of ops that may be called with out=. One more argument is the output.
 ARGUMENTS = {"where": 3, "add": 3, "sub": 3, "mul": 2, "div": 2, "_softmax": 3}
 SDPA = "aten::scaled_dot_product_attention"
 
@@ -26,7 +26,7 @@ SDPA = "aten::scaled_dot_product_attention"
 class Scores(msgspec.Struct, frozen=True):
     """The matrix [batch x heads, queries, keys], as recorded shapes describe it.
 
-    written and read: how often as a whole, by the GPU activities from the first product to the second.
+    written and read: how often the GPU activities from the first product to the second write and read it as a whole.
     moved: the bytes written and read. at_least: the bytes of query, key, value and result, which a fused kernel moves.
     """
 
@@ -41,7 +41,7 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Unfused(msgspec.Struct, frozen=True):
-    """One such attention. us: of the GPU work between its two products (of the ops there, on a CPU).
+    """One attention that is not fused. us: GPU time between its two products (CPU time of the ops there, on a CPU).
 
     pieces: the number of GPU activities; 0 on a CPU. scores: only on a GPU with recorded shapes.
     """
@@ -53,7 +53,7 @@ class Unfused(msgspec.Struct, frozen=True):
 
 
 def unfused(step: Step) -> tuple[Unfused, ...]:
-    """Those of a step, in the order of their softmax."""
+    """Return a step's attention that is not fused, in the order of the softmax."""
     if not step.work:
         return _on_the_cpu(step)
     tracks: dict[tuple, list[tuple[Work, Op | None]]] = {}
@@ -68,7 +68,7 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
 
 
 def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
-    """By the ops' order: a softmax whose nearest products on both sides are batched ones."""
+    """Return it by the ops' order: a softmax whose nearest products on both sides are batched ones."""
     found, product_before, softmaxes, between = [], None, [], 0.0
     for op in step.walk():
         if op.kind != "op":
@@ -112,22 +112,25 @@ def _around(track: Sequence[tuple[Work, Op | None]], softmax: int) -> Unfused | 
 
 
 def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
-    """Whether the recorded shapes, if any, are those of attention: the second product takes what the first gives
-    (queries x keys), and gives the size that queries have; the softmax is of as many."""
+    """Return whether the recorded shapes, if any, are those of attention.
+
+    The second product takes the first one's result (queries x keys) and gives the queries' size; the softmax has as
+    many elements as the scores.
+    """
     scores, result = product(first.name, dims_of(first.args)), product(last.name, dims_of(last.args))
     if scores is None or result is None:
         return True
     rows = scores.batch * scores.m
-    # Compiled, the softmax is among other ops of a kernel, and its shape is not recorded from theirs.
+    # In compiled code the softmax is one of a kernel's ops, and its shape is not recorded.
     of = dims_of(softmax.args)[:1] if softmax is not None and softmax.name == SOFTMAX else []
-    # A learned sink (gpt-oss) is one key more, for the softmax only.
+    # A learned sink (gpt-oss) adds one key, for the softmax only.
     if of and math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)):
         return False
     return (scores.batch, scores.m, scores.n, scores.k) == (result.batch, result.m, result.k, result.n)
 
 
 def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: int) -> int | None:
-    """The place of the nearest batched product, if nothing but what may lie between comes before it."""
+    """Return the position of the nearest batched product, if only families of BETWEEN lie before it; else None."""
     at = softmax + way
     while 0 <= at < len(track):
         one, op = track[at]
@@ -149,7 +152,7 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
     item, other = into[0].item, out_of[0].item
     elements = scores.batch * scores.m * scores.n
     written, read, moved = 1, 1, elements * (item + other)
-    asked = {}  # by op: several kernels of one op read its inputs once
+    asked = {}  # by op, because several kernels of one op read its inputs once
     for one, op in between:
         if op is not None:
             asked.setdefault(id(op), (one, op))
@@ -164,7 +167,7 @@ def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> S
 
 
 def _given(product: Op) -> int | None:
-    """The bytes of query, key, value and the result as scaled_dot_product_attention has them, around this product.
+    """Return the bytes of query, key, value and result of the scaled_dot_product_attention around this product.
 
     Its math backend casts two bytes to four before it multiplies, and writes shared keys out for each head.
     """
@@ -178,7 +181,7 @@ def _given(product: Op) -> int | None:
 
 
 def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
-    """The bytes an element of each tensor as large as the scores that the op reads, and of each that it writes."""
+    """Return the bytes per element of each tensor of the scores' size that the op reads, and of each that it writes."""
     items = [one.item for one in tensors_of(op.args) if one.stored == elements and one.item]
     name = op.name.removeprefix("aten::")
     if not items:
@@ -187,8 +190,8 @@ def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
         return items[1:], items[:1]  # the source comes second
     if len(shapes_as_recorded(op.args)) > ARGUMENTS.get(name, math.inf):
         return items[:-1], items[-1:]
-    if op.name == kernel:  # Inductor's own row names its output among its inputs, unless it works in place
+    if op.name == kernel:  # Inductor's row lists its output among its inputs, unless it works in place
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)
-    if name in OF_A_ROW:
+    if name in RESULT_PER_ROW:
         return items, []
-    return items, [1] if name in SAYS_YES_OR_NO else [max(items)]
+    return items, [1] if name in BOOLEAN_RESULT else [max(items)]

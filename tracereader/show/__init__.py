@@ -1,1 +1,1 @@
-"""All that is printed or drawn of a trace; Perfetto's hand-over."""
+"""Everything that is printed or drawn of a trace, and the hand-over to Perfetto."""

@@ -1,4 +1,4 @@
-"""A Summary, written out, with what was found in it."""
+"""A Summary and its findings as a JSON document."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from tracereader.show.view import View
 from tracereader.trace import Trace
 from tracereader.trace.facts import as_stored
 
-# What of the summary each section of the report is made of.
+# The parts of the summary that each section of the report shows.
 SECTION_KEYS = {
     "try": ("opportunities", "opportunities_refused"),
     "short": ("waits_for", "waits_because", "gpu", "families", "captures", "decoding"),
@@ -44,16 +44,16 @@ SECTION_KEYS = {
 ALWAYS = ("version", "trace", "lesson", "devices", "rank", "world_size", "has_steps", "shapes_recorded", "warnings",
           "busy_machine", "typical_step", "typical_index", "window_us", "recorded_step_us",
           "unprofiled_step_us")  # fmt: skip
-# Raised when a name that a program may count on goes or changes what it means.
+# Raised when a documented name disappears or changes its meaning.
 VERSION = 2
-# The summary's parts, whose fields stand at the document's top.
+# The summary's parts whose fields are at the top level of the document.
 FLAT = ("source", "cpu", "places", "attention", "llm", "compiled", "profiler")
 
 
 def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View) -> str:
-    """One JSON document: times in µs, shares from 0 to 1."""
+    """Return one JSON document: times in µs, shares from 0 to 1."""
     measured = msgspec.to_builtins(summary)
-    del measured["source"]["facts"]  # shown as they stand in the trace
+    del measured["source"]["facts"]  # stored facts keep the form that they have in the trace
     stored = as_stored(summary.source.facts)
     if summary.counters is None:
         del measured["counters"]  # of most traces: nothing was sampled

@@ -1,4 +1,4 @@
-"""The call tree of a step: whole where it is small, else along the slowest path."""
+"""The call tree of a step: all of it if it is small, else along the slowest path."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 10, 4
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """Every call of a small step; of a large one the costliest names at each level, and what the slowest call calls."""
+    """Print every call of a small step; for a large one the costliest names at each level along the slowest path."""
     folded = not view.all and len(summary.cpu.chain) > LINES_SHOWN
     step = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
     path = f"call tree along the slowest path, {step}: the {CALLS_SHOWN} costliest names per level"
@@ -39,7 +39,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
 
 
 def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
-    """The calls side by side at one depth, by name; then the same inside the longest of the costliest name."""
+    """Print the calls of one depth by name, then the same inside the longest call of the costliest name."""
     deeper = 0
     for _ in range(DEPTHS_SHOWN):
         if start >= end:
@@ -56,7 +56,7 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
             times = f"{len(same):,} calls of " if len(same) > 1 else ""
-            summed = " in all" * bool(times)
+            summed = " in total" * bool(times)
             layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
             named = f"  {plain(', '.join(layers))}" if layers else ""
             indent = "  " * (depth + deeper + 1)
@@ -69,9 +69,9 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
 def _median_stretch(
     out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int], deeper: int
 ) -> tuple[list[int], int]:
-    """Say that calls repeat; those of the stretch with the median time, and where it ends.
+    """Print that calls repeat. Return the calls of the repetition with the median time, and its end.
 
-    deeper: by how many levels more than its depth a call is indented.
+    deeper: the extra indentation of calls, in levels.
     """
     first, length, times = found
     stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
@@ -79,6 +79,6 @@ def _median_stretch(
     middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
     kept = stretches[middle]
     indent = "  " * (chain[calls[0]].depth + deeper + 1)
-    line = f"{times} times the same {length:,} calls, [dim]{us(sum(each))} µs in all[/dim]; one of the {times}:"
+    line = f"the same {length:,} calls repeat {times} times, [dim]{us(sum(each))} µs in total[/dim]; one repetition:"
     paragraph(out, line, indent, indent + "    ")
     return kept, next((index for index in calls if index > kept[-1]), end)

@@ -1,4 +1,4 @@
-"""Several runs side by side: the pace and its reason, the figures, what was predicted, what changed."""
+"""Several runs side by side: the pace and its reason, the figures, the predictions, the changes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tracereader.show.view import View
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
 ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
-LIMITS = {"communication": "collectives"}  # in a word of few letters
+LIMITS = {"communication": "collectives"}  # shorter words for the table
 
 
 def side_by_side(
@@ -26,11 +26,11 @@ def side_by_side(
     previous: bool = False,
     proposed: Sequence[Sequence[Opportunity]] = (),
 ) -> None:
-    """Several runs, each compared with the first, or with the one before it.
+    """Print several runs, each compared with the first, or with the one before it.
 
-    Of a report's sections, short has the pace and the reason, steps the figures, gpu the time by family, cpu the ops'
-    self time, work what changed in the GPU work and chain in the ops. proposed: what each run's report proposes, where
-    that is known; the others follow it or not. Raises BadInput.
+    The sections of a report stand for: short the pace and its reason, steps the figures, gpu the time by family, cpu
+    the ops' self time, work the changes of the GPU work, chain those of the ops. proposed: the changes that each run's
+    report proposes, if they are known, which are compared with the other runs. Raises BadInput.
     """
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
@@ -65,13 +65,13 @@ def side_by_side(
 
 
 def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> None:
-    """The runs by number, with their devices where those differ."""
+    """Print the runs by number, with their devices if those differ."""
     devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
     for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
-        told = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
-        paragraph(out, plain(told), f"{number}  ", "   ")
+        text = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
+        paragraph(out, plain(text), f"{number}  ", "   ")
 
 
 def _in_short(
@@ -81,15 +81,15 @@ def _in_short(
     view: View,
     proposed: Sequence[Sequence[Opportunity]],
 ) -> None:
-    """How much faster each run is than its base, why, and what the base's report had predicted of it."""
+    """Print how much faster each run is than its base, why, and the base report's predictions for it."""
     two = len(sides) == 2
     for number, (side, base) in enumerate(zip(sides[1:], bases[1:], strict=True), 2):
         against = sides.index(base)
         who, whose = ("the second", "the first's") if two else (f"run {number}", f"run {against + 1}'s")
         of_one_step = view.step is not None
         us = [faster.step_us(one, of_one_step) for one in (base, side)]
-        told = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
-        paragraph(out, plain("; ".join(told + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
+        sentence = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
+        paragraph(out, plain("; ".join(sentence + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
         known = proposed[against] if against < len(proposed) and not of_one_step else ()
         beside = _beside(base, side, known, whose)
         shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
@@ -99,7 +99,7 @@ def _in_short(
 
 
 def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportunity], whose: str) -> list[str]:
-    """The pace without the profiler, and what was predicted of this run."""
+    """Return the pace without the profiler, and the predictions for this run."""
     found = []
     unprofiled = [one.summary.unprofiled_step_us for one in (base, side)]
     if None not in unprofiled:
@@ -120,15 +120,15 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
             f"Measured together: {measured} {unit}",
         ]
     (one,) = checked.proposals
-    told = f"predicted {predicted[0]}, measured {measured}"
+    figures = f"predicted {predicted[0]}, measured {measured}"
     if one.unprofiled_step_us_after is not None and unprofiled[1]:
         unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled[1]])
-        told += f"; without the profiler, predicted {expected} {unit}, measured {took}"
-    return [*found, f"{whose} report proposed it ({one.title}): {told}"]
+        figures += f"; without the profiler, predicted {expected} {unit}, measured {took}"
+    return [*found, f"{whose} report proposed it ({one.title}): {figures}"]
 
 
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
-    """Times, counts and memory: a measure is a row, a run a column."""
+    """Print times, counts and memory: a measure is a row, a run a column."""
     some = [side.summary for side in sides]
     on_gpu = [one.has_gpu_work for one in some]
     rows = []
@@ -175,7 +175,7 @@ def _heads(sides: Sequence[compare.Side]) -> list[str]:
 
 
 def _in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:
-    """Times (µs) in the unit that fits the largest, with as many decimals each; a dash where there is none."""
+    """Return the unit that fits the largest time (µs), and the times in it with equal decimals; a dash for None."""
     unit, _ = in_one_unit([one for one in values if one is not None])
     scale = {"s": 1e6, "ms": 1e3, "µs": 1.0}[unit]
     largest = max((one for one in values if one is not None), default=0.0) / scale
@@ -195,7 +195,7 @@ def _by_families(out: Console, summaries: Sequence[Summary], view: View) -> None
 
 
 def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: View) -> None:
-    """One row a name, one column a run (by its number); where they differ most comes first, the rest is one row."""
+    """Print a row per name and a column per run. The largest differences come first; the rest is one row."""
     names = {name for one in times for name in one}
 
     def spread(name: str) -> float:
@@ -226,7 +226,7 @@ def _differences(
     work: bool,
     ops: bool,
 ) -> None:
-    """What changed and what stayed the same: a table, or below each other where there is no room for its columns."""
+    """Print what changed and what stayed the same: a table, or blocks on a narrow terminal."""
     first = sides[0]
     if work:
         setup = differences.setup(first) if any(side.summary.has_gpu_work for side in sides) else ""
@@ -249,7 +249,7 @@ def _differences(
     table.add_row(plain(names[0]), plain(setup), against)
     for name, cells in zip(names[1:], rows, strict=True):
         table.add_row(plain(name), *("\n".join(f"· {plain(text)}" for text in texts) or "nothing" for texts in cells))
-    # Wrapped in columns here, so no soft wrapping; and without the blanks that would pad the last column.
+    # The table wraps text in its columns, so soft wrapping is off. The blanks that pad the last column are removed.
     wrapping = Console(highlight=False, emoji=False, width=out.width)
     with wrapping.capture() as drawn:
         wrapping.print(table)
@@ -270,7 +270,7 @@ def _in_blocks(out: Console, names: Sequence[str], setup: str, against: str, row
 
 
 def _wrapped(out: Console, text: str, first: str) -> None:
-    """Broken between words: a name stays whole, so that it can be searched for."""
+    """Print text that is broken only between words, so that whole names can be searched for."""
     room = max(LEAST_NAME, out.width - len(first))
     lines = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""One step as the lanes that Perfetto shows, in characters: CPU slices nested, GPU work below."""
+"""One step as the lanes that Perfetto shows, in characters: nested CPU slices, with GPU work below."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from types import MappingProxyType
 from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Work, kernel_names
 
-# Depth past which nesting is no longer drawn: the rungs need 9.
+# The depth from which on nesting is no longer drawn. The rungs need 9.
 MAX_ROWS = 12
 COUNTED = len(" +9999 too short")  # at the end of a row
-LEAST = 16  # columns: in fewer, a lane shows nothing
+LEAST = 16  # columns; in fewer, a lane shows nothing
 
 
-# What a collective is drawn with while it waits for another rank.
+# The character of a collective that waits for another rank.
 WAITS = "."
 
 
 @dataclass(frozen=True)
 class Glyphs:
-    """start and fill draw a slice with room for its name; tiny one that is a single column wide."""
+    """start and fill draw a slice with room for its name; tiny draws one of a single column."""
 
     start: str
     fill: str
@@ -30,7 +30,7 @@ class Glyphs:
 
 @dataclass(frozen=True)
 class Mark:
-    """A stretch of a lane with a name; ns. kind: `wait` where a collective only waits for another rank."""
+    """An interval of a lane with a name; ns. kind: `wait` for a collective that only waits for another rank."""
 
     name: str
     start: int
@@ -49,12 +49,11 @@ def draw(
     marks: Sequence[Mark] = (),
     layers: Mapping[int, str] = MappingProxyType({}),
 ) -> list[str]:
-    """The lines of the picture, at most `width` columns wide. Step marks have their own row, the last one.
+    """Return the lines of the picture, at most `width` columns wide. Step marks have the last row for themselves.
 
-    layers: names of layers by a slice's id, which come first.
+    layers: names of layers by a slice's id, which replace the slice's own name.
 
-    A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end
-    of its row.
+    A slice narrower than a column is drawn as one mark with its neighbours, and counted at the end of its row.
     """
     start = step.start
     end = max([step.end, *(one.end for one in step.work)])
@@ -69,7 +68,7 @@ def draw(
 
     lines = [" " * margin + _axis((end - start) / 1e3, columns, glyphs)]
     for number, rows in enumerate(_cpu_rows(step)):
-        # Below slices too narrow for a name there are only narrower ones.
+        # A slice too narrow for a name has only narrower slices below it.
         widest = [max(column(one.end) - column(one.start) for one in row) for row in rows]
         drawn = min(MAX_ROWS, next((depth + 1 for depth, width in enumerate(widest) if width < 4), MAX_ROWS))
         for depth, row in enumerate(rows[:drawn]):
@@ -91,7 +90,7 @@ def draw(
 def draw_rows(
     rows: Sequence[tuple[str, Sequence[tuple[int, int, str, bool]]]], width: int, glyphs: Glyphs
 ) -> list[str]:
-    """Titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
+    """Return titled rows of (start, end, name, whether it only waits), in ns, on one axis; at most `width` wide."""
     pieces = [one for _, row in rows for one in row]
     margin = max([6, *(len(title) + 1 for title, _ in rows)])
     columns = width - margin - COUNTED
@@ -111,7 +110,7 @@ def draw_rows(
 
 
 def _cpu_rows(step: Step) -> list[list[list[Op]]]:
-    """For each thread its rows, the outermost slices first."""
+    """Return the rows of each thread, the outermost slices first."""
     threads: dict[tuple, list[list[Op]]] = {}
     for op, depth in step.dispatch():
         rows = threads.setdefault(op.track, [])
@@ -151,7 +150,7 @@ def _row(
 
 
 def _axis(length_us: float, columns: int, glyphs: Glyphs) -> str:
-    """Ticks at round times, about one in 16 columns."""
+    """Return ticks at round times, about one in 16 columns."""
     step = next(
         one * 10**power for power in range(-3, 18) for one in (1, 2, 5) if one * 10**power * columns / length_us >= 16
     )

@@ -1,4 +1,4 @@
-"""--fail-if: what of a step must not have changed by more than a limit, from the first run to another."""
+"""--fail-if: limits on the change of a step's figures from the first run to another."""
 
 import operator
 import re
@@ -21,7 +21,7 @@ WRITTEN = re.compile(
 
 
 class Limit(NamedTuple):
-    """One limit. amount: a share where relative, else in µs, bytes or a count."""
+    """One limit. amount: a share if it is relative, else in µs, bytes or a count."""
 
     text: str
     measure: str
@@ -31,12 +31,12 @@ class Limit(NamedTuple):
 
 
 def limit_of(text: str) -> Limit:
-    """The limit that a user wrote. Raises BadInput."""
+    """Return the limit that a user wrote. Raises BadInput."""
     match = WRITTEN.fullmatch(text)
     measure = " ".join(match[1].lower().split()) if match else ""
     if measure not in MEASURES:
         known = ", ".join(MEASURES)
-        raise BadInput(f"--fail-if {printable(text)[:60]!r}: write for example {EXAMPLES}; there are {known}")
+        raise BadInput(f"--fail-if {printable(text)[:60]!r}: write for example {EXAMPLES}; the measures are {known}")
     unit = (match[4] or "").lower()
     wanted = OF_TIME if measure in TIMES else OF_SIZE if measure == "memory" else ("",)
     if unit != "%" and (unit not in wanted or measure == "gpu busy"):
@@ -47,7 +47,11 @@ def limit_of(text: str) -> Limit:
 
 
 def measures(summary: Summary) -> dict[str, float | None]:
-    """The figures of the reported step that can have a limit: times in µs, a share, counts, bytes; None if unknown."""
+    """Return the figures of the reported step that can have a limit; None if unknown.
+
+    Times are in µs; the others are a share, counts and bytes.
+
+    """
     gpu = summary.has_gpu_work
     return {
         "step": summary.recorded_step_us,
@@ -61,14 +65,14 @@ def measures(summary: Summary) -> dict[str, float | None]:
 
 
 def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
-    """In words, each limit that a run crosses against the first. Raises BadInput where the traces do not tell."""
+    """Return a sentence for each limit that a run crosses against the first. Raises BadInput for an unknown figure."""
     first, *others = map(measures, summaries)
     found = []
     for limit in limits:
         for number, other in enumerate(others, 2):
             before, after = first[limit.measure], other[limit.measure]
             if before is None or after is None:
-                raise BadInput(f"--fail-if {limit.text!r}: the traces do not tell {limit.measure}")
+                raise BadInput(f"--fail-if {limit.text!r}: the traces do not show {limit.measure}")
             if COMPARISONS[limit.comparison](changed(limit, before, after), limit.amount):
                 run = f"run {number}: " * (len(others) > 1)
                 found.append(f"{run}{in_words(limit.measure, before, after)} ({limit.text})")
@@ -76,7 +80,7 @@ def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
 
 
 def changed(limit: Limit, before: float, after: float) -> float:
-    """The change that a limit is set on: of a share in points, else relative or as it is."""
+    """Return the change that a limit applies to: in points for a share, else relative or absolute."""
     if limit.measure == "gpu busy" or not limit.relative:
         return after - before
     if before:
@@ -85,7 +89,7 @@ def changed(limit: Limit, before: float, after: float) -> float:
 
 
 def in_words(measure: str, before: float, after: float) -> str:
-    """What became of a measure, with its unit."""
+    """Return the change of a measure in words, with its unit."""
     name = {"step": "the step", "cpu": "the step on the CPU", "gpu": "GPU time", "gpu busy": "GPU busy"}.get(
         measure, measure
     )

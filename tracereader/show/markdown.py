@@ -1,4 +1,4 @@
-"""--markdown: a comparison as a comment of a pull request. Names of a trace become neither markup nor mentions."""
+"""--markdown: a comparison as a comment on a pull request. Names in a trace become neither markup nor mentions."""
 
 import re
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ TITLES = {
     "kernels": "kernels", "memory": "peak memory",
 }  # fmt: skip
 PUNCTUATION = re.compile(r"([\\`*_\[\]<>#|~&$])")
-APART = "\u200b"  # invisible; keeps @name, #1 and addresses from becoming links
+APART = "\u200b"  # invisible; it keeps @name, #1 and addresses from becoming links
 
 
 def side_by_side(summaries: Sequence[Summary]) -> str:
-    """The comparison of several runs, each against the first."""
+    """Return the comparison of several runs, each against the first."""
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.told_apart(sides)
     numbers = range(1, len(sides) + 1)
@@ -73,13 +73,13 @@ def _change(name: str, before: float, after: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of GitHub's: its cells are text already escaped."""
+    """Return a table in GitHub's Markdown. Its cells are escaped already."""
     aligned = ["---", *("---:" for _ in heads[1:])]
     return [f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows)]
 
 
 def code(text: str) -> str:
-    """A name as it is, between as many backticks as it needs; in a table a bar ends a cell even there."""
+    """Return a name as code, between as many backticks as it needs. A bar would end a table's cell even there."""
     text = " ".join(printable(text).split()).replace("|", "\\|") or " "
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     blank = " " * (text.startswith("`") or text.endswith("`"))
@@ -87,12 +87,12 @@ def code(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A sentence whose characters mean nothing but themselves."""
+    """Return a sentence without characters that Markdown interprets."""
     text = PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
     return re.sub(r"(@|\\#|:/|www)", rf"\1{APART}", text)
 
 
 def html(text: str) -> str:
-    """The same in a line of HTML, which Markdown does not read."""
+    """Return the text for a line of HTML, in which Markdown is not interpreted."""
     text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"(@|#|:/|www)", rf"\1{APART}", text)

@@ -1,4 +1,4 @@
-"""The table "try first": what to change, and the step's time before and after."""
+"""The table "try first": changes to try, and the step's time before and after each."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
 from tracereader.replay import Refused
 from tracereader.show.text import Name, head, paragraph, percent, plain, print_columns, unit_of
 
-# Changes beside the first one whose times stand in the answer itself: all of it fits into the first 25 lines.
+# The number of changes whose times are in the answer itself, which has to fit into the first 25 lines.
 SHOWN = 2
 
 
 def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool, limit: str = "") -> None:
-    """The changes with the step's time before and after each; of the first one the reason and how to try it, too.
+    """Print the changes with the step's time before and after each; the first one with its reason and how to try it.
 
-    A saving that assumes a hardware limit or a typical rate is shown as "at most". everything: as many rows as there
-    are, each with its reason. limit: what the trace shows to limit the step, said where no change is known.
+    A saving that assumes a hardware limit or a typical rate is shown as "at most". everything: print all rows, each
+    with its reason. limit: what limits the step, printed if no change is known.
     """
     if isinstance(found, Refused):
-        paragraph(out, f"{head('try first', 'try')}: no change can be priced, because {plain(str(found))}", rest="  ")
+        paragraph(out, f"{head('try first', 'try')}: no saving can be computed, because {plain(str(found))}", rest="  ")
         return
     if not found:
         nothing = f"no change that read-trace knows saves more than {WORTH_SHOWING:.0%} of the recorded step"
@@ -37,7 +37,7 @@ def show(out: Console, found: Sequence[Opportunity] | Refused, everything: bool,
 
 
 def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
-    """What `show` left out: the reasons of the other changes, and how to try them."""
+    """Print the remaining changes: their reasons, and how to try them."""
     if isinstance(found, Refused) or len(found) < 2:
         return
     unit = unit_of([found[0].step_us], ms_from=1e3)
@@ -45,8 +45,8 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
     for number, one in enumerate(found[1:], 2):
         most = "at most " if one.basis == "bound" else ""
         saved = f"; the step takes {unit(one.step_us_after)} {unit.name} after it, which saves {most}"
-        told = f"{one.title}{saved}{percent(one.saves_us / one.step_us)}" if number > SHOWN else one.title
-        paragraph(out, plain(told), f"  {number} ", "    ")
+        text = f"{one.title}{saved}{percent(one.saves_us / one.step_us)}" if number > SHOWN else one.title
+        paragraph(out, plain(text), f"  {number} ", "    ")
         paragraph(out, plain(_reason(one)), "    ", "    ")
 
 
@@ -56,7 +56,7 @@ def _reason(one: Opportunity) -> str:
 
 
 def _without_profiler(one: Opportunity) -> str:
-    """The same step without the profiler, where the run measured it."""
+    """Return the change for the step without the profiler, if the run measured it."""
     if one.unprofiled_step_us is None or one.unprofiled_step_us_after is None:
         return ""
     unit = unit_of([one.unprofiled_step_us], ms_from=1e3)

@@ -1,4 +1,4 @@
-"""A numbered script's predictions and the reader's own, against the trace."""
+"""A numbered script's predictions and the user's own guesses, checked against the trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,21 +19,21 @@ READERS_MARKS = {True: "[green]right[/green]", False: "[red]wrong[/red]", None: 
 
 
 def predictions_of(trace: Trace) -> list[Prediction]:
-    """What the numbered script that made this trace predicted, as far as this version can read it."""
+    """Return the predictions of the numbered script that made this trace, as far as this version can read them."""
     records = trace.facts.guesses
     return [one for record in records if (one := expect.from_record(record))]
 
 
 def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view: View) -> None:
-    """How many predictions hold, and of those that do not what was seen instead; all of them where asked for."""
+    """Print how many predictions hold, and the evidence against the others; every prediction if asked for."""
     answers = [(one, one.ask(summary)) for one in predictions]
-    told = [(one, verdict) for one, verdict in answers if verdict.evidence != NO_GPU]
+    decided = [(one, verdict) for one, verdict in answers if verdict.evidence != NO_GPU]
     brief = view.usual
-    kept = _kept(told)
-    if not told:
-        kept = f"{_about_the_gpu(len(answers))}, and this run was on the CPU"
-    out.print(head(kept, "predictions"))
-    for one, verdict in sorted(told, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
+    sentence = _how_many_hold(decided)
+    if not decided:
+        sentence = f"{_about_the_gpu(len(answers))}, and this run was on the CPU"
+    out.print(head(sentence, "predictions"))
+    for one, verdict in sorted(decided, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
         paragraph(out, plain(one.text), f"  {MARKS[verdict.holds]}  ", " " * 7)
@@ -41,19 +41,19 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
             paragraph(out, f"[dim]{plain(verdict.evidence)}[/dim]", " " * 7, " " * 7)
         if verdict.why_not and not verdict.holds:
             paragraph(out, plain(verdict.why_not), " " * 7, " " * 7)
-    if len(told) < len(answers):
+    if len(decided) < len(answers):
         about_gpu = [one for one, verdict in answers if verdict.evidence == NO_GPU]
-        _gpu_answers(out, about_gpu, summary, brief, more=bool(told))
+        _gpu_answers(out, about_gpu, summary, brief, more=bool(decided))
 
 
-def said(predictions: Sequence[Prediction], summary: Summary) -> str:
-    """What show() says was seen instead, where predictions do not hold."""
+def evidence_against(predictions: Sequence[Prediction], summary: Summary) -> str:
+    """Return the evidence that show() prints against predictions."""
     verdicts = [one.ask(summary) for one in predictions]
     return "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
 
 
-def _kept(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
-    """How many predictions the trace bears out."""
+def _how_many_hold(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
+    """Return the sentence about how many predictions hold."""
     holds = [verdict.holds for _, verdict in answers]
     unknown = f"; {holds.count(None)} cannot be decided" if None in holds else ""
     broken = {0: "", 1: "; this one does not:"}.get(holds.count(False), "; these do not:")
@@ -66,11 +66,14 @@ def _about_the_gpu(count: int, more: str = "") -> str:
 
 
 def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summary, brief: bool, more: bool) -> None:
-    """What the reference trace of a GPU answers, where a run on the CPU cannot. more: others have been told."""
+    """Print the answers of a GPU's reference trace to predictions that a run on the CPU cannot decide.
+
+    more: whether other predictions are printed already.
+    """
     reference = references.of(Path(summary.source.trace), GPU_REFERENCE)
     try:
         gpu = reference and summarize(read(reference))
-    except TraceError:  # no answer of this run's is lost by it
+    except TraceError:  # the answers of this run remain
         gpu = None
     left = f"{_about_the_gpu(len(predictions), 'more ')}, and this run was on the CPU" if more else ""
     if gpu is None:
@@ -79,10 +82,10 @@ def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summa
         return
     answers = [(one, one.ask(gpu)) for one in predictions]
     on_gpu = f"In the reference trace of an {plain(gpu.source.devices[0])}"
-    told = ". ".join([*[left] * more, on_gpu])
-    paragraph(out, f"{told}, {_kept(answers)}", "  ", "  ")
+    opening = ". ".join([*[left] * more, on_gpu])
+    paragraph(out, f"{opening}, {_how_many_hold(answers)}", "  ", "  ")
     if not brief:
-        out.print(f"  {plain(shown_path(reference))}")  # to be copied, so on a line of its own
+        out.print(f"  {plain(shown_path(reference))}")  # on a line of its own, so that it can be copied
     for one, verdict in answers:
         if brief and verdict.holds is not False:
             continue

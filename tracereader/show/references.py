@@ -1,4 +1,4 @@
-"""The committed traces of other machines, where the reader stands in the repository."""
+"""The committed traces of other machines, if the reader runs in the repository."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "traces/reference"
 
 
 def machines() -> list[str]:
-    """The folders of traces/reference; none where the reader was installed alone."""
+    """Return the folders of traces/reference; empty if only the reader is installed."""
     return sorted(one.name for one in FOLDER.iterdir() if one.is_dir()) if FOLDER.is_dir() else []
 
 
 def of(path: Path, machine: str) -> Path | None:
-    """The trace of the same script and run on that machine, if it was recorded."""
+    """Return the trace of the same script and run on that machine, if it was recorded."""
     run = path.name.removesuffix(".gz").removesuffix(".json").removesuffix("_cpu")
     reference = FOLDER / machine / path.resolve().parent.name / f"{run}.json.gz"
     return reference if reference.is_file() else None

@@ -1,4 +1,4 @@
-"""What repeats in a step, in one row; and a long step's activities in order, with what repeats shown once."""
+"""The repetitions in a step as rows of a table; and a long step's activities in order, with repetitions shown once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from tracereader.show.lanes import Mark
 from tracereader.show.text import Name, Unit, paragraph, percent, plain, print_columns, unit_of
 from tracereader.trace import Step
 
-# What repeats and takes less of a step's GPU time is not recorded.
+# A repetition that takes less of a step's GPU time has no row.
 WORTH_A_ROW = 0.05
 ROWS_SHOWN = 8
 LONG = 40  # activities
-BETWEEN = 3  # activities shown of those before, between and after
-# A stretch that takes this many times the median one is named: in the H200's traces equal layers
-# differ by up to 1.11.
+BETWEEN = 3  # activities shown of those before, between and after repetitions
+# A repetition that takes this many times the median one is named: in the H200's traces equal layers differ by up to
+# 1.11.
 LONG_STRETCH = 1.2
 
 
-def told(summary: Summary) -> list[Repeat]:
-    """The repeats that are worth a row, in order; none of a step that is short enough to be read as a whole."""
+def worth_showing(summary: Summary) -> list[Repeat]:
+    """Return the repetitions that are worth a row, in order; empty for a step that is short enough to be shown."""
     if len(summary.gpu_work) <= LONG:
         return []
     total = summary.summed_us
@@ -36,8 +36,8 @@ def told(summary: Summary) -> list[Repeat]:
 
 
 def table(out: Console, summary: Summary) -> None:
-    """Each run of equal stretches as a row, with the rest of the step; then what one stretch consists of."""
-    total, shown = summary.summed_us, told(summary)
+    """Print each repetition as a row, with the rest of the step; then the content of one occurrence."""
+    total, shown = summary.summed_us, worth_showing(summary)
     largest = sorted(shown, key=lambda one: -one.total_us)[:ROWS_SHOWN]
     each_us = unit_of([one.high_us for one in largest])
     in_all = unit_of([total])
@@ -59,8 +59,8 @@ def table(out: Console, summary: Summary) -> None:
         rows.append((name, "", "", "", in_all(outside), percent(outside / total)))
     step = f"{'step ' * summary.source.has_steps}{summary.chosen.number}"
     heads = (
-        f"what repeats in {step}", f"GPU {each_us.name}", "range", f"CPU {each_us.name}",
-        f"in all, {in_all.name}", "of GPU work",
+        f"repetitions in {step}", f"GPU {each_us.name}", "range", f"CPU {each_us.name}",
+        f"total {in_all.name}", "of GPU work",
     )  # fmt: skip
     print_columns(out, heads, rows)
     if overlap(summary):
@@ -76,7 +76,7 @@ def table(out: Console, summary: Summary) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A GPU activity, or that at one place in each of `times` stretches; a gap of `left_out` activities."""
+    """A GPU activity, or those at one position of `times` equal sequences; or a gap of `left_out` activities."""
 
     work: GpuWork | None
     times: int = 1
@@ -85,8 +85,8 @@ class Row:
 
 
 def in_order(summary: Summary) -> list[Row]:
-    """A step's GPU activities in order: one stretch stands for all of its kind, a few for what lies between."""
-    starting = {repeat.start: repeat for repeat in told(summary)}
+    """Return a step's GPU activities in order: one sequence for all equal ones, and a few of the others."""
+    starting = {repeat.start: repeat for repeat in worth_showing(summary)}
     inside = {place for repeat in starting.values() for places in repeat.places for place in places}
     rows: list[Row] = []
     between: list[GpuWork] = []
@@ -101,7 +101,7 @@ def in_order(summary: Summary) -> list[Row]:
 
 
 def _folded(summary: Summary, places: Sequence[int]) -> Row:
-    """The activities at one place of each stretch, as one."""
+    """Return the activities at one position of each sequence, as one row."""
     same = [summary.gpu_work[place] for place in places]
     asked = Counter()
     for one in same:
@@ -128,9 +128,9 @@ def _between(work: Sequence[GpuWork]) -> list[Row]:
 
 
 def marks(step: Step, summary: Summary) -> list[Mark]:
-    """Each stretch as a slice of the GPU's lane, from its first activity's start to its last one's end."""
+    """Return each sequence as a slice of the GPU's lane, from its first activity's start to its last one's end."""
     found = []
-    for repeat in told(summary):
+    for repeat in worth_showing(summary):
         for number, places in enumerate(repeat.places, 1):
             work = [step.work[place] for place in places]
             found.append(Mark(str(number), min(one.start for one in work), max(one.end for one in work)))
@@ -149,7 +149,7 @@ def _row(name: str, one: Repeat, each: Unit, in_all: Unit, total: float | None) 
 
 
 def _families(summary: Summary, one: Repeat) -> str:
-    """The GPU time of the stretches by family of kernel, as shares, with activities of one."""
+    """Return the GPU time of the sequences by family of kernel, as shares, with the number of activities in one."""
     time, pieces = Counter(), Counter()
     for work in (summary.gpu_work[place] for places in one.places for place in places):
         time[work.family] += work.us

@@ -1,4 +1,4 @@
-"""What one trace shows, from the file alone."""
+"""The report of one trace."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -54,15 +54,15 @@ from tracereader.trace.labels import INDUCTORS_CALL
 # A step with at most so many GPU activities is shown activity by activity; a larger one by kernel and family.
 SMALL = 12
 STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
-WIDE = 100  # columns: in fewer, a table of kernels has no room for the ops that launch them
+WIDE = 100  # columns; in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
-EXPLAINED = 12  # calls of a step up to which there is room for what each pattern means
+EXPLAINED = 12  # the largest number of calls in a step for which each pattern is explained
 
 
 def opened(
     path: Path, view: View, limit: int = DEFAULT_LIMIT, captures: tuple[Path, ...] = ()
 ) -> tuple[Trace, Summary]:
-    """A trace, and the summary of it with the step that was asked for. Raises BadInput.
+    """Return a trace, and its summary with the step that was asked for. Raises BadInput.
 
     captures: the traces of the captures of its CUDA graphs, or the folders that hold them.
     """
@@ -74,7 +74,7 @@ def opened(
 
 
 def chosen_step(trace: Trace, number: int | None) -> Step | None:
-    """Step #number; None for a typical one. Raises BadInput where the trace does not hold it."""
+    """Return step #number; None for a typical one. Raises BadInput if the trace does not contain it."""
     if number is None:
         return None
     for step in trace.steps:
@@ -85,14 +85,14 @@ def chosen_step(trace: Trace, number: int | None) -> Step | None:
 
 
 def explain_file(path: Path, view: View) -> Summary:
-    """Read a trace file and print all that it shows; its summary. Raises BadInput."""
+    """Read a trace file, print its report, and return its summary. Raises BadInput."""
     trace, summary = opened(path, view)
     explain(trace, summary, view)
     return summary
 
 
 def explain(trace: Trace, summary: Summary, view: View) -> None:
-    """All that one trace shows: the answer first, the evidence below it."""
+    """Print the report of one trace: the answer first, the evidence below it."""
     predicted = predictions.predictions_of(trace)
     wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
@@ -101,7 +101,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     limit = steps.longest_waits(summary)
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
-    # In this order. A section that appears twice has its answer above and its evidence below.
+    # The order of the report. A section that appears twice has its answer above and its evidence below.
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
         ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual, limit)),
@@ -111,7 +111,10 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         (ALWAYS, lambda: _notes(out, summary)),
         ("try", lambda: view.usual and not view.brief and try_first.show_others(out, changes)),
         ("predictions", lambda: predictions.show(out, predicted, summary, view)),
-        ("steps", lambda: _steps(out, summary, view, predictions.said(predicted, summary) if view.brief else "")),
+        (
+            "steps",
+            lambda: _steps(out, summary, view, predictions.evidence_against(predicted, summary) if view.brief else ""),
+        ),
         ("lanes", lambda: _lanes(out, trace, step, summary)),
         ("gpu", lambda: _gpu_time(out, summary, view)),
         ("training", lambda: training.show(out, summary, view, ascii_only(out))),
@@ -127,7 +130,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("chain", lambda: chain.show(out, summary, view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
-    told = set()
+    printed = set()
     _header(out, summary, view)
     for name, part in parts:
         if name in wanted or name == ALWAYS:
@@ -135,8 +138,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
                 part()
             if text := section.get():
                 out.file.write(f"\n{text}")
-                told.add(name)
-    absent = [name for name in view.only or () if name not in told]
+                printed.add(name)
+    absent = [name for name in view.only or () if name not in printed]
     if absent:
         out.print()
     for name in absent:
@@ -148,7 +151,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
 
 
 def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
-    """The sections that this view shows of this trace."""
+    """Return the sections that this view shows of this trace."""
     wanted = {name for name in SECTIONS if view.shows(name)}
     if not lanes_wanted(view):
         wanted.discard("lanes")
@@ -158,27 +161,27 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
     if view.usual:
         wanted.discard("starts")
         if not view.brief:
-            wanted.discard("table")  # what it sums up stands below, step by step
+            wanted.discard("table")  # its rows are shown below, by step
         if len(summary.steps) < series_of.ENOUGH:
             wanted.discard("series")
-        wanted -= _says_nothing(summary)
+        wanted -= _redundant(summary)
     if summary.gpu is None:  # no work in the window, though there may be some outside
         wanted.discard("gpu")
     if summary.counters is None:
         wanted.discard("counters")
-    if not repeats.told(summary):
+    if not repeats.worth_showing(summary):
         wanted.discard("repeats")
-    if not training.tells(summary):
+    if not training.has_content(summary):
         wanted.discard("training")
     if not predicted:
         wanted.discard("predictions")
     if view.brief and not view.only and {"predictions", "lanes"} <= wanted and len(summary.steps) <= STEPS_SHOWN:
-        wanted.discard("steps")  # drawn; and a prediction speaks of the first one
+        wanted.discard("steps")  # the lanes show them, and a prediction is about the first one
     return wanted
 
 
-def _says_nothing(summary: Summary) -> set[str]:
-    """The sections that an unasked report leaves out, because others say it or because it does not matter here."""
+def _redundant(summary: Summary) -> set[str]:
+    """Return the sections that a default report leaves out, because others say it or they do not matter here."""
     if not summary.has_gpu_work:
         return set()
     small = len(summary.gpu_work) <= SMALL
@@ -187,11 +190,11 @@ def _says_nothing(summary: Summary) -> set[str]:
         gone.add("names")
     if summary.waits_for not in ("overhead", None) and not (small or summary.source.facts.script):
         gone.add("chain")  # the CPU runs ahead of the GPU
-    return gone | {"cpu"}  # where the GPU waits for the CPU, the table of those waits has the ops
+    return gone | {"cpu"}  # if the GPU waits for the CPU, the table of those waits has the ops
 
 
 def _header(out: Console, summary: Summary, view: View) -> None:
-    """What was recorded: the device, the rank, the steps, and how many kernels a step has."""
+    """Print what was recorded: the device, the rank, the steps, and the number of kernels per step."""
     nothing = "no GPU activity recorded" if any("Launch" in name for name in summary.cpu.runtime) else "CPU only"
     if summary.waits_for == "capture":
         nothing = "no GPU activity"  # a capture runs nothing
@@ -205,36 +208,36 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
     else:
-        words.append(f"no profiler steps: {step_us}, read as one")
+        words.append(f"no profiler steps: the recording of {step_us} counts as one step")
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:
         words.append(f"{counted(summary.count('kernel'), 'kernel')} per step")
     if view.brief and len(summary.source.devices) < 2:
-        del words[0]  # a numbered script has just named the machine
+        del words[0]  # a numbered script prints the machine just before
     paragraph(out, f"[bold]{plain(words[0])}[/bold]{plain(''.join(f' · {word}' for word in words[1:]))}", rest="  ")
 
 
 def _regime(out: Console, summary: Summary, view: View) -> None:
-    """What limits the step, with the figures that decide it, and what the step is without the profiler."""
+    """Print what limits the step, with the figures that decide it, and the step's time without the profiler."""
     word, figures = steps.waiting(summary)
     recorded = " while it is recorded" * recording.changes_the_regime(summary)
-    sentences = [f"{head(_begun(word), 'short')}{recorded}.", f"{plain(_begun(figures))}."]
+    sentences = [f"{head(_capitalized(word), 'short')}{recorded}.", f"{plain(_capitalized(figures))}."]
     sentences.append(plain(recording.unprofiled(summary)))
     if view.brief and (means := cheatsheet.what_to_do(summary)):
-        sentences.append(plain(_begun(means.partition(": ")[2] or means)))
+        sentences.append(plain(_capitalized(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))
 
 
-def _begun(sentence: str) -> str:
-    """The text with a capital first letter."""
+def _capitalized(sentence: str) -> str:
+    """Return the text with a capital first letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
 def _tokens(out: Console, summary: Summary) -> None:
-    """How many tokens a second a language model's step gives, and what would allow more."""
+    """Print a language model's tokens per second, and its limit."""
     for line in decoding.in_words(summary):
-        paragraph(out, plain(_begun(line)), rest="  ")
+        paragraph(out, plain(_capitalized(line)), rest="  ")
 
 
 def _notes(out: Console, summary: Summary) -> None:
@@ -255,7 +258,7 @@ def _left_out_for(summary: Summary) -> str:
 
 
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
-    """The GPU's time per step, as recorded, in rows that add up to it."""
+    """Print the GPU's time per step, as recorded, in rows that add up to it."""
     gpu, held = summary.steady, _steady_steps(summary)
     count = max(1, len(held))
     names = {"copy": "copy kernels"}
@@ -273,8 +276,8 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     whole = sum(us for _, us in rows)
     shown, rest = view.parted(rows)
     unit = unit_of([whole], ms_from=1e3)
-    told = [*shown, *[(others(rest), sum(us for _, us in rest))] * bool(rest)]
-    cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in told]
+    parts = [*shown, *[(others(rest), sum(us for _, us in rest))] * bool(rest)]
+    cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in parts]
     whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
     between = " and " if count == 2 else " to "
     of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else ""
@@ -283,12 +286,12 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
 
 
 def _steady_steps(summary: Summary) -> Sequence[StepFacts]:
-    """The steps that the steady window holds: from one step's first GPU activity to the last step's."""
+    """Return the steps in the steady window: from one step's first GPU activity to the last step's."""
     return [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us][:-1]
 
 
 def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
-    """Of a step without GPU activity: its time by op, which adds up where one thread runs the ops."""
+    """Print the time by op of a step without GPU activity, which adds up if one thread runs the ops."""
     if summary.has_gpu_work:
         return
     step_us, one_thread = summary.chosen.cpu_us, summary.cpu.op_threads <= 1
@@ -319,7 +322,7 @@ def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
 
 
 def _gpu_time(out: Console, summary: Summary, view: View) -> None:
-    """Where the GPU's time comes from: what the CPU was in while the GPU waited, phases, modules, families."""
+    """Print the parts of the GPU's time: the CPU's activity while the GPU waited, phases, modules, families."""
     tables = []
     waits = {name: us for name, us in summary.idle_in.items() if us}
     idle = sum(waits.values())
@@ -332,7 +335,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             us = sum(us for _, us in rest)
             rows.append((others(rest), unit(us), percent(us / idle)))
         functions = {
-            place: f"of that {_functions(summary.idle_python)}"
+            place: f"of this time, {_functions(summary.idle_python)}"
             for place, (name, _) in enumerate(shown)
             if name == BETWEEN_OPS and summary.idle_python
         }
@@ -353,7 +356,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         if rest:
             summed = sum(one.us for one in rest), sum(one.share for one in rest), sum(one.pieces for one in rest)
             rows.append((others(rest), unit(summed[0]), f"{summed[1]:.1%}", f"{summed[2]:,}"))
-        # Also what earlier steps launched, and what has no launch in the trace: more than the table by name has.
+        # The window includes activities that earlier steps launched, and those without a launch in the trace, which the
+        # table by name lacks.
         title = f"all in the window, by family{' (kernels overlap)' * overlap(summary)}"
         tables.append(((title, unit.name, "of GPU work", "activities"), rows, {}))
     for number, (heads, rows, below) in enumerate(tables):
@@ -363,13 +367,13 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
 
 
 def _functions(times: dict[str, float]) -> str:
-    """The Python functions in which most of some time went."""
+    """Return the Python functions in which most of some time went."""
     largest = list(times.items())[:FUNCTIONS_NAMED]
     return ", ".join(f"{duration(value)} in {cut(name, 80)}" for name, value in largest)
 
 
 def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[str], list[tuple]]:
-    """The heads and the rows of a table of places in the program."""
+    """Return the heads and the rows of a table of places in the program."""
     shown, rest = view.parted(places)
     gpu = unit_of([one.gpu_us for one in places] + [sum(one.gpu_us for one in rest)])
     cpu = unit_of([one.cpu_us for one in places])
@@ -384,7 +388,7 @@ def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[s
 
 def _kernels(out: Console, summary: Summary, view: View) -> None:
     shown, rest = view.parted(summary.kernels)
-    room = out.width >= WIDE or not view.usual  # else the names give way to the ops that launch them
+    room = out.width >= WIDE or not view.usual  # without room, names matter more than the ops that launch them
     named = labels([one.name for one in shown], 60)
     asking = labels([one.asked_by for one in shown], 28)
     total = unit_of([*(one.total_us for one in shown), sum(one.total_us for one in rest)])
@@ -412,9 +416,9 @@ def _kernels(out: Console, summary: Summary, view: View) -> None:
 
 
 def _cpu(out: Console, summary: Summary, view: View) -> None:
-    """The ops and the CUDA runtime API calls by self time; the latter apart, since many of them wait."""
+    """Print the ops and the CUDA runtime API calls by self time; the latter apart, because many of them wait."""
     tables = [("CUDA runtime API calls, one step", summary.cpu.runtime)]
-    if summary.has_gpu_work:  # else the ops stand above
+    if summary.has_gpu_work:  # without it the table of the ops is above
         tables.insert(0, ("CPU ops by self time, one step", summary.cpu.ops))
     for title, table in tables:
         shown, rest = view.parted(sorted(table.items(), key=lambda item: -item[1].self_us))
@@ -435,14 +439,14 @@ def _cpu(out: Console, summary: Summary, view: View) -> None:
             same.setdefault(key, []).append(one)
     shown = sorted(same.values(), key=lambda calls: -sum(one.us for one in calls))[: view.most(RATES_SHOWN)]
     if shown:
-        out.print("[bold]what the costliest ops compute, and how fast[/bold]")
+        out.print("[bold]sizes and rates of the costliest ops[/bold]")
     types = len({one.type for one in summary.cpu.work if one.type}) > 1
     for calls in shown:
         paragraph(out, plain(_rates(calls, types)), "  ", "    ")
 
 
 def _rates(calls: Sequence[CpuWork], types: bool) -> str:
-    """What calls of an op on the CPU computed, equal ones, and how fast. types: with that of their elements."""
+    """Return the sizes and the rate of equal calls of an op on the CPU. types: include the elements' type."""
     one, us_each = calls[0], fmean(call.us for call in calls)
     name = f"{one.layer}, {one.name}" if one.layer else one.name
     if types:
@@ -458,7 +462,7 @@ def _rates(calls: Sequence[CpuWork], types: bool) -> str:
 
 
 def _of_best(calls: Sequence[CpuWork]) -> str:
-    """As a share of what the run measured at best, which stands for a data sheet's peak."""
+    """Return the share of the best rate that the run measured, which stands for a data sheet's peak."""
     roof, *other_roofs = {one.roof for one in calls}
     if roof is None or other_roofs:
         return ""
@@ -466,9 +470,9 @@ def _of_best(calls: Sequence[CpuWork]) -> str:
 
 
 def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
-    """Each recorded step on both lanes; what lies past the first ones shares a row of medians.
+    """Print each recorded step on both lanes; the steps after the first ones share a row of medians.
 
-    above: what the report has said before, whose reasons are not repeated.
+    above: the earlier text of the report, whose reasons are not repeated.
     """
     found = summary.steps
     shown, rest = view.parted(found, STEPS_SHOWN)
@@ -525,12 +529,12 @@ def _reason(why: str, above: str) -> str:
 
 
 def lane_glyphs(out: Console) -> lanes.Glyphs:
-    """What lanes are drawn with on this terminal."""
+    """Return the characters that draw lanes on this terminal."""
     return lanes.ASCII if ascii_only(out) else lanes.UNICODE
 
 
 def lanes_wanted(view: View) -> bool:
-    """Whether lanes are drawn: at a terminal, or where something asks for them."""
+    """Return whether lanes are drawn: at a terminal, or if they were asked for."""
     return bool(view.only or view.asks_for("lanes") or view.step is not None or sys.stdout.isatty())
 
 
@@ -544,7 +548,7 @@ def _lanes(out: Console, trace: Trace, step: Step, summary: Summary) -> None:
 
 
 def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, view: View) -> list[cheatsheet.Shown]:
-    """The patterns to show: all where they were asked for, else those that the answer does not say already.
+    """Return the patterns to show: all if they were asked for, else those that the answer does not give already.
 
     Patterns that only teach are left out of the report of a trace that no numbered script made.
     """
@@ -556,12 +560,12 @@ def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, vie
     return [one for one in others if summary.source.facts.script or not one[0].teaches]
 
 
-# What the regime and the table of the steps say already.
+# Patterns that the regime and the table of the steps give already.
 SAID_ABOVE = {"overhead_bound", "gpu_bound", "slow_first_step"}
 
 
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
-    """What a small trace shows is explained; of a large one the rest of the report has to fit, too."""
+    """Print the patterns. A small trace's are explained; a large trace's are not, because its report is long."""
     if not found and view.usual:
         return
     roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script
@@ -575,15 +579,15 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
 
 
 def marked(summary: Summary, given: Sequence[tuple[dict, bool]]) -> None:
-    """The reader's own predictions: the record of each, and whether they said yes."""
+    """Print the user's guesses. given: the record of each prediction, and whether the user said yes."""
     out = console()
     out.print()
     out.print("[bold]your guesses[/bold]")
-    words = {True: "yes", False: "no", None: "cannot tell"}
+    words = {True: "yes", False: "no", None: "cannot decide"}
     for record, said in given:
         prediction = expect.from_record(record)
         verdict = prediction.ask(summary)
         right = None if verdict.holds is None else verdict.holds == said
         seen = ", ".join(word for word in (words[verdict.holds], plain(verdict.evidence)) if word)
         paragraph(out, plain(prediction.text), f"  {predictions.READERS_MARKS[right]}  ", " " * 9)
-        paragraph(out, f"you: {words[said]}; the trace: {seen}", " " * 9, " " * 9)
+        paragraph(out, f"your guess: {words[said]}; the trace: {seen}", " " * 9, " " * 9)

@@ -1,4 +1,4 @@
-"""The sections of a report, and the flags that say which of them are shown, and where."""
+"""The sections of a report, and the flags that choose them and their destination."""
 
 import argparse
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from tracereader.command import BadInput, not_negative
 
 
 class Section(NamedTuple):
-    """A section of the report. brief: a numbered script shows it of its own run; the rest is a command away.
+    """A section of the report. brief: whether a numbered script shows it of its own run.
 
-    needs_gpu: only GPU activity fills it. flag: what --NAME does, of a section that has a flag of its own.
+    needs_gpu: whether only GPU activity fills it. flag: the help of --NAME, if the section has a flag of its own.
     """
 
     name: str
@@ -45,7 +45,7 @@ WITH_A_FLAG = tuple(name for name, one in SECTIONS.items() if one.flag)
 
 
 def _sections(text: str) -> list[str]:
-    """The sections of a comma-separated list. Checked here, so that a file name after --only is not taken for one."""
+    """Return the sections of a comma-separated list. An unknown name, such as a file's, is an error."""
     chosen = text.split(",")
     for name in chosen:
         if name not in SECTIONS:
@@ -54,7 +54,7 @@ def _sections(text: str) -> list[str]:
 
 
 def add_view_flags(group) -> None:
-    """Add the flags that the numbered scripts and read-trace share: what is shown, and where."""
+    """Add the flags that the numbered scripts and read-trace share: the content of a report, and its destination."""
     how_much = group.add_mutually_exclusive_group()
     how_much.add_argument(
         "--only",
@@ -74,7 +74,7 @@ def add_view_flags(group) -> None:
 
 
 def by_flag(args) -> list[str]:
-    """The sections that a flag of their own asks for. Raises BadInput where --only leaves one of them out."""
+    """Return the sections that their own flags ask for. Raises BadInput if --only leaves one of them out."""
     asked = [name for name in WITH_A_FLAG if getattr(args, name)]
     for name in asked:
         if args.only and name not in args.only:

@@ -13,17 +13,17 @@ from tracereader.show.view import ROWS, View
 from tracereader.trace import STEP
 from tracereader.trace.kernel_names import labels, short
 
-ENOUGH = 8  # steps: below, one odd step is more than a tenth of them
+ENOUGH = 8  # steps; in fewer, one outlier is more than a tenth of them
 COLUMNS = 20
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-# A mean this far above the median is what one or two slow steps make of it.
+# With a mean this far above the median, one or two slow steps determine the mean.
 MEAN_MISLEADS = 1.02
 
 
 def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, numbered_script: bool) -> None:
-    """A line for each of the costliest, and where it was asked for what the costliest one says.
+    """Print a line for each of the costliest activities; if asked for, explain the first one.
 
-    numbered_script: made the trace, so that its flags are known.
+    numbered_script: whether one made the trace, so that its flags are known.
     """
     asked = not view.usual
     shown = found[: view.most(ROWS)]
@@ -62,17 +62,17 @@ def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, nu
     paragraph(out, "ramp: the last quarter's median over the first's. A line's lowest bar is its fastest step")
     one = shown[0]
     if max(one.us) < VARIES * min(one.us):
-        said = f"stays within {max(one.us) / min(one.us) - 1:.0%}"
+        said = f"varies by up to {max(one.us) / min(one.us) - 1:.0%}"
     else:
         step = one.slowest.removeprefix(STEP[:-1])
         said = f"is slowest in {plain(step)}: {max(one.us) / one.median_us:.2f} times its median"
         if one.mean_us > MEAN_MISLEADS * one.median_us:
-            said += f", and the mean is {one.mean_us / one.median_us - 1:.0%} above the median for it: quote the median"
+            said += f", so the mean is {one.mean_us / one.median_us - 1:.0%} above the median: quote the median"
     paragraph(out, f"{plain(short(one.name, 50))} {said}")
 
 
 def spark(times: Sequence[float], ascii_only: bool = False) -> str:
-    """One character a step, or the median of some; from the fastest up, a full bar being VARIES times that at least."""
+    """Return one character per step, or per median of some. A full bar is at least VARIES times the fastest."""
     bars = ASCII_BARS if ascii_only else BARS
     each = -(-len(times) // COLUMNS)
     heights = [median(times[at : at + each]) for at in range(0, len(times), each)]

@@ -1,4 +1,4 @@
-"""What lies before each GPU activity: the gap, and the way from its launch."""
+"""The time before each GPU activity: the gap, and the parts of the wait from its launch."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from tracereader.show.text import Name, paragraph, plain, print_columns, us
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels, short
 
-# A gap is explained from here on: kernels of one stream that were launched in time stand 1 to 2 µs apart on the H200.
-TELLING_US = 5.0
+# A longer gap is explained: kernels of one stream that were launched in time are 1 to 2 µs apart on the H200.
+LONG_ENOUGH_US = 5.0
 CAUSES_SHOWN, NAMED = 3, 3
 
 
 def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
-    """A line for each GPU activity of a step, and what the launching thread was in during its gaps."""
+    """Print a line for each GPU activity of a step, and the launching thread's activity during its gaps."""
     shown, rest = view.parted(found)
     named = labels([one.name for one in shown], 60)
     own = any(one.own_us for one in shown)
@@ -33,16 +33,18 @@ def show(out: Console, found: Sequence[Start], number: str, view: View) -> None:
     print_columns(out, heads, rows, section="starts")
     paragraph(
         out,
-        "gap: how long the GPU was idle before the activity. wait: from the start of its launch call to its own start. "
-        "Parts of the wait: call, in the launch call; queue, behind earlier work; "
-        + "own, in the profiler's and the driver's own slices; " * own
-        + "way, the rest.",
+        "gap: the GPU's idle time before the activity. wait: from the launch call's start to the activity's start. "
+        "The wait consists of call (the launch call), queue (behind earlier work of the stream), "
+        + "own (slices of the profiler and the driver), " * own
+        + "and way (the rest).",
     )
     for one in shown:
         if one.own_us:
             paragraph(out, f"own, before {plain(short(one.name, 40))}: {_named(one.own_us)}", rest="  ")
-    told = sorted((one for one in found if (one.gap_us or 0) > TELLING_US and one.gap_in), key=lambda one: -one.gap_us)
-    for one in told[:CAUSES_SHOWN]:
+    explained = sorted(
+        (one for one in found if (one.gap_us or 0) > LONG_ENOUGH_US and one.gap_in), key=lambda one: -one.gap_us
+    )
+    for one in explained[:CAUSES_SHOWN]:
         line = f"in the gap before {plain(short(one.name, 40))} the launching thread was in {_named(one.gap_in)}"
         paragraph(out, line, rest="  ")
 

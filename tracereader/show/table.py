@@ -1,4 +1,4 @@
-"""torch's profiler table, as wide as a terminal, and how to read it."""
+"""torch's profiler table, in the width of a terminal, and how to read it."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from tracereader.trace.kernel_names import labels, short
 
 ROWS_SHOWN = 40  # the .txt has 15
 CALLS_NAMED = 3
-LABEL_SPAN_MISLEADS = 1.2  # times the GPU's time from which an annotation's second row says something else
+LABEL_SPAN_MISLEADS = 1.2  # an annotation's second row this many times the GPU's time differs in meaning
 
 
 def show(out: Console, table: Table, steps: int, view: View) -> None:
-    """Its rows, torch's two last lines, and what self, total and the annotation's second row are."""
+    """Print the rows, torch's two last lines, and the meaning of self, total and the annotation's second row."""
     gpu = any(row.on_gpu for row in table.rows)
     shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
     recorded = f"{steps} steps, µs" if steps > 1 else "µs"
@@ -55,14 +55,14 @@ def _how_to_read(table: Table) -> list[str]:
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
         calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
         lines.append(
-            f"self: time in the row itself; total: with what it calls. {plain(label.name)}'s total of "
+            f"self: time in the row itself; total: with the calls below it. {plain(label.name)}'s total of "
             f"{us(label.total_cpu_us)} is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:
         if label and span.name == label.name and span.us > LABEL_SPAN_MISLEADS * table.self_gpu_us > 0:
             lines.append(
-                f"torch lists {plain(label.name)} twice: the second row, left out here, is from its first kernel's "
-                f"start to its last one's end, idle gaps included: {us(span.us)} µs, "
+                f"torch lists {plain(label.name)} twice: the second row, which this table omits, is from its first "
+                f"kernel's start to its last one's end, including idle gaps: {us(span.us)} µs, "
                 f"{span.us / table.self_gpu_us:,.0%} of the GPU's time"
             )
     return lines

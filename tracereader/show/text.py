@@ -1,4 +1,4 @@
-"""How figures, paths and tables are written. Figures are never cut: names are shortened first, then columns stacked."""
+"""The formats of figures, paths and tables. Names are shortened first, then columns are stacked; figures stay."""
 
 import itertools
 import json
@@ -21,12 +21,12 @@ from tracereader.command import printable
 from tracereader.trace.kernel_names import cut, labels
 
 PIPE_WIDTH = 140
-LEAST_NAME = 16  # columns; a name shorter than this says too little
+LEAST_NAME = 16  # columns; a shorter name is of no use
 
 
 def console() -> Console:
-    """Where a report goes: plain text in a pipe, 140 columns wide there unless COLUMNS says otherwise."""
-    # Made on demand, so that a redirected stdout is the one written to.
+    """Return the console of a report: plain text in a pipe, 140 columns wide there unless COLUMNS says otherwise."""
+    # Created here, so that a redirected stdout is the one written to.
     width = None
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some terminals report a width of 0
@@ -37,16 +37,16 @@ def console() -> Console:
 
 
 def ascii_only(out: Console) -> bool:
-    """Whether pictures have to do without characters of their own."""
+    """Return whether pictures can use only ASCII characters."""
     return (
         out.is_dumb_terminal
         or not (out.encoding or "").lower().startswith("utf")
-        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then, too
+        or os.environ.get("LC_ALL") in ("C", "POSIX")  # Python itself would write UTF-8 then
     )
 
 
 def plain(text: str) -> str:
-    """Text from a trace, escaped for use in markup."""
+    """Return text from a trace, escaped for use in markup."""
     return escape(printable(text))
 
 
@@ -54,13 +54,13 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference.md"
 
 
 def head(title: str, section: str) -> str:
-    """Markup of a section's title, linked to the section's row on the reference page where that page exists."""
-    # The reader can be installed without the pages.
+    """Return the markup of a section's title, linked to its row on the reference page if that page exists."""
+    # The reader may be installed without the pages.
     return f"[bold][link={REFERENCE.as_uri()}#{section}]{title}[/link][/bold]" if REFERENCE.is_file() else bold(title)
 
 
 def strict_json(document: object) -> str:
-    """The document as strict, indented JSON. Numbers that are not finite become null."""
+    """Return the document as strict, indented JSON. Numbers that are not finite become null."""
     try:
         return json.dumps(document, indent=1, allow_nan=False)
     except ValueError:
@@ -80,11 +80,11 @@ def bold(text: str) -> str:
 
 
 def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> None:
-    """A sentence, at a terminal broken between words and indented; in a pipe one line, for grep.
+    """Print a sentence, broken between words and indented at a terminal; one line in a pipe, for grep.
 
-    A word that is longer than a line, as a path may be, stays whole: the terminal breaks it, and it can be copied.
+    A word longer than a line, for example a path, stays whole: the terminal breaks it, and it can be copied.
 
-    first, rest: markup before its first line, and plain text before the others.
+    first, rest: markup before the first line, and plain text before the others.
     """
     if out.width >= PIPE_WIDTH and not out.is_terminal:
         out.print(first + markup)
@@ -97,7 +97,7 @@ def paragraph(out: Console, markup: str, first: str = "", rest: str = "") -> Non
 
 
 def _broken(text: Text, width: int) -> Iterator[Text]:
-    """The text in lines of this width at most, but for words that are longer. Text.wrap would break those."""
+    """Yield the text in lines of at most this width. Longer words stay whole, which Text.wrap would break."""
     for line in text.split("\n", allow_blank=True):
         offsets, used = [], 0
         for word in re.finditer(r"\S+\s*", line.plain):
@@ -109,9 +109,9 @@ def _broken(text: Text, width: int) -> Iterator[Text]:
 
 
 def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
-    """A path or a command to copy, beside what it is; on a line of its own where both do not fit into one.
+    """Print a path or a command to copy, beside its description; on a line of its own if both do not fit into one.
 
-    first: it stands before what it is. Both are plain text.
+    first: whether it comes before the description. Both are plain text.
     """
     text, what = plain(text), plain(what)
     line = f"{text}   {what}" if first else f"{what} {text}"
@@ -123,7 +123,7 @@ def print_whole(out: Console, text: str, what: str, first: bool = True) -> None:
 
 
 class Name(str):
-    """A cell that may be shortened where the table is too wide."""
+    """A cell that may be shortened if the table is too wide."""
 
 
 def print_columns(
@@ -134,9 +134,10 @@ def print_columns(
     section: str = "",
     below: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
-    """A table without lines, the columns `left` left-aligned. Cells are plain text, Name cells give way first.
+    """Print a table without lines, the columns `left` left-aligned. Cells are plain text.
 
-    section: of a report, to whose words its first line leads. below: a plain sentence below a row, by its number.
+    Name cells are shortened first. section: of a report; the first line links to its reference. below: a plain sentence
+    below a row, by its number.
     """
     rows = [[Name(printable(cell)) if isinstance(cell, Name) else printable(cell) for cell in row] for row in rows]
     heads = [printable(head) for head in heads]
@@ -164,7 +165,7 @@ def _print_below(out: Console, below: Mapping[int, str], number: int) -> None:
 
 
 def _cut_apart(column: Sequence[str], width: int) -> Sequence[str]:
-    """The names in a column at most `width` wide, and those that differ still different.
+    """Return the names of a column at most `width` wide. Different names stay different.
 
     A common ending is cut first, because it distinguishes none of them.
     """
@@ -194,7 +195,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> s
 
 
 def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], below: Mapping[int, str]) -> None:
-    """Each row on lines of its own: its name, then every figure behind its head."""
+    """Print each row on lines of its own: its name, then every figure after its head."""
     out.print(f"[bold]{escape(heads[0])}[/bold]")
     for number, row in enumerate(rows):
         out.print(escape(cut(row[0], out.width) if isinstance(row[0], Name) else row[0]))
@@ -213,10 +214,10 @@ def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[s
 
 
 def shown_path(path: Path) -> str:
-    """The path as the user would type it: relative where it lies below the current folder."""
+    """Return the path as the user would type it: relative if it lies below the current folder."""
     try:
         here = Path.cwd()
-    except OSError:  # deleted meanwhile
+    except OSError:  # the folder was deleted meanwhile
         return printable(str(path))
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
@@ -227,14 +228,14 @@ def us(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a column of times: its name, how many µs it is, and the digits that are shown."""
+    """The unit of a column of times: its name, its length in µs, and the digits that are shown."""
 
     name: str
     us: float
     digits: int
 
     def __call__(self, value: float | None) -> str:
-        """A time in µs, written in this unit without its name; a time that rounds to nothing is "<0.01"."""
+        """Return a time in µs in this unit without its name; "<0.01" for a time that rounds to zero."""
         if value is None:
             return "–"
         told = f"{value / self.us:,.{self.digits}f}"
@@ -246,7 +247,7 @@ class Unit:
 
 
 def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
-    """The unit for a column of times (µs), by the longest of them. ms_from: the least µs shown in ms."""
+    """Return the unit for a column of times (µs), by the longest of them. ms_from: the least µs shown in ms."""
     most = max((abs(value) for value in values if value is not None), default=0.0)
     if most >= 1e7:
         return Unit("s", 1e6, 2)
@@ -260,7 +261,7 @@ def percent(share: float | None) -> str:
 
 
 def ratio(value: float, base: float) -> str:
-    """To two decimals, and at least two significant digits."""
+    """Return a ratio with two decimals, and at least two significant digits."""
     if not base:
         return ""
     digits = 2 - min(0, math.floor(math.log10(value / base)) + 1) if value else 2

@@ -12,8 +12,8 @@ from tracereader.trace.kernel_names import labels
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 
-def tells(summary: Summary) -> bool:
-    """Whether there is anything to show."""
+def has_content(summary: Summary) -> bool:
+    """Return whether the section has any content."""
     one, places = summary.training, (summary.places.by_phase, summary.places.by_label, summary.places.by_module)
     return any(
         (
@@ -29,10 +29,10 @@ def tells(summary: Summary) -> bool:
 
 
 def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
-    """The step's phases and modules, the optimizer, recomputation, synchronizations, the DataLoader and memory."""
+    """Print the step's phases and modules, optimizer, recomputation, synchronizations, DataLoader and memory."""
     found = summary.training
     out.print(f"[bold]inside step {plain(summary.chosen.number)}[/bold]")
-    if not summary.has_gpu_work:  # with a GPU lane they stand beside its time
+    if not summary.has_gpu_work:  # with a GPU lane the tables of GPU time include them
         for title, places in (
             ("by phase, from autograd's events", summary.places.by_phase),
             ("by annotation", () if summary.places.by_phase else summary.places.by_label),
@@ -54,7 +54,7 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         line = f"optimizer: {plain(one.name)}{how}: {duration(one.cpu_us)} of CPU time{gpu}"
         if one.backward_us:
             forward = f"{duration(one.forward_us)} of forward and " if one.forward_us else ""
-            line += f", without the {forward}{duration(one.backward_us)} of backward that run in it"
+            line += f", excluding the {forward}{duration(one.backward_us)} of backward that run in it"
         paragraph(out, line, "  ", "    ")
     if again := found.recomputed:
         activities = counted(again.pieces, "activity", "activities")
@@ -63,7 +63,7 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         line = f"recomputed in backward: {calls}, {duration(again.cpu_us)} of CPU time{gpu}"
         paragraph(out, line, "  ", "    ")
     if waits := found.loading:
-        idle = "" if waits.idle_us is None else f", the GPU idle for {duration(waits.idle_us)} of it"
+        idle = "" if waits.idle_us is None else f"; the GPU is idle for {duration(waits.idle_us)} of that time"
         line = f"waiting for the DataLoader: {duration(waits.us)}, {waits.share:.0%} of the step{idle}"
         paragraph(out, line, "  ", "    ")
     if found.syncs:
@@ -93,18 +93,18 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
 
 
 def memory(curve: MemoryCurve, ascii_only: bool) -> list[str]:
-    """The curve as one line of blocks, and its peak in words."""
+    """Return the curve as one line of blocks, and its peak in words."""
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     low, high = min(curve.points), max(curve.points)
     height = [round((one - low) / (high - low) * (len(blocks) - 1)) if high > low else 0 for one in curve.points]
     what = "GPU memory" if curve.on_gpu else "CPU memory, counted from the recording's start"
     places = [f"in {one}" for one in (curve.phase, curve.module, curve.op) if one]
-    where = f", asked for {', '.join(places)}" if places else ""
+    where = f", allocated {', '.join(places)}" if places else ""
     return [
         f"{what}, over the step",
         f"  {''.join(blocks[one] for one in height)}",
         f"  {_size(curve.start_bytes)} at its start, {_size(curve.end_bytes)} at its end; the peak of "
-        f"{_size(curve.peak_bytes)} at {curve.peak_at:.0%} of it{where}",
+        f"{_size(curve.peak_bytes)} at {curve.peak_at:.0%} of the step{where}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What of a report is shown, and how much of it."""
+"""The content of a report, and its length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from tracereader.show import sections
 
-# A longer table shows so many rows, and the others in one.
+# A longer table shows this many rows, and the others in one row.
 ROWS = 8
 
 Row = TypeVar("Row")
@@ -14,10 +14,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class View:
-    """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
+    """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
-    by_flag: the sections that a flag of their own asks for. all: every section and row. brief: what a numbered script
-    shows of its own run.
+    by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
+    a numbered script shows of its own run.
     """
 
     only: Sequence[str] | None = None
@@ -28,12 +28,12 @@ class View:
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
-        """What a command's flags ask for. Raises BadInput where one flag excludes what another one asks for."""
+        """Return the view that a command's flags ask for. Raises BadInput for flags that exclude each other."""
         return cls(args.only, args.step, sections.by_flag(args), args.all, brief)
 
     @property
     def usual(self) -> bool:
-        """Whether the usual sections are shown: neither certain ones nor all were asked for."""
+        """Return whether the usual sections are shown: neither certain ones nor all were asked for."""
         return not (self.only or self.all)
 
     def shows(self, section: str) -> bool:
@@ -42,20 +42,20 @@ class View:
         return self.all or not self.brief or sections.SECTIONS[section].brief
 
     def asks_for(self, section: str) -> bool:
-        """Whether this section was asked for by its name."""
+        """Return whether this section was asked for by its name."""
         return section in (self.only or ()) or section in self.by_flag
 
     def most(self, rows: int) -> int | None:
-        """How many rows of something to show; None: all."""
+        """Return the number of rows to show; None for all."""
         return None if self.all else rows
 
     def parted(self, rows: Sequence[Row], most: int = ROWS) -> tuple[Sequence[Row], Sequence[Row]]:
-        """The rows of a table that are shown, and the others, which share one row: none, or at least two."""
+        """Return the rows of a table that are shown, and the others, which share one row: none, or at least two."""
         if self.all or len(rows) <= most + 1:
             return rows, ()
         return rows[:most], rows[most:]
 
 
 def others(rows: Sequence) -> str:
-    """The name of the row that the others share."""
+    """Return the name of the row that the others share."""
     return f"{len(rows):,} others"

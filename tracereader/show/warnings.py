@@ -1,4 +1,4 @@
-"""What is wrong with the trace itself, in words."""
+"""Warnings about the trace itself, in words."""
 
 from tracereader.figures import Summary
 from tracereader.figures.source import TraceWarning
@@ -7,7 +7,7 @@ from tracereader.trace.kernel_names import short
 
 
 def of(summary: Summary) -> list[str]:
-    """A sentence for each warning."""
+    """Return a sentence for each warning."""
     return [_in_words(one) for one in summary.source.warnings]
 
 
@@ -25,8 +25,10 @@ def _in_words(one: TraceWarning) -> str:
         case "table_of_another_run":
             return f"{one.names[0]} beside it is the profiler table of another run"
         case "category_left_out" | "category_taken_for_work":
-            what = "left out" if one.name == "category_left_out" else "taken for its work"
-            return f"{counted(one.count, 'slice')} on a device of a category not known here, {one.names[0]}: {what}"
+            verb = ("is" if one.count == 1 else "are") + " left out"
+            if one.name == "category_taken_for_work":
+                verb = ("counts" if one.count == 1 else "count") + " as GPU activity"
+            return f"{counted(one.count, 'slice')} of the unknown category {one.names[0]} on a device {verb}"
         case "captures_not_used":
             return f"no step launches a CUDA graph, so the captures in {' and '.join(one.names)} are not used"
         case "no_capture_fits":

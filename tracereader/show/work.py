@@ -1,4 +1,4 @@
-"""The GPU activities of one step in order, and what the kernels' names say."""
+"""The GPU activities of one step in order, and details from the kernels' names."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ SEVERAL = 8  # names
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """One row for each; what repeats is shown once unless all is asked for."""
-    folded = not view.all and bool(repeats.told(summary))
+    """Print a row for each activity. Repetitions are shown once unless all is asked for."""
+    folded = not view.all and bool(repeats.worth_showing(summary))
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
     shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
     unit = unit_of([row.work.us for row in listed if row.work] + [sum(row.work.us for row in rest)])
@@ -64,14 +64,14 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
-    """What the names of the costliest kernels and copies say, with sizes, rates and occupancy where they are known."""
+    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy."""
     said: dict[tuple[str, str], list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
         said.setdefault((one.name, one.family), []).append(one)
     brief = view.usual and (
         len(said) > SEVERAL or not summary.source.facts.script
     )  # one size of each, and no occupancy
-    out.print(head("what the names say", "names"))
+    out.print(head("details from the kernels' names", "names"))
     costliest = sorted(said.items(), key=lambda item: -sum(one.us for one in item[1]))
     shown, rest = view.parted(costliest)
     named = labels([name for (name, _), _ in shown], out.width - 4)
@@ -82,15 +82,15 @@ def names(out: Console, summary: Summary, view: View) -> None:
         if brief:
             measured = measured[:1]
         occupancy = [] if brief else _occupancy(same)
-        told = "; ".join([*[" and ".join(layers)] * bool(layers), str(same[0].says), *measured, *occupancy])
-        paragraph(out, plain(told), " " * 6, " " * 6)
+        details = "; ".join([*[" and ".join(layers)] * bool(layers), str(same[0].says), *measured, *occupancy])
+        paragraph(out, plain(details), " " * 6, " " * 6)
     if rest:
         took = duration(sum(one.us for _, same in rest for one in same))
         out.print(f"  {others(rest)} take {took} of GPU time together")
 
 
 def _measured(same: Sequence[GpuWork]) -> list[str]:
-    """Sizes and rates, where the trace has what they are made of; one entry for each distinct size."""
+    """Return sizes and rates, if the trace has what they need; one entry for each distinct size."""
     found = {}
     for one in same:
         if shape := one.product:
@@ -126,26 +126,26 @@ def attention_in_words(shape: Attention) -> str:
     )
 
 
-# How attention's FLOPs are counted, by what is known of its mask.
+# The mask by which attention's FLOPs are counted.
 MASKS = {True: "causal", False: "not causal", None: "without a mask"}
 
 
 def _occupancy(same: Sequence[GpuWork]) -> list[str]:
-    """Of one kernel's launches, whose blocks need not be alike."""
+    """Return the occupancy of one kernel's launches, whose blocks may differ."""
     found = [one.occupancy for one in same if one.occupancy]
     if not found:
         return []
-    # A limit is a whole number of warps over 32, 48 or 64: one more digit distinguishes 12.5% from the profiler's 13.
+    # A limit is a whole number of warps over 32, 48 or 64. One more digit distinguishes 12.5% from the profiler's 13.
     limits = _range([one.limit for one in found], 1)
     by = {one.limited_by for one in found}
     reported = [one.reported for one in found if one.reported is not None and not one.not_estimated]
-    told = f" ({_range(reported, 0)} by the profiler's estimate)" if reported else ""
+    estimate = f" ({_range(reported, 0)} by the profiler's estimate)" if reported else ""
     if all(one.not_estimated for one in found):
-        told = " (the profiler's 0% is no estimate)"
+        estimate = " (the profiler's 0% is no estimate)"
     if by == {""}:
-        return [f"occupancy not limited: all of a multiprocessor's warps fit{told}"]
+        return [f"occupancy not limited: all of a multiprocessor's warps fit{estimate}"]
     why = f", limited by {by.pop()}" if len(by) == 1 else ", depending on the launch"
-    return [f"occupancy at most {limits}{why}{told}"]
+    return [f"occupancy at most {limits}{why}{estimate}"]
 
 
 def _range(shares: Sequence[float], digits: int) -> str:
