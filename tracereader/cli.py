@@ -3,6 +3,7 @@
 import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
 
 # isort: split
+import contextlib
 import gc
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ def main(argv=None):
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(
-        "traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .pftrace file, or such a file with .gz"
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help="a .json or .pftrace file, such a file with .gz, or a URL: of a file, a folder or *.json",
     )
     parser.add_argument("--name", metavar="KERNEL", help="explain this kernel's name instead of reading a trace")
     parser.add_argument(
@@ -36,6 +40,9 @@ def main(argv=None):
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
+    )
+    parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
     )
     parser.add_argument(
         "--previous", action="store_true", help="compare each trace with the one before it, not with the first"
@@ -69,13 +76,16 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
+    args.traces = _located(args.traces)
+    args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
         _refuse_beside_html(args)
     if args.export is not None:
         _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
-        raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
+        flag = "--ranks" if args.cluster is None else "--cluster"
+        raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
     several = len(args.traces) > 1 and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
@@ -177,6 +187,19 @@ def _compare(args, view, first: list, summary, limits) -> None:
             raise RunFailed("; ".join(told))
 
 
+def _located(named: list[str]) -> list[Path]:
+    """The traces that the command names. Raises BadInput."""
+    if not any("://" in one for one in named):
+        return [Path(one) for one in named]
+    from tracereader.trace import TraceError
+    from tracereader.trace.document import located
+
+    try:
+        return [path for one in named for path in located(one)]
+    except TraceError as problem:
+        raise BadInput(problem) from None
+
+
 def _limits(args) -> list:
     """The limits of --fail-if. Raises BadInput for one that cannot be read, and for what does not go with it."""
     if not (args.markdown or args.fail_if):
@@ -221,13 +244,21 @@ def _as_ranks(args) -> bool:
         return False
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
+    if args.cluster and args.open:
+        raise BadInput("--open reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
     from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
     view = View.of(args)
-    found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, forced=args.ranks)
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if args.cluster is not None:
+            from tracereader.figures.cluster import workers_of
+
+            executor = stack.enter_context(workers_of(args.cluster))
+        found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, args.ranks, executor)
     if found is None:
         return False
     summary, traces = found

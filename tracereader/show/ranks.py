@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
 from tracereader.findings.opportunity import Opportunity
-from tracereader.replay import Refused
+from tracereader.replay import Reason, Refused
 from tracereader.show import lanes, opportunities
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
@@ -35,13 +36,18 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
+    paths: Sequence[Path],
+    view: View,
+    limit: int = DEFAULT_LIMIT,
+    forced: bool = True,
+    executor: Executor | None = None,
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """The ranks compared with each other, and what is drawn of them. Raises BadInput.
 
-    forced: also where at most one of them is of the same run as the others; else None then.
+    forced: also where at most one of them is of the same run as the others; else None then. executor: what reads them,
+    as of read_ranks().
     """
-    kept, not_read = reading.read_ranks(paths, limit, view.step)
+    kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
     if not kept:
         first = next(iter(not_read.items()))
         raise BadInput(f"no rank can be read: {first[0]}: {first[1]}")
@@ -70,11 +76,11 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
 
 
 def _opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
-    """Raises BadInput where a trace that was read cannot be read again."""
+    """Refused where a trace cannot be read again, because only the workers of a cluster reach it."""
     try:
         return rank_changes.opportunities(summary, limit)
-    except TraceError as problem:
-        raise BadInput(problem) from None
+    except TraceError:
+        return Refused(Reason.NOT_READ)
 
 
 def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> str:
