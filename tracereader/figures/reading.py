@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tracereader import progress
+from tracereader import interrupts, progress
 from tracereader.command import printable
 from tracereader.figures.rank import RankTrace, of_rank
 from tracereader.machine import free_memory
@@ -214,13 +214,16 @@ def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
         finally:
             idle.put(reader)
 
+    def kill() -> None:
+        for reader in readers:
+            reader.kill()
+
     try:
-        with ThreadPoolExecutor(count) as threads:
+        with interrupts.undone_by(kill), ThreadPoolExecutor(count) as threads:
             try:
                 yield threads, hand_over
             finally:
-                for reader in readers:
-                    reader.kill()  # one that was given up, too: its thread waits for it
+                kill()  # one that was given up, too: its thread waits for it
     finally:
         for reader in readers:
             reader.end()
