@@ -24,6 +24,7 @@ from references import H200, ROOT
 from tracereader import cli, progress
 from tracereader.command import BadInput
 from tracereader.figures import cluster, reading
+from tracereader.show import perfetto
 from tracereader.trace import TraceError, remote
 from tracereader.trace.document import located, path_of
 
@@ -210,6 +211,15 @@ def test_what_lies_nowhere_is_refused(server, memory, capsys):
 def test_a_file_url_is_the_file(capsys):
     assert located(f"file://{SMALL}") == [SMALL]
     assert "no such file" in refused(capsys, "file:///none/x.json")
+
+
+def test_perfetto_and_a_reference_take_a_url(server, capsys):
+    (server.folder / "02_linear").mkdir()
+    shutil.copy(SMALL, server.folder / "02_linear")
+    url = server.url(f"02_linear/{SMALL.name}")
+    with perfetto.Server(path_of(url)) as page:
+        assert page.content == SMALL.read_bytes()
+    assert "run 2 is about as fast as run 1" in printed(capsys, url, "--against", "h200")
 
 
 # What is missing.
@@ -467,14 +477,11 @@ def test_a_terminal_shows_how_far_a_download_is(server, monkeypatch, capsys):
     monkeypatch.setattr(progress, "EVERY_S", 0)
     assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
     assert capsys.readouterr().err == "", "no terminal"
-    cleared = []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stderr, "fileno", lambda: 99, raising=False)
-    monkeypatch.setattr(progress.os, "write", lambda number, text: cleared.append((number, text)))
     assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
-    megabytes = SMALL.stat().st_size / 1e6
-    assert f"downloading {SMALL.name}: {megabytes:,.1f} of {megabytes:,.1f} MB" in capsys.readouterr().err
-    assert cleared[-1] == (99, progress.CLEAR_LINE.encode())
+    megabytes, said = SMALL.stat().st_size / 1e6, capsys.readouterr().err
+    assert f"downloading {SMALL.name}: {megabytes:,.1f} of {megabytes:,.1f} MB" in said
+    assert said.endswith(progress.CLEAR_LINE)
 
 
 # What reads them.
@@ -571,13 +578,16 @@ def killing(pids, times):
     return rule
 
 
-def test_a_process_that_is_killed_is_named_and_the_other_ranks_are_read(server, monkeypatch):
+def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
+    """A rank whose process is killed again is named, and the other ranks are read."""
     children = lambda: [one.pid for one in psutil.Process().children()]  # noqa: E731
-    server.rules["/fsdp_rank0.json.gz"] = killing(children, 1)
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
     paths = [path_of(server.url(f"fsdp_rank{number}.json.gz")) for number in (0, 1)]
-    assert kept([*paths, RANKS[0]]) == ([1, 0], {str(paths[0]): reading.KILLED})
+    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): reading.KILLED}))):
+        server.asked.clear()
+        server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
+        assert kept(paths) == expected
 
 
 # A cluster.

@@ -16,10 +16,10 @@ CLEAR_LINE = "\r\x1b[K"
 
 @contextlib.contextmanager
 def shown() -> Iterator[Callable[[str], None]]:
-    """A function that shows a text in place of the one before, where stderr is a terminal; the line is cleared at last.
+    """Yield a function that shows a text at a terminal, in place of the text before. At the end the line is cleared.
 
-    It may be called as often as one likes. In a thread that does not answer Ctrl-C it shows nothing, because several
-    of them would write over each other.
+    The function may be called often: it shows a text now and then. Outside the main thread it shows nothing, because
+    several threads would write over each other.
     """
     if threading.current_thread() is not threading.main_thread() or not sys.stderr.isatty():
         yield lambda text: None
@@ -32,12 +32,9 @@ def shown() -> Iterator[Callable[[str], None]]:
             due, written = time.monotonic() + EVERY_S, True
             print(f"{CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
 
-    def clear() -> None:
-        if written:
-            os.write(sys.stderr.fileno(), CLEAR_LINE.encode())
-
     try:
-        with interrupts.undone_by(clear):
+        with interrupts.undone_by(lambda: os.write(2, CLEAR_LINE.encode())):
             yield show
     finally:
-        clear()
+        if written:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

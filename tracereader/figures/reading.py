@@ -210,7 +210,10 @@ def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
     def hand_over(*task: object) -> bytes:
         reader = idle.get()
         try:
-            return reader.answer(*task)
+            try:
+                return reader.answer(*task)
+            except BrokenExecutor:  # for want of memory, perhaps, which another rank has let go of meanwhile
+                return reader.answer(*task)
         finally:
             idle.put(reader)
 
