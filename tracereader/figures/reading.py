@@ -240,6 +240,7 @@ class _Reader:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
+        self.is_over = False
 
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -260,6 +261,8 @@ class _Reader:
         """What answer() returns in there. Raises BrokenExecutor where the process is killed; the next one is new."""
         if self.process is None:
             self._start()
+        if self.is_over:  # asked last, because kill() may have found no process yet
+            raise BrokenExecutor
         try:
             self.process.stdin.write(msgspec.json.encode((address, limit, step)) + b"\n")
             self.process.stdin.flush()
@@ -273,6 +276,8 @@ class _Reader:
         raise BrokenExecutor
 
     def kill(self) -> None:
+        """Let the process end at once, and no other one read."""
+        self.is_over = True
         if self.process is not None:
             self.process.kill()
 
