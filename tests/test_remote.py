@@ -21,9 +21,9 @@ import psutil
 import pytest
 from references import H200, ROOT
 
-from tracereader import cli, progress
+from tracereader import cli, cluster, progress
 from tracereader.command import BadInput
-from tracereader.figures import cluster, reading
+from tracereader.figures import reading
 from tracereader.show import perfetto
 from tracereader.trace import TraceError, remote
 from tracereader.trace.document import located, path_of

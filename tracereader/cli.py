@@ -255,7 +255,7 @@ def _as_ranks(args) -> bool:
     with contextlib.ExitStack() as stack:
         executor = None
         if args.cluster is not None:
-            from tracereader.figures.cluster import workers_of
+            from tracereader.cluster import workers_of
 
             executor = stack.enter_context(workers_of(args.cluster))
         found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, args.ranks, executor)

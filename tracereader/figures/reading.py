@@ -212,7 +212,7 @@ def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
         try:
             try:
                 return reader.answer(*task)
-            except BrokenExecutor:  # for want of memory, perhaps, which another rank has let go of meanwhile
+            except BrokenExecutor:  # memory may have been short, and another rank has freed some since
                 return reader.answer(*task)
         finally:
             idle.put(reader)
