@@ -670,6 +670,7 @@ def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
 def test_what_does_not_go_with_a_cluster_is_refused(capsys, monkeypatch):
     for flags, says in (
         (("--open",), "--open reads every trace on this machine: leave out --cluster"),
+        (("--export", "all.json"), "--export reads every trace on this machine: leave out --cluster"),
         (("--against", "h200"), "--cluster compares the ranks of one run"),
         (("--markdown",), "--markdown is for a comparison"),
     ):

@@ -244,8 +244,9 @@ def _as_ranks(args) -> bool:
         return False
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
-    if args.cluster and args.open:
-        raise BadInput("--open reads every trace on this machine: leave out --cluster")
+    for flag in ("open", "export"):
+        if args.cluster and getattr(args, flag):
+            raise BadInput(f"--{flag} reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
     from tracereader.trace import TraceError
