@@ -5,30 +5,26 @@ import os
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
-from tracereader import interrupts
+from tracereader import interrupts, progress
 from tracereader.command import BadInput
 from tracereader.show.text import console
 
-# A status for a shorter wait would only flicker.
-STATUS_AFTER_S = 1.5
-COUNT_EVERY_S = 0.5
-CLEAR_LINE, SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
-    """Show a status at a terminal once the body has taken longer than STATUS_AFTER_S."""
+    """Show a status at a terminal once the body has taken longer than progress.AFTER_S."""
     if not sys.stderr.isatty():
         yield
         return
     spinner = Console(file=sys.stderr).status(text)
-    timer = threading.Timer(STATUS_AFTER_S, spinner.start)
+    timer = threading.Timer(progress.AFTER_S, spinner.start)
     timer.daemon = True
     timer.start()
     try:
@@ -41,11 +37,11 @@ def status(text: str) -> Iterator[None]:
 
 
 def _clear() -> None:
-    os.write(sys.stderr.fileno(), (CLEAR_LINE + SHOW_CURSOR).encode())
+    os.write(sys.stderr.fileno(), (progress.CLEAR_LINE + SHOW_CURSOR).encode())
 
 
 def counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callable]:
-    """Yield the calls. At a terminal, show how many were made once they take longer than STATUS_AFTER_S.
+    """Yield the calls. At a terminal, show how many were made once they take longer than progress.AFTER_S.
 
     The line is printed between two calls. A thread would compete with the measured code for the interpreter.
     """
@@ -53,15 +49,10 @@ def counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callab
 
 
 def _counted(calls: Iterable[Callable], total: int, text: str) -> Iterator[Callable]:
-    shown, due = False, time.monotonic() + STATUS_AFTER_S
-    with interrupts.undone_by(_clear):
+    with progress.shown() as show:
         for number, call in enumerate(calls):
-            if time.monotonic() > due:
-                shown, due = True, time.monotonic() + COUNT_EVERY_S
-                print(f"{CLEAR_LINE}{text} {number:,} of {total:,}", end="", file=sys.stderr, flush=True)
+            show(f"{text} {number:,} of {total:,}")
             yield call
-        if shown:
-            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def ask(question: str) -> bool:

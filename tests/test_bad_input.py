@@ -16,6 +16,7 @@ from conftest import LIGER, ROOT
 from common import harness, publish, screen
 from common.flags import parse
 from common.memory import within_memory
+from tracereader import progress
 from tracereader.command import BadInput, RunFailed, command
 
 
@@ -209,14 +210,14 @@ def test_any_number_of_steps_is_no_list():
 
 def test_a_long_recording_says_how_far_it_is(monkeypatch, capsys):
     clock = iter(range(100))
-    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     assert list(screen.counted(["a", "b"], 2, "step")) == ["a", "b"]
     assert capsys.readouterr().err == "", "no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(screen.counted(["a", "b", "c"], 3, "step")) == ["a", "b", "c"]
     said = capsys.readouterr().err
     assert "step 2 of 3" in said
-    assert said.endswith(screen.CLEAR_LINE)
+    assert said.endswith(progress.CLEAR_LINE)
 
 
 def test_compile_on_a_cpu_without_a_compiler(run, monkeypatch, capsys):

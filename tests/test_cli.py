@@ -826,8 +826,6 @@ def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
 @pytest.mark.parametrize(
     ("name", "begins", "says"),
     [
-        ("https://example.org/runs/trace.json.gz", None, "an address, not a file; download it first"),
-        ("hf://buckets/me/trace.json", None, "an address, not a file; download it first"),
         (
             "trace.json.zst",
             b"\x28\xb5\x2f\xfd rest",
@@ -839,8 +837,7 @@ def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
 def test_what_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, beside, name, begins, says):
     """Also as the second of two traces: the first is not read for it."""
     monkeypatch.chdir(tmp_path)
-    if begins:
-        (tmp_path / name).write_bytes(begins)
+    (tmp_path / name).write_bytes(begins)
     if beside:
         monkeypatch.setattr("tracereader.show.report.opened", lambda *_: pytest.fail("the first trace was read"))
     assert cli.main([*[str(SMALL)] * beside, name]) == 2

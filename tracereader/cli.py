@@ -3,6 +3,7 @@
 import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered from here on
 
 # isort: split
+import contextlib
 import gc
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ def main(argv=None):
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(
-        "traces", nargs="*", type=Path, metavar="TRACE", help="a .json or .pftrace file, or such a file with .gz"
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help="a .json or .pftrace file, such a file with .gz, or a URL: of a file, a folder or *.json",
     )
     parser.add_argument("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
     parser.add_argument(
@@ -48,6 +52,9 @@ def main(argv=None):
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
+    )
+    parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
     )
     parser.add_argument(
         "--previous", action="store_true", help="compare each trace with the one before it, not with the first"
@@ -81,13 +88,16 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
+    args.traces = _located(args.traces)
+    args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
         _refuse_beside_html(args)
     if args.export is not None:
         _refuse_beside_export(args)
     if args.ranks and (args.previous or args.against):
-        raise BadInput("--ranks compares the ranks of one run: leave out --previous and --against")
+        flag = "--ranks" if args.cluster is None else "--cluster"
+        raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
     if args.ranks and args.capture:
         raise BadInput("--capture takes one trace: leave out --ranks")
     several = len(args.traces) > 1 and not args.capture and not args.previous and not args.against
@@ -193,6 +203,19 @@ def _compare(args, view, first: list, summary, limits) -> None:
             raise RunFailed("; ".join(told))
 
 
+def _located(named: list[str]) -> list[Path]:
+    """The traces that the command names. Raises BadInput."""
+    if not any("://" in one for one in named):
+        return [Path(one) for one in named]
+    from tracereader.trace import TraceError
+    from tracereader.trace.document import located
+
+    try:
+        return [path for one in named for path in located(one)]
+    except TraceError as problem:
+        raise BadInput(problem) from None
+
+
 def _limits(args) -> list:
     """Return the limits of --fail-if. Raises BadInput for an unreadable limit, and for flags that exclude it."""
     if not (args.markdown or args.fail_if):
@@ -237,13 +260,22 @@ def _as_ranks(args) -> bool:
         return False
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
+    for flag in ("open", "export"):
+        if args.cluster and getattr(args, flag):
+            raise BadInput(f"--{flag} reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
     from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
     view = View.of(args)
-    found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, forced=args.ranks)
+    with contextlib.ExitStack() as stack:
+        executor = None
+        if args.cluster is not None:
+            from tracereader.cluster import workers_of
+
+            executor = stack.enter_context(workers_of(args.cluster))
+        found = ranks.opened(args.traces, view, args.limit or DEFAULT_LIMIT, args.ranks, executor)
     if found is None:
         return False
     summary, traces = found

@@ -1,29 +1,43 @@
-"""The traces of many ranks, read in as many processes as cores and memory allow."""
+"""The traces of many ranks: one function reads one rank, on any Executor; here in processes of this machine."""
 
 import contextlib
 import gc
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from tracereader import interrupts, progress
+from tracereader.command import printable
 from tracereader.figures.rank import RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
-from tracereader.trace.document import opened
+from tracereader.trace.document import address_of, opened, path_of, size_of
 
 HEAD = 1 << 18  # bytes in which distributedInfo stands: the profiler writes it before the events
 # Starting a process and importing the reader takes as long as reading about 10 MB of JSON.
 WORTH_A_PROCESS = 40e6
 # Bytes of memory that reading takes per byte of JSON: 9 at most in the traces of two H200s, all told.
 MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
+# Seconds without an answer after which the ranks that are missing are given up: before the first answer, in which a
+# cluster may still start workers, and after it. A trace of 1 GB takes one to two minutes.
+FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
+# Requests at a time. One takes a tenth of a second, and there may be a thousand URLs.
+REQUESTS = 32
+KILLED = "the process that read it was killed"
+T = TypeVar("T")
+# What reads a rank: its path or URL, the limit of JSON, the step that is drawn; what is kept of it, encoded.
+Answer = Callable[[bytes, int, "int | None"], bytes]
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -37,7 +51,7 @@ class Head(msgspec.Struct, frozen=True):
 def head(path: Path) -> Head:
     """Which rank's trace a file is, without reading all of it."""
     try:
-        with opened(path) as file:
+        with opened(path, HEAD, whole=False) as file:
             data = file.read(HEAD)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(31).decompress(data, HEAD)
@@ -57,33 +71,98 @@ def head(path: Path) -> Head:
 
 def are_ranks(paths: Sequence[Path]) -> bool:
     """Whether these are the traces of several ranks: each of one of its own, of one world size. Broken ones may be."""
-    heads = [head(path) for path in paths]
+    heads = _of_each(head, paths)
     told = [one for one in heads if not one.broken]
     ranks, sizes = {one.rank for one in told}, {one.world_size for one in told}
     return len(told) > 1 and None not in ranks and len(ranks) == len(told) and len(sizes) == 1
 
 
-def read_ranks(paths: Sequence[Path], limit: int, step: int | None) -> tuple[list[RankTrace], dict[str, str]]:
-    """What is kept of each trace that can be read; by path, why another cannot."""
-    sizes = [_unpacked(path) for path in paths]
-    processes = _processes(sizes)
-    if processes == 1:
-        found = [_one(path, limit, step) for path in paths]
+def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """What `ask` says of each path. URLs are asked for many at a time."""
+    if not any("://" in str(path) for path in paths):
+        return [ask(path) for path in paths]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return list(pool.map(ask, paths))
+
+
+def read_ranks(
+    paths: Sequence[Path], limit: int, step: int | None, executor: Executor | None = None
+) -> tuple[list[RankTrace], dict[str, str]]:
+    """What is kept of each trace that can be read; by path, why another cannot.
+
+    executor: where answer() is called for each rank; it must be able to import this module, and to read the paths.
+    None: in processes of this machine, or in this one where more are not worth it.
+    """
+    if executor is not None:
+        found = _gathered(executor, answer, paths, limit, step)
+    elif (processes := _processes(_of_each(_json_bytes, paths))) > 1:
+        with _processes_here(processes) as (threads, hand_over):
+            found = _gathered(threads, hand_over, paths, limit, step)
     else:
-        found = _in_processes(processes, paths, limit, step)
+        found = [_one(path, limit, step) for path in paths]
     kept = [one for one in found if isinstance(one, RankTrace)]
     return kept, {str(path): why for path, why in zip(paths, found, strict=True) if isinstance(why, str)}
 
 
-def _unpacked(path: Path) -> int:
+def _json_bytes(path: Path) -> float:
     """About how much JSON a file holds."""
-    try:
-        with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            packed = file.read(2) == b"\x1f\x8b"
-    except OSError:
-        return 0
+    size, packed = size_of(path)
+    if size is None:
+        return WORTH_A_PROCESS
     return 20 * size if packed else size  # the profiler's JSON packs to a 14th
+
+
+def _gathered(
+    executor: Executor, ask: Answer, paths: Sequence[Path], limit: int, step: int | None
+) -> list[RankTrace | str]:
+    """What is kept of each trace, or why it cannot be read. Ranks that do not answer in time are given up."""
+    arrived: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
+    found: list[RankTrace | str | None] = [None] * len(paths)
+    pending: dict[int, Future] = {}
+    begun = last = time.monotonic()
+    with progress.shown() as show:
+        for number, path in enumerate(paths):
+            pending[number] = executor.submit(ask, os.fsencode(address_of(path)), limit, step)
+            pending[number].add_done_callback(lambda future, number=number: arrived.put((number, future)))
+        while pending:
+            answers, missing = len(paths) - len(pending), paths[next(iter(pending))]
+            show(f"read {answers:,} of {len(paths):,} ranks; waiting for {printable(missing.name)}")
+            try:
+                number, future = arrived.get(timeout=progress.EVERY_S)
+            except queue.Empty:
+                waited = time.monotonic() - last
+                if waited < _patience(last - begun, answers):
+                    continue
+                for number, future in pending.items():
+                    future.cancel()
+                    found[number] = f"no answer from what reads it: nothing has arrived for {waited:,.0f} s"
+                break
+            last = time.monotonic()
+            del pending[number]
+            found[number] = _decoded(future, paths[number])
+    return found
+
+
+def _patience(took_s: float, answers: int) -> float:
+    """How many seconds to wait for the next answer. took_s: until the last one."""
+    return max(NEXT_ANSWER_S, took_s) if answers else FIRST_ANSWER_S
+
+
+def _decoded(future: Future, path: Path) -> RankTrace | str:
+    """What an Executor answered. The trace is named as it is here."""
+    try:
+        found = msgspec.msgpack.decode(future.result(), type=RankTrace | str)
+    except msgspec.MsgspecError:
+        return "the process that read it has another version of the reader"
+    except CancelledError:
+        return "the cluster dropped it"
+    except Exception as problem:  # of any Executor, and of what it runs on
+        if isinstance(problem, BrokenExecutor) or type(problem).__name__ == "KilledWorker":
+            return KILLED
+        if isinstance(problem, ModuleNotFoundError):
+            return f"the process that read it has no module {problem.name}: install the reader there"
+        return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+    return found if isinstance(found, str) else msgspec.structs.replace(found, path=str(path))
 
 
 def _processes(sizes: Sequence[int]) -> int:
@@ -109,23 +188,48 @@ def _one(path: Path, limit: int, step: int | None) -> RankTrace | str:
         gc.collect()  # parents and children hold each other, and the next rank needs the room
 
 
-def _in_processes(processes: int, paths: Sequence[Path], limit: int, step: int | None) -> list[RankTrace | str]:
-    """Each process is handed one path after the other, by a thread of its own here."""
-    todo, found = iter(enumerate(paths)), {}
+def answer(address: bytes, limit: int, step: int | None) -> bytes:
+    """What is kept of the trace at a path or a URL, or why it cannot be read, encoded. All that an Executor is told."""
+    collects = gc.isenabled()
+    gc.disable()  # collecting garbage while a trace is built takes as long as building it
+    try:
+        return msgspec.msgpack.encode(_one(path_of(os.fsdecode(address)), limit, step))
+    finally:
+        if collects:
+            gc.enable()
 
-    def hand_out() -> None:
-        for number, path in todo:
-            with _Reader() as reader:
-                found[number] = reader.read(path, limit, step)
-                for number, path in todo if reader.is_alive else ():
-                    found[number] = reader.read(path, limit, step)
-                    if not reader.is_alive:
-                        break
 
-    with ThreadPoolExecutor(processes) as pool:
-        for done in [pool.submit(hand_out) for _ in range(processes)]:
-            done.result()
-    return [found[number] for number in range(len(paths))]
+@contextlib.contextmanager
+def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
+    """Threads, and a function that gives one rank to a process of this machine, for them to call."""
+    idle: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
+    readers = [_Reader() for _ in range(count)]
+    for reader in readers:
+        idle.put(reader)
+
+    def hand_over(*task: object) -> bytes:
+        reader = idle.get()
+        try:
+            try:
+                return reader.answer(*task)
+            except BrokenExecutor:  # memory may have been short, and another rank has freed some since
+                return reader.answer(*task)
+        finally:
+            idle.put(reader)
+
+    def kill() -> None:
+        for reader in readers:
+            reader.kill()
+
+    try:
+        with interrupts.undone_by(kill), ThreadPoolExecutor(count) as threads:
+            try:
+                yield threads, hand_over
+            finally:
+                kill()  # one that was given up, too: its thread waits for it
+    finally:
+        for reader in readers:
+            reader.end()
 
 
 class _Reader:
@@ -135,6 +239,10 @@ class _Reader:
     """
 
     def __init__(self):
+        self.process: subprocess.Popen | None = None
+        self.is_over = False
+
+    def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
         # The current folder must not be imported from; Python 3.10 has no flag to say so.
         program = (
@@ -148,33 +256,45 @@ class _Reader:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is answered once, here
         )
-        self.is_alive = True
 
-    def read(self, path: Path, limit: int, step: int | None) -> RankTrace | str:
+    def answer(self, address: bytes, limit: int, step: int | None) -> bytes:
+        """What answer() returns in there. Raises BrokenExecutor where the process is killed; the next one is new."""
+        if self.process is None:
+            self._start()
+        if self.is_over:  # asked last, because kill() may have found no process yet
+            raise BrokenExecutor
         try:
-            self.process.stdin.write(msgspec.json.encode((os.fsencode(path), limit, step)) + b"\n")
+            self.process.stdin.write(msgspec.json.encode((address, limit, step)) + b"\n")
             self.process.stdin.flush()
             size = int(self.process.stdout.readline())
-            return msgspec.msgpack.decode(self.process.stdout.read(size), type=RankTrace | str)
-        except (OSError, ValueError):  # msgspec's errors are ValueErrors
-            self.is_alive = False
-            return "the process that read it was killed"
+            found = self.process.stdout.read(size)
+            if len(found) == size:
+                return found
+        except (OSError, ValueError):
+            pass
+        self.end()
+        raise BrokenExecutor
 
-    def __enter__(self) -> "_Reader":
-        return self
+    def kill(self) -> None:
+        """Let the process end at once, and no other one read."""
+        self.is_over = True
+        if self.process is not None:
+            self.process.kill()
 
-    def __exit__(self, *_) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+    def end(self) -> None:
+        """Stop the process, and let go of it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for stream in (self.process.stdin, self.process.stdout):
+                with contextlib.suppress(OSError):
+                    stream.close()
+            self.process = None
 
 
 def serve() -> None:
     """Read what standard input names, a line each, until it ends."""
-    gc.disable()
     for line in sys.stdin.buffer:
-        path, limit, step = msgspec.json.decode(line, type=tuple[bytes, int, int | None])
-        answer = msgspec.msgpack.encode(_one(Path(os.fsdecode(path)), limit, step))
-        sys.stdout.buffer.write(b"%d\n%b" % (len(answer), answer))
+        found = answer(*msgspec.json.decode(line, type=tuple[bytes, int, int | None]))
+        sys.stdout.buffer.write(b"%d\n%b" % (len(found), found))
         sys.stdout.buffer.flush()

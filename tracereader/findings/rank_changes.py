@@ -11,8 +11,8 @@ from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import duration, size
 from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity, Proposal, priced, worth_showing
 from tracereader.findings.ranks import Loss, loss, one_bucket, share, straggler
-from tracereader.replay import Graph, Refused, graph_of, overlapped, with_durations
-from tracereader.trace import Trace, Work, read
+from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_durations
+from tracereader.trace import Trace, TraceError, Work, read
 
 # DistributedDataParallel's default bucket_cap_mb.
 BUCKET_BYTES = 25 * 2**20
@@ -75,7 +75,7 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
     """The changes of all ranks that are worth trying, the largest saving first.
 
     Reads the trace of each rank that is replayed again, which is two at most. limit: as of read(), in bytes.
-    Raises TraceError.
+    Refused where one of them cannot be read on this machine.
     """
     by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {}
     for change in RANK_CHANGES if summary.on_gpu and summary.matched else ():
@@ -83,7 +83,10 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
             by_rank.setdefault(rank.trace, (rank, []))[1].append(change)
     found = []
     for path, (rank, changes) in by_rank.items():
-        graph = graph_of(read(Path(path), limit))
+        try:
+            graph = graph_of(read(Path(path), limit))
+        except TraceError:  # only the workers of a cluster may reach it
+            return Refused(Reason.NOT_READ)
         if isinstance(graph, Refused):
             return graph
         case = RankCase(summary, rank, graph)

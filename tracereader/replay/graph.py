@@ -81,6 +81,7 @@ class Reason(Enum):
     NO_CPU_SLICES = "a step with GPU work has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
     NOT_REPRODUCED = "the replay of the unchanged trace does not reproduce the recorded step"
+    NOT_READ = "the trace of a rank cannot be read again on this machine"
 
 
 @dataclass(frozen=True, slots=True)

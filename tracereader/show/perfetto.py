@@ -20,7 +20,7 @@ from tracereader.interrupts import raised
 from tracereader.show import tracks
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
-from tracereader.trace.document import DEFAULT_LIMIT
+from tracereader.trace.document import DEFAULT_LIMIT, opened
 
 ORIGIN = "https://ui.perfetto.dev"
 # How long to wait for a click on the page, and from then on for Perfetto's answer.
@@ -155,7 +155,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None, answer_s: float = ANSWER_S):
         super().__init__(("127.0.0.1", 0), Handler)
         # Read once: what is served is what was reported on, whatever becomes of the file.
-        self.content = trace.read_bytes() if content is None else content
+        if content is None:
+            with opened(trace, DEFAULT_LIMIT) as file:
+                content = file.read()
+        self.content = content
         self.title = "".join(one if one.isalnum() or one in "._-" else "_" for one in trace.name)
         self.perfetto = perfetto
         self.token = secrets.token_urlsafe(24)

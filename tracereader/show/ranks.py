@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
@@ -14,14 +15,13 @@ from tracereader.figures.ranks import RankFigures, RanksSummary, joined
 from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
 from tracereader.findings.finding import counted, duration, size
-from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show import lanes, opportunities
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
 from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
 from tracereader.show.view import View
-from tracereader.trace import STEP, TraceError
+from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
 
 SECTIONS = ("short", "try", "gpu", "steps", "work", "lanes")
@@ -35,13 +35,18 @@ MUCH_BEFORE = 0.02
 
 
 def opened(
-    paths: Sequence[Path], view: View, limit: int = DEFAULT_LIMIT, forced: bool = True
+    paths: Sequence[Path],
+    view: View,
+    limit: int = DEFAULT_LIMIT,
+    forced: bool = True,
+    executor: Executor | None = None,
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
     """The ranks compared with each other, and what is drawn of them. Raises BadInput.
 
-    forced: also where at most one of them is of the same run as the others; else None then.
+    forced: also where at most one of them is of the same run as the others; else None then. executor: what reads them,
+    as of read_ranks().
     """
-    kept, not_read = reading.read_ranks(paths, limit, view.step)
+    kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
     if not kept:
         first = next(iter(not_read.items()))
         raise BadInput(f"no rank can be read: {first[0]}: {first[1]}")
@@ -69,14 +74,6 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
     return wanted
 
 
-def _opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
-    """Raises BadInput where a trace that was read cannot be read again."""
-    try:
-        return rank_changes.opportunities(summary, limit)
-    except TraceError as problem:
-        raise BadInput(problem) from None
-
-
 def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> str:
     """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
@@ -91,7 +88,7 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
     document["in_short"] = findings.sentences(summary)
     if "try" in wanted:
-        found = _opportunities(summary, limit)
+        found = rank_changes.opportunities(summary, limit)
         document["opportunities"] = [] if isinstance(found, Refused) else msgspec.to_builtins(found)
     if view.only:
         kept = {key for section in wanted for key in SECTION_KEYS.get(section, ())}
@@ -112,7 +109,7 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
         wanted.remove("lanes")
     sections = {
         "short": lambda out: _in_short(out, summary),
-        "try": lambda out: opportunities.show(out, _opportunities(summary, limit), view.all),
+        "try": lambda out: opportunities.show(out, rank_changes.opportunities(summary, limit), view.all),
         "gpu": lambda out: _ranks(out, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "work": lambda out: _collectives(out, summary, view),

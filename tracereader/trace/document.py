@@ -39,7 +39,7 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"PK\x03\x04": ("zip", "unzip"), b"\xfd7zX": ("xz", "xz -d"),
     b"BZh": ("bzip2", "bzip2 -d"),
 }  # fmt: skip
-URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+)")  # as Path writes it, with one slash
+URL = re.compile(r"[a-zA-Z][\w+.-]+:/.+", re.S)  # Path writes one slash
 
 
 class TraceError(Exception):
@@ -119,9 +119,58 @@ def load(path: Path, limit: int) -> Document:
     )
 
 
+def located(text: str) -> list[Path]:
+    """The traces that an argument names: of a path itself, of a URL with wildcards or of a folder those there.
+
+    Raises TraceError.
+    """
+    if "://" not in text:
+        return [Path(text)]
+    from tracereader.trace import remote  # only for a URL: fsspec is an extra
+
+    if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):
+        return [Path(local[1])]
+    with _refusals(remote.named(text)):
+        return remote.located(text)
+
+
+def address_of(path: Path) -> str:
+    """What names the trace for another process, too: an absolute path, or the URL with its credentials."""
+    if "://" not in str(path):  # Path writes one slash
+        return os.path.abspath(path)
+    from tracereader.trace import remote
+
+    return remote.address_of(path)
+
+
+def path_of(address: str) -> Path:
+    """The trace that address_of() names."""
+    if "://" not in address:
+        return Path(address)
+    from tracereader.trace import remote
+
+    return remote.named(address)
+
+
+def size_of(path: Path) -> tuple[int | None, bool]:
+    """The bytes of a file, and whether it is packed. 0 where it cannot be read, None where a server does not say."""
+    if "://" not in str(path):
+        try:
+            with opened(path, 2, whole=False) as file:
+                return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
+        except OSError:
+            return 0, False
+    from tracereader.trace import remote
+
+    try:
+        return remote.size_of(remote.address_of(path)), path.name.endswith(".gz")
+    except OSError:
+        return 0, False
+
+
 def refuse_at_once(path: Path) -> None:
     """Raises TraceError where the file's name or its first bytes show that it cannot be read."""
-    with _refusals(path), _opened_plain(path):
+    with _refusals(path), _opened_plain(path, 4, whole=False):
         pass
 
 
@@ -139,9 +188,6 @@ def _refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        if url := URL.fullmatch(str(path)):
-            said = "an address, not a file; download it first, and name the file"
-            raise TraceError(f"{url[1]}://{url[2]}: {said}") from None
         raise TraceError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: a folder, not a trace; name the .json file in it") from None
@@ -159,15 +205,26 @@ def _require_memory(path: Path, data: bytes, per_object: int) -> None:
         )
 
 
-def opened(path: Path) -> BinaryIO:
-    """The file to be read; of a FIFO nothing waits for its other end."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+def opened(path: Path, most: int, whole: bool = True) -> BinaryIO:
+    """The file to be read; of a FIFO nothing waits for its other end. Raises OSError.
+
+    most: bytes that are downloaded where it lies behind a URL. A larger one is refused there, or cut where the whole
+    is not needed.
+    """
+    try:
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    except OSError:
+        if not URL.fullmatch(str(path)):
+            raise
+    from tracereader.trace import remote
+
+    return remote.fetched(remote.address_of(path), most, whole)
 
 
 @contextlib.contextmanager
-def _opened_plain(path: Path) -> Iterator[tuple[BinaryIO, int, bool]]:
+def _opened_plain(path: Path, most: int, whole: bool = True) -> Iterator[tuple[BinaryIO, int, bool]]:
     """A plain file, its size, and whether it is packed with gzip. Raises TraceError for another packing."""
-    with opened(path) as file:
+    with opened(path, most, whole) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise TraceError(f"{path}: not a regular file")
@@ -183,7 +240,7 @@ def _opened_plain(path: Path) -> Iterator[tuple[BinaryIO, int, bool]]:
 
 def _unpacked(path: Path, limit: int) -> bytes:
     too_long = TraceError(f"{path}: more than {limit} bytes of JSON; --limit raises the limit")
-    with _opened_plain(path) as (file, size, packed):
+    with _opened_plain(path, limit) as (file, size, packed):
         if not packed:
             if size > limit:
                 raise too_long

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tracereader.command import BadInput, printable
+from tracereader.command import printable
 from tracereader.figures import Summary
 from tracereader.figures.rank import RankTrace
 from tracereader.figures.ranks import RanksSummary
@@ -16,7 +16,7 @@ from tracereader.show.page import data, files, html, ranked, timeline
 from tracereader.show.page.compared import Runs
 from tracereader.show.predictions import predictions_of
 from tracereader.show.view import View
-from tracereader.trace import Trace, TraceError
+from tracereader.trace import Trace
 
 __all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
 
@@ -45,13 +45,8 @@ def of_runs(runs: Runs) -> Page:
 
 
 def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace], limit: int) -> Page:
-    """The page of one run's ranks. limit: of a trace that is read again, in bytes. Raises BadInput."""
-    found = None
-    if summary.on_gpu and summary.matched:
-        try:
-            found = rank_changes.opportunities(summary, limit)
-        except TraceError as problem:
-            raise BadInput(problem) from None
+    """The page of one run's ranks. limit: of a trace that is read again, in bytes."""
+    found = rank_changes.opportunities(summary, limit) if summary.on_gpu and summary.matched else None
     figures, slices, chunks = ranked.page(summary, traces, found)
     return html.assembled(figures, slices, chunks), figures["holds"]
 

@@ -1,0 +1,686 @@
+"""Traces behind URLs, and ranks that a cluster's workers read: as from this machine's files, or refused in a line."""
+
+import collections
+import contextlib
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import tracemalloc
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import psutil
+import pytest
+from references import H200, ROOT
+
+from tracereader import cli, cluster, progress
+from tracereader.command import BadInput
+from tracereader.figures import reading
+from tracereader.show import perfetto
+from tracereader.trace import TraceError, remote
+from tracereader.trace.document import located, path_of
+
+SMALL = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
+COMPILED = H200 / "02_linear/1024x32x64_bf16_warm_compile.json.gz"
+RANKS = sorted((ROOT / "tests/traces/ranks").glob("fsdp_rank*.json.gz"))
+SECRETS = ("hunter2", "somebody", "deadbeef")
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.server.asked[path] += 1
+        self.server.last = self.path, self.headers.get("Authorization")
+        rule = self.server.rules.get(path)
+        if rule is None or not rule(self, self.server.asked[path]):
+            with contextlib.suppress(OSError):  # a client that needs no more than the beginning hangs up
+                super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder. rules: by path, what answers in its place, told how often it was asked; false: the folder."""
+
+    daemon_threads = True
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), lambda *about: Handler(*about, directory=str(folder)))
+        self.rules, self.asked, self.folder, self.last = {}, collections.Counter(), folder, None
+        self.over = threading.Event()  # what a rule may wait for
+
+    def url(self, name="", user=""):
+        return f"http://{user}127.0.0.1:{self.server_port}/{name}"
+
+    def handle_error(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "PAUSES_S", (0, 0, 0))
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for path in (SMALL, COMPILED, *RANKS):
+        shutil.copy(path, folder)
+    with Server(folder) as one:
+        threading.Thread(target=one.serve_forever, args=(0.05,), daemon=True).start()
+        yield one
+        one.over.set()
+        one.shutdown()
+
+
+@pytest.fixture
+def memory():
+    """The traces in fsspec's file system in memory, which ends with the test."""
+    files = fsspec.filesystem("memory")
+    for path in (SMALL, COMPILED, *RANKS):
+        files.pipe_file(f"/job/{path.name}", path.read_bytes())
+    files.pipe_file("/job/notes.txt", b"no trace")
+    yield files
+    files.rm("/job", recursive=True)
+
+
+def status(code, reason="", times=99):
+    def rule(handler, asked):
+        if asked <= times:
+            handler.send_error(code, reason or None)
+        return asked <= times
+
+    return rule
+
+
+def truncated(times=99):
+    """A server that announces the whole file and sends half of it."""
+
+    def rule(handler, asked):
+        if asked > times:
+            return False
+        content = (handler.server.folder / handler.path.strip("/")).read_bytes()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[: len(content) // 2])
+        handler.close_connection = True
+        return True
+
+    return rule
+
+
+def printed(capsys, *words):
+    assert cli.main([str(word) for word in words]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def refused(capsys, *words):
+    assert cli.main([str(word) for word in words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1, shown.err
+    return shown.err
+
+
+def without_paths(text):
+    """What is printed or written, without the names of the folders and servers that the traces lie in."""
+    return re.sub(r"(https?://[\w.:]+|memory://job|[\w./-]*fsdp|\.?[\w/.-]*/02_linear|\S*/served)/?", "", text)
+
+
+# Where they lie.
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (SMALL, "--all"),
+        (SMALL, "--json"),
+        (SMALL, COMPILED),
+        (SMALL, COMPILED, "--markdown"),
+        (*RANKS,),
+        (*RANKS, "--json"),
+        (*RANKS, "--ranks", "--only", "short"),
+    ],
+    ids=["one", "json", "comparison", "markdown", "ranks", "json of ranks", "--ranks"],
+)
+@pytest.mark.parametrize("where", ["memory", "http"])
+def test_a_url_is_read_like_the_file(server, memory, capsys, words, where):
+    def there(word):
+        if not isinstance(word, Path):
+            return word
+        return f"memory://job/{word.name}" if where == "memory" else server.url(word.name)
+
+    local, ours = printed(capsys, *words), printed(capsys, *map(there, words))
+    if "--json" in words:
+        local, ours = json.loads(local), json.loads(ours)
+        for one in (local, ours, *local.get("ranks", ()), *ours.get("ranks", ())):
+            if "trace" in one:
+                one["trace"] = Path(one["trace"]).name
+        assert ours == local
+    else:
+        assert without_paths(ours) == without_paths(local)
+
+
+def test_a_page_of_a_url_is_that_of_the_file(server, tmp_path, capsys):
+    for words in ((SMALL,), (SMALL, COMPILED), RANKS):
+        pages = []
+        for target, some in (("local", words), ("remote", [server.url(one.name) for one in words])):
+            printed(capsys, *some, "--html", tmp_path / f"{len(words)}-{target}.html")
+            pages.append((tmp_path / f"{len(words)}-{target}.html").read_text())
+        assert len(pages[1]) == pytest.approx(len(pages[0]), rel=0.01) and words[0].name[:12] in pages[1]
+
+
+@pytest.mark.parametrize("pattern", ["fsdp_rank*.json.gz", "fsdp_rank[01].json.gz", "ranks", "ranks/"])
+def test_folders_and_wildcards_are_what_lies_there(server, memory, capsys, pattern):
+    expected = printed(capsys, *RANKS, "--only", "short")
+    if pattern.startswith("ranks"):
+        for path in RANKS:
+            memory.pipe_file(f"/job/ranks/{path.name}", path.read_bytes())
+        memory.pipe_file("/job/ranks/fsdp_rank0.txt", b"a table")
+        (server.folder / "ranks").mkdir()
+        for path in (*RANKS, ROOT / "README.md"):
+            shutil.copy(path, server.folder / "ranks")
+    assert printed(capsys, f"memory://job/{pattern}", "--only", "short") == expected
+    if pattern != "ranks":  # a web server's folder ends with a slash
+        assert printed(capsys, server.url(pattern), "--only", "short") == expected
+
+
+def test_what_lies_nowhere_is_refused(server, memory, capsys):
+    memory.pipe_file("/job/empty/notes.txt", b"")
+    (server.folder / "empty").mkdir()
+    for url, says in (
+        ("memory://job/none.json", "no such file"),
+        ("memory://job/none*.json", "no file there matches"),
+        ("memory://job/empty/", "there is no .json or .json.gz in this folder"),
+        (server.url("none.json"), "no such file"),
+        (server.url("none*.json"), "no file there matches"),
+        (server.url("empty/"), "there is no .json or .json.gz in this folder"),
+        (server.url("none/"), "no such file"),
+    ):
+        assert says in refused(capsys, url)
+
+
+def test_a_file_url_is_the_file(capsys):
+    assert located(f"file://{SMALL}") == [SMALL]
+    assert "no such file" in refused(capsys, "file:///none/x.json")
+
+
+def test_perfetto_and_a_reference_take_a_url(server, capsys):
+    (server.folder / "02_linear").mkdir()
+    shutil.copy(SMALL, server.folder / "02_linear")
+    url = server.url(f"02_linear/{SMALL.name}")
+    with perfetto.Server(path_of(url)) as page:
+        assert page.content == SMALL.read_bytes()
+    assert f"{SMALL.parent}\n2" in printed(capsys, url, "--against", "h200")  # run 1 is the reference
+
+
+# What is missing.
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    "url", ["https://example.org/runs/trace.json.gz", "hf://buckets/me/trace.json", "s3://b/*.json"]
+)
+def test_without_fsspec_a_url_is_refused_at_once(monkeypatch, capsys, beside, url):
+    """Also as the second of two traces: the first is not read for it."""
+    for name in ("fsspec", "fsspec.core", "fsspec.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("tracereader.show.report.opened", lambda *_: pytest.fail("the first trace was read"))
+    if not beside:
+        monkeypatch.undo()
+        for name in ("fsspec", "fsspec.core", "fsspec.registry"):
+            monkeypatch.setitem(sys.modules, name, None)
+    said = refused(capsys, *[SMALL] * beside, url)
+    assert said.startswith(f"read-trace: {url}: ") and "uv sync --extra remote" in said
+
+
+@pytest.mark.parametrize(
+    ("url", "blocked", "says"),
+    [
+        ("s3://bucket/x.json", "s3fs", "pip install s3fs"),
+        ("gs://bucket/x.json", "gcsfs", "pip install gcsfs"),
+        ("hf://datasets/me/x/x.json", "huggingface_hub", "pip install huggingface-hub"),
+        ("http://127.0.0.1/x.json", "aiohttp", "pip install aiohttp"),
+        ("nothing://x.json", "s3fs", "fsspec knows no protocol nothing://"),
+    ],
+)
+def test_a_store_whose_package_is_missing_is_refused(monkeypatch, capsys, url, blocked, says):
+    monkeypatch.setitem(sys.modules, blocked, None)
+    imported_before = {}
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", imported_before)
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "registry", imported_before)
+    assert says in refused(capsys, url)
+
+
+def test_the_extras_are_those_that_refusals_name():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "--extra remote" in remote.FSSPEC_MISSING and extras["remote"][0].startswith("fsspec[http]")
+    assert "--extra cluster" in cluster.MISSING and extras["cluster"][0].startswith("distributed")
+
+
+# Servers that fail.
+
+
+@pytest.mark.parametrize("rule", [status(503, times=2), status(429, times=3), truncated(times=2)])
+def test_a_download_that_fails_at_first_is_tried_again(server, capsys, rule):
+    server.rules[f"/{SMALL.name}"] = rule
+    assert printed(capsys, server.url(SMALL.name), "--only", "short") == printed(capsys, SMALL, "--only", "short")
+
+
+@pytest.mark.parametrize(
+    ("rule", "says", "tries"),
+    [
+        (status(503), "the server answered 503 Service Unavailable", 4),
+        (status(403, "hunter2"), "the server answered 403 Forbidden", 1),
+        (status(404), "no such file", 1),
+        (truncated(), "payload is not completed", 4),
+    ],
+)
+def test_a_download_that_fails_is_named(server, capsys, rule, says, tries):
+    server.rules["/x.json"] = rule
+    (server.folder / "x.json").write_bytes(gzip.compress(os.urandom(1 << 20)))
+    said = refused(capsys, server.url("x.json"))
+    assert says in said and server.asked["/x.json"] == tries and "hunter2" not in said
+
+
+def test_a_server_that_is_silent_or_gone_is_named(server, monkeypatch, capsys):
+    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    server.rules["/x.json"] = lambda handler, asked: server.over.wait()
+    assert "the server did not answer in time" in refused(capsys, server.url("x.json"))
+    monkeypatch.setattr(remote, "SILENT_S", 60)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        port = closed.server_port
+    assert f"Connect call failed ('127.0.0.1', {port})" in refused(capsys, f"http://127.0.0.1:{port}/x.json")
+
+
+def endless(handler, asked):
+    """Chunks without an end."""
+    handler.protocol_version = "HTTP/1.1"
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        while not handler.server.over.is_set():
+            handler.wfile.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+    handler.close_connection = True
+    return True
+
+
+def test_a_file_without_an_end_is_read_to_the_limit(server, capsys):
+    server.rules["/x.json"] = endless
+    said = refused(capsys, server.url("x.json"), "--limit", 1 << 20)
+    assert "it has more than 1,048,576 bytes; --limit raises the limit" in said and server.asked["/x.json"] == 1
+    (server.folder / "y.json").write_bytes(bytes(1 << 21))
+    assert "it has more than 1,048,576 bytes" in refused(capsys, server.url("y.json"), "--limit", 1 << 20)
+
+
+def test_a_bomb_behind_a_url_is_refused(server, memory, capsys):
+    bomb = gzip.compress(b'{"traceEvents": [' + b" " * 10_000_000)
+    (server.folder / "x.json.gz").write_bytes(bomb)
+    memory.pipe_file("/job/x.json.gz", bomb)
+    for url in (server.url("x.json.gz"), "memory://job/x.json.gz"):
+        assert "more than 1000000 bytes of JSON" in refused(capsys, url, "--limit", 1_000_000)
+
+
+def test_hostile_files_among_ranks_are_named(server, capsys):
+    """The others are reported."""
+    server.rules["/fsdp_rank2.json.gz"] = truncated()
+    (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes())
+    (server.folder / "fsdp_rank3.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
+    (server.folder / "fsdp_rank4.json.gz").write_bytes(b"<html>not found</html>")
+    server.rules["/fsdp_rank5.json.gz"] = status(500)
+    (server.folder / "fsdp_rank5.json.gz").write_bytes(b"")
+    found = json.loads(printed(capsys, server.url("fsdp_rank*.json.gz"), "--ranks", "--json"))
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    why = {Path(path).name: told for path, told in found["not_read"].items()}
+    assert why.keys() == {f"fsdp_rank{number}.json.gz" for number in range(2, 6)}
+    assert "payload is not completed" in why["fsdp_rank2.json.gz"]
+    assert why["fsdp_rank3.json.gz"].startswith("broken gzip")
+    assert why["fsdp_rank4.json.gz"].startswith("not JSON")
+    assert why["fsdp_rank5.json.gz"] == "cannot be read (the server answered 500 Internal Server Error)"
+
+
+# What is kept from the world.
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://somebody:hunter2@host:8080/a/x.json?sig=deadbeef", "https://host:8080/a/x.json"),
+        ("https://hunter2@host/x.json#deadbeef", "https://host/x.json"),
+        ("s3://somebody:hunter2@bucket/a b/x.json?versionId=1", "s3://bucket/a b/x.json"),
+        ("https://somebody:hun/ter2@host/y.json", "https://host/y.json"),
+        ("http://host:8080/x@y.json", "http://host:8080/x@y.json"),
+        ("abfs://container@account.net/x.json", "abfs://container@account.net/x.json"),
+        ("abfs://somebody:hunter2@account.net/x.json", "abfs://account.net/x.json"),
+        ("s3://bucket/2026-11-22T07:02/x@y.json", "s3://bucket/2026-11-22T07:02/x@y.json"),
+        ("zip://x.json::https://somebody:hunter2@host/a.zip?deadbeef", "zip://x.json::https://host/a.zip"),
+    ],
+)
+def test_a_name_holds_no_credentials(url, name):
+    path = path_of(url)
+    assert str(path) == f"{path}" == remote.without_credentials(url) == name
+    assert remote.address_of(path) == remote.address_of(Path(str(path))) == url
+
+
+def test_urls_that_differ_in_their_credentials_have_names_of_their_own():
+    one, other = (path_of(f"https://host/get?file={number}&sig=x") for number in (0, 1))
+    assert (str(one), str(other)) == ("https://host/get", "https://host/get#2")
+    assert path_of("https://host/get?file=1&sig=x") == other
+    assert remote.address_of(other) == "https://host/get?file=1&sig=x"
+
+
+def test_credentials_are_sent_and_never_printed(server, tmp_path, capsys):
+    query, user = "?X-Signature=deadbeef%2F%3D", "somebody:hunter2@"
+    urls = [server.url(path.name, user) + query for path in (SMALL, COMPILED, *RANKS)]
+    page = tmp_path / "page.html"
+    server.rules["/failing.json"] = status(500, "hunter2")
+    for words in (
+        (urls[0], "--all"), (urls[0], "--json"), urls[:2], (*urls[:2], "--markdown"), urls[2:], (*urls[2:], "--json"),
+        (urls[0], "--html", page), (*urls[2:], "--html", page, "--force"), (urls[0], "--step", "99"),
+        (server.url("none.json", user) + query,), (server.url("failing.json", user) + query,),
+        (server.url("fsdp*", user), "--json"), (server.url("none*", user),), ("http://somebody:hunter2@[/x.json",),
+        ("http://somebody:hunter2@host:port/x.json",), ("s3://somebody:hunter2@b/x.json?deadbeef",),
+        (f"nothing://{user}b/x.json{query}",),
+    ):  # fmt: skip
+        cli.main([str(word) for word in words])
+        told = "".join(capsys.readouterr()) + (page.read_text() if page.is_file() else "")
+        assert told and not [secret for secret in SECRETS if secret in told], words
+    printed(capsys, urls[0], "--only", "short")
+    assert server.last == (f"/{SMALL.name}{query}", "Basic c29tZWJvZHk6aHVudGVyMg==")
+
+
+# What a download needs, and leaves.
+
+
+def test_a_download_is_bounded_in_memory_and_has_no_name(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    size = 48_000_000
+    with open(server.folder / "x.json", "wb") as file:
+        file.truncate(size)
+    files = []
+    real = remote._copied
+    monkeypatch.setattr(remote, "_copied", lambda *about: (real(*about), files.extend((tmp_path / "tmp").iterdir())))
+    tracemalloc.start()
+    with remote.fetched(server.url("x.json"), 10**9, whole=True) as file:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert file.seek(0, os.SEEK_END) == size
+    assert peak < 20_000_000 and not files
+
+
+def half(begun, size):
+    """A server that announces so many bytes, sends the first ones, says so, and waits."""
+
+    def rule(handler, asked):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(size))
+        handler.end_headers()
+        handler.wfile.write(b"{" * 500_000)
+        begun.release()
+        return handler.server.over.wait()
+
+    return rule
+
+
+def reading_process(*words, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tracereader", *words], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_download_that_is_ended_leaves_nothing(server, tmp_path, number):
+    """One line, the signal's own status; the server has sent half of the file by then."""
+    begun = threading.Semaphore(0)
+    server.rules["/x.json"] = half(begun, 1_000_000)
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    process = reading_process(server.url("x.json"), TMPDIR=str(tmp))
+    assert begun.acquire(timeout=60)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == (128 + number if number != signal.SIGKILL else -number)
+    assert error.count("\n") == (number != signal.SIGKILL) and "Traceback" not in error
+    assert not list(tmp.iterdir())
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core reads in one process")
+def test_processes_that_download_end_with_the_command(server):
+    begun = threading.Semaphore(0)
+    server.rules = {f"/{name}.json": half(begun, 42_000_000) for name in "ab"}
+    process = reading_process(server.url("a.json"), server.url("b.json"), "--ranks")
+    for _ in range(4):  # each is asked for its size, and read
+        assert begun.acquire(timeout=60)
+    children = psutil.Process(process.pid).children()
+    process.terminate()
+    assert process.communicate(timeout=60)[1] == "read-trace: ended by SIGTERM\n"
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert len(gone) == 2 and not alive
+
+
+def test_a_terminal_shows_how_far_a_download_is(server, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "AFTER_S", 0)
+    monkeypatch.setattr(progress, "EVERY_S", 0)
+    assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
+    megabytes, said = SMALL.stat().st_size / 1e6, capsys.readouterr().err
+    assert f"downloading {SMALL.name}: {megabytes:,.1f} of {megabytes:,.1f} MB" in said
+    assert said.endswith(progress.CLEAR_LINE)
+
+
+# What reads them.
+
+
+def kept(paths, **options):
+    found, why = reading.read_ranks(paths, 10**9, None, **options)
+    return [one.rank for one in found], why
+
+
+def test_ranks_are_read_on_any_executor(tmp_path):
+    expected = reading.read_ranks(RANKS, 10**9, None)
+    broken = tmp_path / "broken.json"
+    broken.write_bytes(b"{")
+    with ThreadPoolExecutor(2) as threads:
+        found, why = reading.read_ranks([*RANKS, broken], 10**9, None, threads)
+    assert found == expected[0] and why.keys() == {str(broken)}
+
+
+def test_what_an_executor_raises_is_named_beside_the_other_ranks():
+    """The first rank is read; what became of the others is an Executor's own."""
+    raised = [
+        ModuleNotFoundError("no", name="tracereader"),
+        RuntimeError("a\nb"),
+        type("KilledWorker", (Exception,), {})(),
+    ]
+
+    class Fails:
+        def submit(self, ask, *task):
+            future = Future()
+            if not self.asked:
+                future.set_result(ask(*task))
+            elif self.asked == 4:
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            elif self.asked == 5:
+                future.set_result(b"\x01")
+            else:
+                future.set_exception(raised[self.asked - 1])
+            self.asked += 1
+            return future
+
+        asked = 0
+
+    paths = [RANKS[0], *(Path(f"/{number}.json") for number in range(1, 6))]
+    ranks, why = kept(paths, executor=Fails())
+    assert ranks == [0]
+    assert list(why.values()) == [
+        "the process that read it has no module tracereader: install the reader there",
+        "RuntimeError: a b",
+        "the process that read it was killed",
+        "the cluster dropped it",
+        "the process that read it has another version of the reader",
+    ]
+
+
+@pytest.mark.parametrize("how", ["threads", "processes"])
+def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, how):
+    server.rules["/slow.json"] = lambda handler, asked: server.over.wait()
+    # The slow one is given up as soon as it is the last.
+    monkeypatch.setattr(reading, "_patience", lambda took, answers: 0 if answers == 2 else 60)
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    paths = [path_of(server.url("slow.json")), *RANKS]
+    if how == "processes":
+        monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
+        ranks, why = kept(paths)
+    else:
+        with ThreadPoolExecutor(2) as threads:
+            ranks, why = kept(paths, executor=threads)
+            server.over.set()
+    assert ranks == [0, 1]
+    (said,) = why.values()
+    assert said.startswith("no answer from what reads it: nothing has arrived for ")
+
+
+def worker_of(port, processes):
+    """The process that has this port open, of some."""
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            if any(connection.laddr.port == port for connection in psutil.Process(one).net_connections()):
+                return one
+    return None
+
+
+def killing(pids, times):
+    """A server's rule: the process that asks is killed, so many times."""
+
+    def rule(handler, asked):
+        if asked > times:
+            return False
+        os.kill(worker_of(handler.client_address[1], pids()), signal.SIGKILL)
+        return True
+
+    return rule
+
+
+def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
+    """A rank whose process is killed again is named, and the other ranks are read."""
+    children = lambda: [one.pid for one in psutil.Process().children()]  # noqa: E731
+    monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
+    monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
+    paths = [path_of(server.url(f"fsdp_rank{number}.json.gz")) for number in (0, 1)]
+    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): reading.KILLED}))):
+        server.asked.clear()
+        server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
+        assert kept(paths) == expected
+
+
+# A cluster.
+
+
+@pytest.fixture(scope="module")
+def dask():
+    """Two workers on this machine, a process each."""
+    import dask
+    from distributed import LocalCluster
+
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", silence_logs=50
+        ) as one,
+    ):
+        yield one
+
+
+def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
+    """Hostile files among them are named; the report is that of the same files read here."""
+    (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
+    server.rules["/fsdp_rank3.json.gz"] = status(403)
+    (server.folder / "fsdp_rank3.json.gz").write_bytes(b"")
+    for words in ((server.url("fsdp*"), "--ranks", "--json"), (*RANKS, "--only", "short")):
+        here = printed(capsys, *words)
+        assert printed(capsys, *words, "--cluster", dask.scheduler_address) == here
+
+
+@pytest.mark.exhaustive  # Dask starts a worker anew five times
+def test_a_worker_that_dies_is_replaced(dask, server, capsys):
+    """Once: another worker reads its rank. As often as the cluster tries: the rank is named, the others are read."""
+    pids = lambda: [one.pid for one in psutil.Process().children(recursive=True)]  # noqa: E731
+    words = (server.url("fsdp*"), "--json", "--cluster", dask.scheduler_address)
+    server.rules["/fsdp_rank0.json.gz"] = killing(pids, 1)
+    assert json.loads(printed(capsys, *words))["not_read"] == {}
+    server.asked.clear()
+    (server.folder / "fsdp_rank2.json.gz").write_bytes(b"")
+    server.rules |= {"/fsdp_rank0.json.gz": None, "/fsdp_rank2.json.gz": killing(pids, 99)}
+    found = json.loads(printed(capsys, *words))
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): reading.KILLED}
+
+
+def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, monkeypatch):
+    """The rest of the report needs no trace on this machine."""
+
+    def unreachable(*about):
+        raise OSError("no route")
+
+    monkeypatch.setattr(remote, "fetched", unreachable)
+    said = printed(capsys, server.url("fsdp*"), "--cluster", dask.scheduler_address, "--only", "short,try")
+    assert "in short   rank 0 keeps the others waiting" in said
+    assert "the trace of a rank cannot be read again on this machine" in said
+
+
+def test_an_address_without_a_scheduler_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        port = closed.server_port
+    for address, says in (
+        (f"tcp://127.0.0.1:{port}", "no Dask scheduler answers there"),
+        ("127.0.0.1", "no such address (missing port number in address '127.0.0.1')"),
+        ("http://127.0.0.1:1", "no such address (unknown address scheme 'http'"),
+        ("", "no such address (it is empty)"),
+    ):
+        said = refused(capsys, RANKS[0], "--cluster", address)
+        assert said.startswith(f"read-trace: --cluster {address}: {says}")
+
+
+def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
+    from distributed import LocalCluster
+
+    monkeypatch.setattr(cluster, "WORKER_S", 0.1)
+    with LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50) as empty:
+        assert "the scheduler has no worker" in refused(capsys, RANKS[0], "--cluster", empty.scheduler_address)
+
+
+def test_what_does_not_go_with_a_cluster_is_refused(capsys, monkeypatch):
+    for flags, says in (
+        (("--open",), "--open reads every trace on this machine: leave out --cluster"),
+        (("--export", "all.json"), "--export reads every trace on this machine: leave out --cluster"),
+        (("--against", "h200"), "--cluster compares the ranks of one run"),
+        (("--markdown",), "--markdown is for a comparison"),
+    ):
+        assert says in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1", *flags)
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert cluster.MISSING in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1")
+    with pytest.raises(BadInput, match="needs Dask"), cluster.workers_of("tcp://127.0.0.1:1"):
+        pass
+
+
+def test_a_trace_is_refused_as_a_library_refuses_it():
+    with pytest.raises(TraceError, match="no such file"):
+        located("memory://none/")

@@ -1,0 +1,255 @@
+"""Traces behind URLs. fsspec finds and reads them, and a download lies in a file without a name.
+
+fsspec is an extra of the package, and importing it takes as long as reading a small trace. It is therefore imported
+when a URL is read.
+"""
+
+import errno
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from http import HTTPStatus
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from tracereader import progress
+from tracereader.command import printable
+
+# What is taken for a trace in a folder. The profiler's tables and other files lie there, too.
+TRACE = re.compile(r"\.(json|pftrace)(\.gz)?")
+HTTP = re.compile("https?://", re.I)
+CHUNK = 1 << 22  # bytes that a download holds in memory
+# Between the tries of a request.
+PAUSES_S = (0.5, 1.0, 2.0)
+# A server may be silent for so long, and a connection may take so long. aiohttp's own limit is on the whole download.
+SILENT_S, CONNECT_S = 60, 15
+# HTTP statuses from 400 to 499 that another try may cure.
+TEMPORARY = (408, 425, 429)
+FSSPEC_MISSING = "a URL needs fsspec: uv sync --extra remote, or pip install 'fsspec[http]'"
+# Userinfo before a host. A container of Azure's stands there, too, but without a password.
+_PASSWORD = r"[^/@:]*:(?!\d+/)[^@]*@"
+_USERINFO = re.compile(rf"{_PASSWORD}|[^/@]*@")
+_AZURE = re.compile("abfss?|az", re.I)
+_URL = re.compile(r"([a-zA-Z][\w+.-]*)://(.*)", re.S)
+# By a trace's name, which is printed and stored: its URL as it was given, with the credentials in it.
+_addresses: dict[str, str] = {}
+T = TypeVar("T")
+
+
+class _Refused(OSError):
+    """Another try would end in the same way. Its text is our own, and holds no credentials."""
+
+
+class Address(type(Path())):
+    """The name of a trace behind a URL: the URL without credentials. pathlib alone would write one slash of the two."""
+
+    def __str__(self) -> str:
+        return re.sub(r"(^|::)([a-zA-Z][\w+.-]*):/", r"\1\2://", super().__str__())
+
+
+def named(address: str) -> Path:
+    """The name of the trace at a URL. Two URLs that differ in their credentials only have two names."""
+    name = without_credentials(address)
+    number, unique = 1, Address(name)
+    while _addresses.setdefault(str(Path(unique)), address) != address:
+        number += 1
+        unique = Address(f"{name}#{number}")
+    return unique
+
+
+def address_of(path: Path) -> str:
+    """The URL of a trace, with the credentials that its name does not hold."""
+    return _addresses.get(str(Path(path)), str(Address(path)))
+
+
+def without_credentials(address: str) -> str:
+    """A URL without its user, its password and its query, which may be a signature."""
+    return "::".join(map(_public, address.split("::")))
+
+
+def _public(part: str) -> str:
+    if not (found := _URL.fullmatch(part)):
+        return part
+    protocol, rest = found.groups()
+    userinfo = re.compile(_PASSWORD) if _AZURE.fullmatch(protocol) else _USERINFO
+    rest = rest[user.end() :] if (user := userinfo.match(rest)) else rest
+    return f"{protocol}://{re.split(r'[?#]' if HTTP.match(part) else '[?]', rest)[0]}"
+
+
+def located(address: str) -> list[Path]:
+    """The traces of a URL: of a folder those in it, of wildcards what matches, by name. Raises OSError."""
+    is_http = HTTP.match(address)  # its "?" begins a query
+    bare = re.split(r"[?#]", address)[0] if is_http else address
+    wildcards = re.search(r"[*\[]" if is_http else r"[*?\[]", bare)
+    folder = bare.endswith("/")
+    if not (wildcards or folder) and (is_http or _is_trace(bare)):
+        return [named(address)]
+
+    def names() -> list[str] | None:
+        files, path = _filesystem(address)
+        files.invalidate_cache()
+        if not (wildcards or folder or files.isdir(path)):
+            return None
+        look = files.glob if wildcards else files.ls
+        # Over HTTP, details are a request for each name.
+        found = look(path, detail=not is_http)
+        if not is_http:
+            found = found.values() if wildcards else found
+            found = [one["name"] for one in found if one["type"] == "file"]
+        return sorted(files.unstrip_protocol(one) for one in found if wildcards or _is_trace(one))
+
+    found = _tried(address, names)
+    if found is None:
+        return [named(address)]
+    if not found:
+        raise OSError("no file there matches" if wildcards else "there is no .json or .json.gz in this folder")
+    return [named(one) for one in found if not one.endswith("/")]
+
+
+def _is_trace(address: str) -> bool:
+    return TRACE.search(address.split("?")[0].rpartition("/")[2]) is not None
+
+
+def size_of(address: str) -> int | None:
+    """A file's size in bytes; None where the server does not say. Raises OSError."""
+
+    def size() -> int | None:
+        with closing(_opened(address)) as source:
+            return _announced(source)
+
+    return _tried(address, size)
+
+
+def fetched(address: str, most: int, whole: bool) -> BinaryIO:
+    """The file at a URL, downloaded. Raises OSError.
+
+    It has no name, so that nothing is left of it, however this process ends. most: bytes that are downloaded. A file
+    that has more is refused, or cut where the whole is not needed.
+    """
+    into = tempfile.TemporaryFile()  # noqa: SIM115  the caller's
+    try:
+        with progress.shown() as show:
+            _tried(address, lambda: _copied(address, into, most, whole, show))
+    except BaseException:
+        into.close()
+        raise
+    into.seek(0)
+    return into
+
+
+def _copied(address: str, into: BinaryIO, most: int, whole: bool, show: Callable[[str], None]) -> None:
+    name = printable(without_credentials(address).rpartition("/")[2])[:60]
+    into.seek(0)
+    into.truncate()
+    with closing(_opened(address)) as source:
+        size = _announced(source)
+        of = f" of {size / 1e6:,.1f}" if size else ""
+        too_large = _Refused(f"it has more than {most:,} bytes; --limit raises the limit")
+        if whole and size is not None and size > most:
+            raise too_large
+        done = 0
+        while chunk := source.read(min(CHUNK, most - done + whole)):
+            done += len(chunk)
+            if done > most:
+                raise too_large
+            into.write(chunk)
+            show(f"downloading {name}: {done / 1e6:,.1f}{of} MB")
+        if size is not None and done < min(size, most) and not HTTP.match(address):  # aiohttp checks it itself
+            raise OSError(f"the download ended after {done:,} of {size:,} bytes")
+
+
+def _opened(address: str) -> BinaryIO:
+    files, path = _filesystem(address)
+    if HTTP.match(address):
+        # One stream. Ranges need a server that knows them, and a size that is asked for first.
+        return files.open(path, "rb", block_size=0, size=1)
+    return files.open(path, "rb", block_size=CHUNK, cache_type="none")
+
+
+def _announced(source: BinaryIO) -> int | None:
+    size = getattr(source, "size", None)
+    return getattr(getattr(source, "r", None), "content_length", None) if size is None else size
+
+
+def _filesystem(address: str) -> tuple[object, str]:
+    """fsspec's file system of a URL, and the URL as that file system writes it. Raises OSError."""
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.registry import known_implementations
+    except ImportError:
+        raise _Refused(FSSPEC_MISSING) from None
+    options = {}
+    protocol = address.partition("://")[0].rpartition("::")[2].lower()
+    try:
+        if HTTP.match(address):
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
+            # A URL that is encoded stays as it is: a signature may depend on it.
+            options = {"client_kwargs": {"timeout": timeout}, "encoded": "%" in address}
+        return url_to_fs(address, **options)
+    except ImportError as problem:
+        package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+        why = f"pip install {package.replace('_', '-')}" if package != "fsspec" else str(problem)
+        if HTTP.match(address):
+            why = "pip install aiohttp"
+        raise _Refused(f"a package for {protocol}:// is missing: {why}") from None
+    except ValueError as problem:
+        if protocol in known_implementations:
+            raise
+        raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
+
+
+def _tried(address: str, ask: Callable[[], T]) -> T:
+    """What `ask` returns, tried again after a failure that may be temporary. Raises OSError, without credentials."""
+    for pause in (*PAUSES_S, None):
+        try:
+            return ask()
+        except (FileNotFoundError, IsADirectoryError) as problem:
+            raise type(problem)(without_credentials(address)) from None
+        except _Refused:
+            raise
+        except Exception as problem:
+            if pause is None or _is_final(problem):
+                raise OSError(_told(problem, address)) from None
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def _is_final(problem: Exception) -> bool:
+    """Whether another try would end in the same way."""
+    status = _status(problem)
+    if status is not None:
+        return 400 <= status < 500 and status not in TEMPORARY
+    final = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
+    return isinstance(problem, final) or getattr(problem, "errno", None) == errno.ENOSPC
+
+
+def _status(problem: Exception) -> int | None:
+    """The HTTP status of a failure, by the name that its library gives it."""
+    response = getattr(problem, "response", None)
+    for status in (getattr(problem, "status", None), getattr(response, "status_code", None)):
+        if type(status) is int:
+            return status
+    return None
+
+
+def _told(problem: Exception, address: str) -> str:
+    """Why a request failed, in one line. A library's message may repeat the URL with its credentials."""
+    status = _status(problem)
+    if status is not None:
+        known = {one.value: one.phrase for one in HTTPStatus}
+        return f"the server answered {status} {known.get(status, '')}".strip()
+    if isinstance(problem, PermissionError):
+        return "access is denied"
+    if isinstance(problem, TimeoutError) or "Timeout" in type(problem).__name__:
+        return "the server did not answer in time"
+    said = " ".join((getattr(problem, "strerror", None) or str(problem)).split())
+    said = re.sub(r"[a-zA-Z][\w+.-]*://\S*", lambda url: without_credentials(url[0]), said)
+    pieces = re.split(r"[:/@?&=#]+", address)
+    hidden = [one for one in pieces if len(one) > 3 and one not in without_credentials(address)]
+    if not said or any(one in said for one in hidden):
+        return type(problem).__name__
+    return said if len(said) < 200 else f"{said[:200]}…"
