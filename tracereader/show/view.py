@@ -17,7 +17,7 @@ class View:
     """What of a report is shown, and of which step. step: None is a typical one. only: None is the usual sections.
 
     by_flag: the sections that a flag of their own asks for. all: every section and row. brief: what a numbered script
-    shows of its own run.
+    shows of its own run. rank: of several ranks, the one that is shown in full.
     """
 
     only: Sequence[str] | None = None
@@ -25,6 +25,7 @@ class View:
     by_flag: Sequence[str] = ()
     all: bool = False
     brief: bool = False
+    rank: int | None = None
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":
