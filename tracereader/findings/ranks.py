@@ -78,7 +78,8 @@ class SlowLink(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What makes the steps longer, in µs per step: a rank's own time beyond the median of the others, or a slow link.
+    """What makes the steps longer, in µs per step: a rank's time without exposed communication beyond the median, or
+    a slow link.
 
     ranks: one, or those that the link connects. reasons: the rank's, the largest first; none for a link.
     """
@@ -222,7 +223,7 @@ def phases(summary: RanksSummary) -> list[str]:
 
 
 class _Usual:
-    """Medians over the steps of each rank's figures, each worked out once."""
+    """Medians over the steps of each rank's figures, each computed once."""
 
     def __init__(self, summary: RanksSummary):
         self.summary, self.found = summary, {}
@@ -276,7 +277,10 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
 
 
 def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
-    """By rank, its own time per step beyond the median of all, where that is much; none where nobody waits for it."""
+    """By rank, how much longer than the median its step takes without exposed communication; small amounts left out.
+
+    Empty where no rank loses much time by waiting.
+    """
     if len(summary.ranks) < 3 or not summary.steps or not _costs_others(summary):
         return {}
     mine, least = figures.of(None, "own"), MUCH_LONGER * median(figures.of(None, "us").values())
