@@ -13,7 +13,6 @@ from test_ranks import of_rank
 
 from tracereader import cli
 from tracereader.figures import ranks
-from tracereader.figures.rank import Part
 
 KINDS = runpy.run_path(str(ROOT / "benchmarks/growth.py"))["KINDS"]
 
@@ -47,7 +46,8 @@ def test_twice_as_much_takes_twice_the_calls(tmp_path, capsys, kind):
 
 def of_hosts(count):
     """Ranks of as many hosts, one each, and ten collectives of all of them."""
-    parts = [Part("g", (), "all-reduce", "", seq, 8, count, 1000 * seq, 1000 * seq + 500) for seq in range(10)]
+    group = tuple(range(count))
+    parts = [(group, "all-reduce", 8, seq, 1000 * seq, 1000 * seq + 500) for seq in range(10)]
     return [of_rank(rank, count, f"host {rank}", parts) for rank in range(count)]
 
 

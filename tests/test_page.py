@@ -747,7 +747,7 @@ def test_the_heat_map_has_each_ranks_steps_and_waits(chromium, pages, capsys):
 
 @pytest.mark.exhaustive
 def test_a_thousand_ranks_have_a_page(chromium, tmp_path):
-    from tracereader.figures.rank import Lane, Part, RankStep, RankTrace, Times
+    from tracereader.figures.rank import Call, Group, Lane, Part, RankStep, RankTrace, Times
     from tracereader.figures.ranks import joined
     from tracereader.show import page as pages
 
@@ -759,15 +759,18 @@ def test_a_thousand_ranks_have_a_page(chromium, tmp_path):
 
     def rank(number):
         parts = [
-            Part("all", everyone, "all-reduce", name, place * 4 + one, 1_000_000, count,
-                 place * 10**7 + one * 10**6 + number, place * 10**7 + one * 10**6 + 10**5)
-            for place, name in enumerate(names) for one in range(4)
-        ]  # fmt: skip
+            Part(place, place * 4 + one, start + number, start + 10**5)
+            for place in range(len(names))
+            for one in range(4)
+            for start in (place * 10**7 + one * 10**6,)
+        ]
         steps = tuple(RankStep(**taken(name, 10_000.0 + number + place)) for place, name in enumerate(names))
         return RankTrace(
             path=f"rank{number}.json", rank=number, world_size=count, host=None, device="NVIDIA H200", on_gpu=False,
             start=0, end=len(names) * 10**7, total=Times(**taken("all", 6e5)), steps=steps, left_out=(),
-            parts=tuple(parts), exposed=(), late=(), unnamed=0, lane=lane,
+            groups=(Group("all", "", count, everyone),),
+            calls=tuple(Call(0, "all-reduce", 1_000_000, name) for name in names), parts=tuple(parts), exposed=(),
+            late_us=0.0, hidden=0, unnamed=0, unprofiled_step_us=None, lane=lane,
         )  # fmt: skip
 
     traces = [rank(number) for number in range(count)]

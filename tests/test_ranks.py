@@ -10,7 +10,7 @@ from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import reading
-from tracereader.figures.rank import Part, RankTrace, Times
+from tracereader.figures.rank import Call, Group, Part, RankTrace, Times
 from tracereader.figures.ranks import joined
 from tracereader.findings import ranks as findings
 from tracereader.show.merged import merged
@@ -214,9 +214,7 @@ def transfers(slow_by):
             pair = (rank - rank % 2, rank - rank % 2 + 1)
             start = 10_000_000 * seq + 1000 * rank
             took = 100_000 * (slow_by if 4 in pair else 1)
-            parts[rank].append(
-                Part(f"{pair}", pair, "all-gather", "", seq, 10**7, 2, start, 10_000_000 * seq + 10**4 + took)
-            )
+            parts[rank].append((pair, "all-gather", 10**7, seq, start, 10_000_000 * seq + 10**4 + took))
     return joined([of_rank(rank, 8, "one", some) for rank, some in parts.items()])
 
 
@@ -300,11 +298,18 @@ def test_clocks_of_two_hosts_are_set_by_their_collectives(tmp_path, capsys, host
 
 
 def of_rank(rank, world_size, host, parts):
-    """One rank's trace as it is kept, with these collectives alone."""
+    """One rank's trace as it is kept, with these collectives alone: their group, kind, bytes, number, start and end."""
+    members = list(dict.fromkeys(one[0] for one in parts))
+    calls = list(dict.fromkeys(Call(members.index(group), kind, size, "") for group, kind, size, *_ in parts))
     return RankTrace(
         path=f"{rank}", rank=rank, world_size=world_size, host=host, device="", on_gpu=True, start=0, end=10**9,
-        total=Times("", 1e6, 1, 1, 1, 0, 0, 0), steps=(), left_out=(), exposed=(), late=(), parts=tuple(parts),
-        unnamed=0, lane=None,
+        total=Times("", 1e6, 1, 1, 1, 0, 0, 0), steps=(), left_out=(), exposed=(), late_us=0.0, hidden=0, unnamed=0,
+        groups=tuple(Group(f"{group}", "", len(group), group) for group in members), calls=tuple(calls),
+        parts=tuple(
+            Part(calls.index(Call(members.index(group), kind, size, "")), seq, start, end)
+            for group, kind, size, seq, start, end in parts
+        ),
+        unprofiled_step_us=None, lane=None,
     )  # fmt: skip
 
 
@@ -316,7 +321,7 @@ def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
         for group in ((0, 1, 2), *[(2, 3)] * (seq < 5)):
             for rank in group:
                 start = 10_000_000 * (2 * seq + len(group)) + ahead[rank]
-                parts[rank].append(Part(f"{group}", group, "all-reduce", "", seq, 8, len(group), start, start + 10**6))
+                parts[rank].append((group, "all-reduce", 8, seq, start, start + 10**6))
     found = joined([of_rank(rank, 4, f"host {rank}", parts[rank]) for rank in ahead])
     assert found.clocks.ahead_us == {rank: ns / 1e3 for rank, ns in ahead.items()}
     assert found.clocks.apart_us == 0 and not found.clocks.not_aligned

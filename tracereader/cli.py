@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import BadInput, OneLineParser, RunFailed, command, positive, printable
+from tracereader.command import BadInput, OneLineParser, RunFailed, command, not_negative, positive, printable
 from tracereader.show import sections
 
 
@@ -53,6 +53,7 @@ def main(argv=None):
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
     )
+    parser.add_argument("--rank", type=not_negative, metavar="N", help="of several ranks, show rank N in full")
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
     )
@@ -103,6 +104,8 @@ def main(argv=None):
     several = len(args.traces) > 1 and not args.capture and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
+    if args.rank is not None:
+        raise BadInput("--rank shows one of several ranks: name the traces of at least two, or add --ranks")
     for flag in ("open", "json", "against", "capture", "export"):
         if getattr(args, flag) and len(args.traces) > 1:
             raise BadInput(f"--{flag} takes one trace")
@@ -236,8 +239,8 @@ def _refuse_beside_html(args) -> None:
     """Raise BadInput for flags that --html excludes, and for a file that cannot be written."""
     from tracereader.show.page import files
 
-    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous"):
-        if getattr(args, flag):
+    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank"):
+        if getattr(args, flag) not in (None, False):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
     files.refuse_early(args.html, args.force)
 
@@ -254,6 +257,8 @@ def _refuse_beside_export(args) -> None:
 
 def _as_ranks(args) -> bool:
     """Print the report on the ranks of one run. Return False if these are other traces, which are to be compared."""
+    from dataclasses import replace
+
     from tracereader.figures import reading
 
     if not args.ranks and not reading.are_ranks(args.traces):
@@ -268,7 +273,7 @@ def _as_ranks(args) -> bool:
     from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    view = View.of(args)
+    view = replace(View.of(args), rank=args.rank)
     with contextlib.ExitStack() as stack:
         executor = None
         if args.cluster is not None:

@@ -14,7 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, launched_by
-from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.pace import window
 from tracereader.figures.places import phases
 from tracereader.figures.steps import typical
@@ -62,16 +62,39 @@ class RankStep(Times, frozen=True):
     phases: tuple[Times, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What one rank did in one collective. Times in ns since 1970, by its own clock."""
+class Group(msgspec.Struct, frozen=True):
+    """A process group. name: with its ranks as the trace lists them, which are truncated where they are many.
 
-    group: str
-    members: tuple[int, ...]  # of the group; none where the trace does not list them
+    description: torch's, or the program's own; "" where none is recorded. members: none where the trace does not list
+    them all.
+    """
+
+    name: str
+    description: str
+    size: int
+    members: tuple[int, ...]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What the same collective of a step has in common on a rank. group: its index in the rank's groups.
+
+    bytes: as NCCL counts: an all-gather's result, else what goes in.
+    """
+
+    group: int
     kind: str
+    bytes: int | None
     step: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one rank did in one collective. Times in ns since 1970, by its own clock.
+
+    call: its index in the rank's calls. A job has millions of these, so they hold numbers alone.
+    """
+
+    call: int
     seq: int | None
-    bytes: int | None  # as NCCL counts: an all-gather's result, else what goes in
-    size: int  # ranks in the group
     start: int
     end: int
 
@@ -97,10 +120,14 @@ class RankTrace(msgspec.Struct, frozen=True):
     total: Times
     steps: tuple[RankStep, ...]
     left_out: tuple[str, ...]  # steps so much wider that they would hide what the rest is like
-    parts: tuple[Part, ...]
-    exposed: tuple[tuple[int, int], ...]  # exposed communication
-    late: tuple[tuple[int, int], ...]  # the part of it before the next kernel's launch
+    groups: tuple[Group, ...]
+    calls: tuple[Call, ...]
+    parts: tuple[Part, ...]  # by their starts
+    exposed: tuple[int, ...]  # exposed communication: a start, its end, the next start and so on
+    late_us: float  # the part of it before the next kernel's launch
+    hidden: int  # collectives that overlap with compute for at least half of their time
     unnamed: int  # collectives' kernels of the steps that the trace does not describe
+    unprofiled_step_us: float | None  # a step without the profiler, where the run measured it
     lane: Lane | None
 
 
@@ -116,9 +143,12 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     else:
         stretches = _on_gpu(steps, parts.device, end)
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
-    done = list(_parts_on_gpu(steps, zero, trace.rank) if on_gpu else _parts_on_cpu(steps, zero, trace.rank))
-    named = [one for one in done if one is not None]
+    calls = _Calls(trace.rank)
+    done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
+    named = sorted((one for one in done if one is not None), key=_start)
     late = _late(parts.exposed_communication, steps) if on_gpu else []
+    exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
+    beside = Lengths(exposed)
     used = dict.fromkeys(trace.devices)
     return RankTrace(
         path=str(trace.path),
@@ -132,10 +162,14 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         total=lengths.times("", start, end),
         steps=tuple(_step(one, lengths, left, right, starts) for one, left, right in stretches),
         left_out=tuple(one.name for one in trace.steps[: len(trace.steps) - len(steps)]),
+        groups=tuple(calls.groups.values()),
+        calls=tuple(calls.found),
         parts=tuple(named),
-        exposed=tuple((zero + left, zero + right) for left, right in parts.exposed_communication),
-        late=tuple((zero + left, zero + right) for left, right in late),
+        exposed=tuple(edge for one in exposed for edge in one),
+        late_us=length(late) / 1e3,
+        hidden=sum(2 * beside.between(one.start, one.end) <= one.end - one.start for one in named),
         unnamed=len(done) - len(named),
+        unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
     )
 
@@ -287,30 +321,56 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
     return found
 
 
-def _parts_on_gpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
+class _Calls:
+    """The groups and calls of one rank, each listed once."""
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+        self.groups: dict[tuple, Group] = {}
+        self.found: dict[Call, int] = {}
+        self._index: dict[tuple, int] = {}
+
+    def call(self, group: Group, kind: str, bytes: int | None, step: str) -> int:
+        key = (group.name, group.size)
+        index = self._index.setdefault(key, len(self._index))
+        self.groups.setdefault(key, group)
+        return self.found.setdefault(Call(index, kind, bytes, step), len(self.found))
+
+    def group(self, args: dict) -> Group | None:
+        """The process group that a kernel's description names; None where its size is not known."""
+        size, told = args.get("Group size"), args.get("Process Group Ranks")
+        whole = not _is_size(size) and _is_one_group(self.rank)
+        size = self.rank.world_size if whole else size
+        if not _is_size(size):
+            return None
+        called = str(args.get("Process Group Name", ""))
+        name = f"{called} {told or ''}".strip()
+        if (name, size) in self.groups:
+            return self.groups[name, size]
+        listed = next((one for one in self.rank.groups if one.name == called and one.size == size), None)
+        said = args.get("Process Group Description") or (listed.description if listed else "")
+        members = _everyone(self.rank) if whole else _members(told) or (listed.ranks if listed else ())
+        return Group(name, str(said), size, members if len(members) <= LISTED else ())
+
+
+def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
     """The trace's description of each collective's kernel; None without one."""
     for step in steps:
         for one in step.work:
             if not is_communication(one):
                 continue
             name, args = _described(one)
-            kind, size, told = kind_of(name), args.get("Group size"), args.get("Process Group Ranks")
+            kind = kind_of(name)
             if kind is None and (re.match("send|recv", name) or (not name and SENDS.search(one.name))):
                 continue  # between two ranks only: no collective
-            members = _members(told)
-            if not _is_size(size) and _is_one_group(rank):
-                size, members = rank.world_size, _everyone(rank)
-            if kind is None or not _is_size(size):
+            group = calls.group(args) if kind is not None else None
+            if group is None:
                 yield None
                 continue
+            seq = args.get("Seq")
             yield Part(
-                group=f"{args.get('Process Group Name', '')} {told or ''}".strip(),
-                members=members,
-                kind=kind,
-                step=step.name,
-                seq=args["Seq"] if type(args.get("Seq")) is int and 0 <= args["Seq"] < 2**53 else None,
-                bytes=_bytes(kind, args),
-                size=size,
+                call=calls.call(group, kind, _bytes(kind, args), step.name),
+                seq=seq if type(seq) is int and 0 <= seq < 2**53 else None,
                 start=zero + one.start,
                 end=zero + one.end,
             )
@@ -339,14 +399,15 @@ def _is_size(found: object) -> bool:
 
 def _is_one_group(rank: Rank) -> bool:
     """Whether every group of the run is the whole world; of two ranks each is, of more the trace has to list them."""
-    return rank.world_size == 2 or (bool(rank.groups) and all(size == rank.world_size for size in rank.groups))
+    return rank.world_size == 2 or (bool(rank.groups) and all(one.size == rank.world_size for one in rank.groups))
 
 
 def _everyone(rank: Rank) -> tuple[int, ...]:
     return tuple(range(rank.world_size)) if rank.world_size <= LISTED else ()
 
 
-def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part | None]:
+def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
+    rank = calls.rank
     known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not record its group
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
@@ -355,17 +416,9 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, rank: Rank) -> Iterator[Part
             if kind is None or not known:
                 yield None
                 continue
-            yield Part(
-                group=backend,
-                members=members,
-                kind=kind,
-                step=step.name,
-                seq=None,
-                bytes=_bytes_on_cpu(kind, op.args, rank.world_size),
-                size=rank.world_size,
-                start=zero + op.start,
-                end=zero + op.end,
-            )
+            group = Group(backend, "", rank.world_size, members)
+            called = calls.call(group, kind, _bytes_on_cpu(kind, op.args, rank.world_size), step.name)
+            yield Part(called, None, zero + op.start, zero + op.end)
 
 
 def _collectives_on_cpu(step: Step) -> Iterator[Op]:

@@ -1,14 +1,16 @@
 """Several traces of one run: the times of its ranks, and their matched collectives."""
 
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.intervals import Lengths, both, length, minus, union
-from tracereader.figures.rank import Part, RankStep, RankTrace
+from tracereader.figures.intervals import both, length, minus, union
+from tracereader.figures.rank import Call, Group, Part, RankStep, RankTrace, Times
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {
@@ -26,28 +28,26 @@ _start = attrgetter("start")
 
 
 class RankFigures(msgspec.Struct, frozen=True):
-    """One rank beside the others. Times in µs, over its window.
+    """One rank beside the others. Times in µs. total: of its window.
 
     waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive, summed;
-    waiting_us: the same, counted once where several wait at a time. waited_exposed_us, together_exposed_us:
+    waiting_us: the same, counted once where several wait at a time; waiting_in_steps_us: that by step, in the order of
+    `steps`, of the collectives that the step launched. waited_exposed_us, together_exposed_us:
     exposed in these until then, and after. others_waited_us: the waits
     of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
     not counting the wait. late_us: the part of its exposed communication before the launch of its next kernel.
     hidden: collectives that overlap with compute for at least half of their time.
+
+    A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
 
     rank: int
     trace: str
     host: str | None
-    window_us: float
-    compute_us: float
-    communication_us: float
-    exposed_communication_us: float
-    exposed_copy_us: float
-    idle_us: float
-    idle_not_launched_us: float
+    total: Times
     waited_for_others_us: float
     waiting_us: float
+    waiting_in_steps_us: tuple[float, ...]
     waited_exposed_us: float
     together_exposed_us: float
     exposed_in_last_us: float
@@ -56,6 +56,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     hidden: int
     arrived_last: int
     others_waited_us: float
+    unprofiled_step_us: float | None
     steps: tuple[RankStep, ...]
 
 
@@ -82,6 +83,24 @@ class Collective(msgspec.Struct, frozen=True):
     bus_gb_s: float | None
 
 
+class GroupTimes(msgspec.Struct, frozen=True):
+    """The matched collectives of one process group. Times in µs, over all its collectives.
+
+    description: torch's or the program's name for what the group is for; "" where none is recorded. waited_us: all
+    ranks' waits together. last: the rank for which most of that was, for_last_us of it, in times_last collectives.
+    """
+
+    description: str
+    ranks: tuple[int, ...]
+    size: int
+    collectives: int
+    waited_us: float
+    last: int
+    times_last: int
+    for_last_us: float
+    transfer_us: float
+
+
 class KindTimes(msgspec.Struct, frozen=True):
     """Matched collectives of one kind and message size: medians; longest_wait_us is of the rank that waited longest."""
 
@@ -100,7 +119,8 @@ class Clocks(msgspec.Struct, frozen=True):
 
     ahead_us: by rank, what was taken off its stamps; all zero on one host. apart_us: how far apart the ends of
     one collective still lie in nine of ten (of kinds that all ranks leave together): closer arrivals cannot be
-    distinguished. None without such collectives. not_aligned: ranks of hosts that share no collective with the
+    distinguished. None without such collectives. lead_us: between the last arrival in a collective and the one before
+    it, the median. not_aligned: ranks of hosts that share no collective with the
     first's; their collectives are not matched. hosts: empty where the traces do not name them.
     """
 
@@ -108,6 +128,7 @@ class Clocks(msgspec.Struct, frozen=True):
     aligned: bool
     ahead_us: dict[int, float]
     apart_us: float | None
+    lead_us: float | None
     not_aligned: tuple[int, ...]
 
 
@@ -130,6 +151,7 @@ class RanksSummary(msgspec.Struct, frozen=True):
     matched: tuple[Collective, ...]
     unmatched: int
     unnamed: int
+    groups: tuple[GroupTimes, ...]  # those with the most waiting first
     kinds: tuple[KindTimes, ...]
     best_gb_s: float | None
     clocks: Clocks
@@ -144,12 +166,16 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
     ranks, not_read = _of_one_run(ranks, dict(not_read or {}))
     names = [[step.name for step in one.steps] for one in ranks]
     common = [name for name in names[0] if all(name in some for some in names)]
-    found, unmatched = _matched(ranks)
-    clocks, shift = _clocks(ranks, found)
-    found = [{rank: part for rank, part in parts.items() if rank not in clocks.not_aligned} for parts in found]
-    found = [parts for parts in found if len(parts) > 1]
+    met, unmatched = _met(ranks)
+    clocks, shift = _clocks(ranks, met)
+    met = _without(met, set(clocks.not_aligned))
     origin = min(one.start - shift[one.rank] for one in ranks)
-    matched = [_collective(parts, shift, origin) for parts in found]
+    matched, waits = [], {one.rank: _Waits() for one in ranks}
+    for one in met:
+        matched.append(_collective(one, shift, origin))
+        _add_waits(waits, one, matched[-1])
+    leads = [one.lead_us for one in matched]
+    clocks = msgspec.structs.replace(clocks, lead_us=median(leads) if leads else None)
     rates = [one.bus_gb_s for one in matched if one.bus_gb_s is not None]
     best = max(rates, default=None)
     return RanksSummary(
@@ -157,7 +183,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
         origin_ns=origin,
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
-        ranks=tuple(_figures(one, found, matched, shift) for one in ranks),
+        ranks=tuple(_figures(one, waits[one.rank]) for one in ranks),
         missing=_missing(ranks),
         not_read=not_read,
         steps=tuple(common),
@@ -169,6 +195,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
         matched=tuple(matched),
         unmatched=unmatched,
         unnamed=sum(one.unnamed for one in ranks),
+        groups=_groups(met, matched),
         kinds=_kinds(matched, best),
         best_gb_s=best,
         clocks=clocks,
@@ -199,16 +226,16 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
         else:
             clusters.append([one])
     largest = max(clusters, key=len)
+    of_largest = {id(one) for one in largest}
     for one in rest:
-        if one not in largest:
+        if id(one) not in of_largest:
             apart = min(abs(one.start - other.start) for other in largest) / 1e9
             not_read[one.path] = (
                 f"from another run: rank {one.rank} was recorded {apart:,.1f} s earlier or later than the others"
             )
     for one in sorted(largest, key=lambda one: one.rank):
-        there = next((other for other in kept if other.rank == one.rank), None)
-        if there:
-            not_read[one.path] = f"another trace of rank {one.rank}: {there.path} is read instead"
+        if kept and kept[-1].rank == one.rank:
+            not_read[one.path] = f"another trace of rank {one.rank}: {kept[-1].path} is read instead"
         else:
             kept.append(one)
     return kept, not_read
@@ -220,51 +247,102 @@ def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
     return one.start < other.end + off and other.start < one.end + off
 
 
-def _matched(ranks: Sequence[RankTrace]) -> tuple[list[dict[int, Part]], int]:
-    """By collective, each rank's part in it; and how many parts lack a counterpart.
+class _Met(NamedTuple):
+    """A collective that was found on all its ranks: the part of each, in the order of `ranks`."""
 
-    By the sequence numbers that newer traces hold; else by their order within a step of one name, where all
-    ranks have the same kinds and sizes in the same order: one that is missing would shift all others.
+    group: Group
+    call: Call
+    ranks: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
+    """The collectives in the order of their starts, and how many parts lack a counterpart.
+
+    They are matched by the sequence numbers that newer traces hold; else by their order within a step of one name,
+    where all ranks have the same kinds and sizes in the same order: one that is missing would shift all others.
     """
-    groups: dict[str, dict[int, list[Part]]] = defaultdict(dict)
+    groups: dict[str, dict[int, _Parts]] = {}
     for one in ranks:
-        for part in sorted(one.parts, key=_start):
-            groups[part.group].setdefault(one.rank, []).append(part)
-    present = {one.rank for one in ranks}
+        mine = [groups.setdefault(group.name, {}).setdefault(one.rank, _Parts(one.calls, [])) for group in one.groups]
+        of_call = [mine[call.group].parts for call in one.calls]
+        for part in one.parts:
+            of_call[part.call].append(part)
+    by_rank = {one.rank: one for one in ranks}
     found, unmatched = [], 0
-    for by_rank in groups.values():
-        some = next(iter(by_rank.values()))[0]
-        members = [rank for rank in some.members if rank in present] or sorted(by_rank)
+    for name, parts in groups.items():
+        some = next(iter(parts))
+        group = next(one for one in by_rank[some].groups if one.name == name)
+        members = tuple(rank for rank in group.members if rank in by_rank) or tuple(sorted(parts))
         if len(members) < 2:
             continue  # the others of its group were not read: said of them already
-        in_sequence = all(part.seq is not None for parts in by_rank.values() for part in parts)
-        keyed = {rank: _keyed(parts, in_sequence) for rank, parts in by_rank.items()}
-        for key in dict.fromkeys(key for some in keyed.values() for key in some):
-            parts = [keyed.get(rank, {}).get(key) for rank in members]
-            if None in parts or len({tuple(one.kind for one in some) for some in parts}) > 1 or _sizes_differ(parts):
-                unmatched += sum(len(some or ()) for some in parts)
-                continue
-            for same in zip(*parts, strict=True):
-                found.append(dict(zip(members, same, strict=True)))
-    return sorted(found, key=lambda parts: min(part.start for part in parts.values())), unmatched
+        rows, alone = _rows([parts.get(rank, _Parts((), [])) for rank in members])
+        calls = parts.get(members[0], _Parts((), [])).calls
+        found += [_Met(group, calls[row[0].call], members, row) for row in rows]
+        unmatched += alone
+    return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
 
 
-def _keyed(parts: Sequence[Part], in_sequence: bool) -> dict[tuple, list[Part]]:
-    keyed: dict[tuple, list[Part]] = {}
-    for part in parts:
-        keyed.setdefault((part.kind, part.seq) if in_sequence else (part.step,), []).append(part)
-    return keyed
+class _Parts(NamedTuple):
+    """One rank's parts in the collectives of one group, by their starts."""
+
+    calls: Sequence[Call]
+    parts: list[Part]
 
 
-def _sizes_differ(parts: Sequence[Sequence[Part]]) -> bool:
-    """An all-to-all may take another size on each rank, and a broadcast counts its root's only."""
-    alike = ("all-reduce", "all-gather", "reduce-scatter")
-    return len({tuple(one.bytes for one in some if one.kind in alike) for some in parts}) > 1
+def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
+    """A group's collectives, each with the parts of all ranks; and how many parts lack a counterpart."""
+    in_sequence = all(part.seq is not None for one in ranks for part in one.parts)
+    keys, alike = [], True
+    for one in ranks:
+        of_call = [(call.kind if in_sequence else call.step, _alike(call)) for call in one.calls]
+        keys.append([(of_call[part.call], part.seq if in_sequence else None) for part in one.parts])
+        alike = alike and keys[-1] == keys[0]
+        if alike:
+            keys[-1] = keys[0]  # one list serves all ranks: there may be a thousand
+    if alike:
+        return list(zip(*(one.parts for one in ranks), strict=True)), 0
+    found, alone = [], 0
+    by_key = []
+    for one, told in zip(ranks, keys, strict=True):
+        mine: dict[tuple, list[tuple]] = {}
+        for ((kind_or_step, what), seq), part in zip(told, one.parts, strict=True):
+            mine.setdefault((kind_or_step, seq), []).append((what, part))
+        by_key.append(mine)
+    for key in dict.fromkeys(key for mine in by_key for key in mine):
+        some = [mine.get(key) for mine in by_key]
+        if None in some or len({tuple(what for what, _ in parts) for parts in some}) > 1:
+            alone += sum(len(parts or ()) for parts in some)
+            continue
+        found += zip(*([part for _, part in parts] for parts in some), strict=True)
+    return found, alone
 
 
-def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tuple[Clocks, dict[int, int]]:
+def _alike(call: Call) -> tuple[str, int | None]:
+    """What is the same on all ranks: an all-to-all may take another size on each, a broadcast counts its root's."""
+    return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter") else None
+
+
+def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
+    """The collectives of the other ranks, where at least two of them are left."""
+    if not ranks:
+        return list(met)
+    found = []
+    for one in met:
+        kept = [at for at, rank in enumerate(one.ranks) if rank not in ranks]
+        if len(kept) > 1:
+            found.append(
+                one._replace(ranks=tuple(one.ranks[at] for at in kept), parts=tuple(one.parts[at] for at in kept))
+            )
+    return found
+
+
+def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, dict[int, int]]:
     """What to take off each rank's stamps (ns), by the ends of the collectives that hosts have in common."""
-    together = [parts for parts in found if next(iter(parts.values())).kind in LEFT_TOGETHER]
+    together: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
+    for one in met:
+        if one.call.kind in LEFT_TOGETHER:
+            together[one.ranks].append(one)
     host = {one.rank: one.host for one in ranks}
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # not recorded: not one clock
@@ -272,125 +350,167 @@ def _clocks(ranks: Sequence[RankTrace], found: Sequence[dict[int, Part]]) -> tup
     ahead = {hosts[0]: 0}
     while len(ahead) < len(hosts):
         # The hosts with the most collectives in common with those that are set already, which mostly is all at
-        # once: each round goes through every collective of every rank.
+        # once: each round goes through every collective of every group that has both.
         apart: dict[str, list[int]] = defaultdict(list)
-        for parts in together:
-            ends = [part.end - ahead[host[rank]] for rank, part in parts.items() if host[rank] in ahead]
-            for rank, part in parts.items():
-                if ends and host[rank] not in ahead:
-                    apart[host[rank]].append(part.end - round(median(ends)))
+        for members, some in together.items():
+            known = [at for at, rank in enumerate(members) if host[rank] in ahead]
+            new = [(at, host[rank]) for at, rank in enumerate(members) if host[rank] not in ahead]
+            if not known or not new:
+                continue
+            for one in some:
+                middle = round(median(one.parts[at].end - ahead[host[members[at]]] for at in known))
+                for at, name in new:
+                    apart[name].append(one.parts[at].end - middle)
         if not apart:
             break
         most = max(map(len, apart.values()))
         ahead |= {name: round(median(some)) for name, some in apart.items() if len(some) == most}
     shift = {rank: ahead.get(name, 0) for rank, name in host.items()}
-    spread = sorted(
-        max(ends) - min(ends)
-        for parts in together
-        for ends in ([part.end - shift[rank] for rank, part in parts.items() if host[rank] in ahead],)
-        if len(ends) > 1
-    )
+    spread = []
+    for members, some in together.items():
+        known = [(at, shift[rank]) for at, rank in enumerate(members) if host[rank] in ahead]
+        if len(known) > 1:
+            ends = ([one.parts[at].end - off for at, off in known] for one in some)
+            spread += [max(each) - min(each) for each in ends]
+    spread.sort()
     clocks = Clocks(
         hosts=tuple(dict.fromkeys(one.host for one in ranks if one.host is not None)),
         aligned=any(ahead.values()),
         ahead_us={rank: ns / 1e3 for rank, ns in shift.items()},
         apart_us=spread[len(spread) * 9 // 10] / 1e3 if spread else None,
+        lead_us=None,
         not_aligned=tuple(rank for rank, name in host.items() if name not in ahead),
     )
     return clocks, shift
 
 
-def _of_two_clocks(together: Sequence[dict[int, Part]], on_gpu: bool) -> bool:
+def _of_two_clocks(together: Mapping[tuple[int, ...], Sequence[_Met]], on_gpu: bool) -> bool:
     """Whether the time stamps show that they come from different clocks.
 
     In most collectives a rank is done before another begins; or, on GPUs, where all leave one together, a
     rank's ends are off by far more than on one host.
     """
-    impossible = sum(min(part.end for part in parts.values()) < max(map(_start, parts.values())) for parts in together)
-    if impossible > len(together) / 2:
+    every = [one.parts for some in together.values() for one in some]
+    impossible = sum(min(part.end for part in parts) < max(part.start for part in parts) for parts in every)
+    if impossible > len(every) / 2:
         return True
     off: dict[int, list[int]] = defaultdict(list)
-    for parts in together if on_gpu else ():
-        middle = median(part.end for part in parts.values())
-        for rank, part in parts.items():
-            off[rank].append(part.end - middle)
+    for members, some in together.items() if on_gpu else ():
+        for one in some:
+            middle = median(part.end for part in one.parts)
+            for rank, part in zip(members, one.parts, strict=True):
+                off[rank].append(part.end - middle)
     return any(abs(median(some)) > FAR_APART for some in off.values())
 
 
-def _collective(parts: dict[int, Part], shift: dict[int, int], origin: int) -> Collective:
-    arrived = {rank: part.start - shift[rank] for rank, part in parts.items()}
-    *_, before, last = sorted(arrived, key=arrived.get)
-    some = parts[last]
-    size, transfer = some.bytes, some.end - some.start
-    factor = BUS_FACTOR.get(some.kind)
+def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
+    arrived = [part.start - shift[rank] for rank, part in zip(one.ranks, one.parts, strict=True)]
+    *_, before, at = sorted(range(len(arrived)), key=arrived.__getitem__)
+    last, latest = one.ranks[at], arrived[at]
+    size, transfer = one.call.bytes, one.parts[at].end - one.parts[at].start
+    factor = BUS_FACTOR.get(one.call.kind)
+    took = [part.end - part.start for part in one.parts]
     return Collective(
-        group=some.group,
-        kind=some.kind,
-        step=some.step,
+        group=one.group.name,
+        kind=one.call.kind,
+        step=one.call.step,
         bytes=size,
-        size=some.size,
-        ranks=tuple(parts),
-        starts_us=tuple((arrived[rank] - origin) / 1e3 for rank in parts),
-        took_us=tuple((part.end - part.start) / 1e3 for part in parts.values()),
-        waits_us=tuple((_waited(parts[rank], arrived[last] + shift[rank])) / 1e3 for rank in parts),
+        size=one.group.size,
+        ranks=one.ranks,
+        starts_us=tuple((start - origin) / 1e3 for start in arrived),
+        took_us=tuple(us / 1e3 for us in took),
+        waits_us=tuple(
+            max(0, min(latest - start, us)) / 1e3 for start, us in zip(arrived, took, strict=True)
+        ),  # each by its own clock
         last=last,
-        lead_us=(arrived[last] - arrived[before]) / 1e3,
+        lead_us=(latest - arrived[before]) / 1e3,
         transfer_us=transfer / 1e3,
-        bus_gb_s=size / transfer * factor(some.size) if size and transfer and factor and some.size > 1 else None,
+        bus_gb_s=size / transfer * factor(one.group.size)
+        if size and transfer and factor and one.group.size > 1
+        else None,
     )
 
 
-def _waited(part: Part, last: int) -> int:
-    """How long a part waited for the last arrival, by its own clock."""
-    return max(0, min(last, part.end) - part.start)
+class _Waits:
+    """One rank's part in the matched collectives, in arrays: a job has millions of these."""
+
+    def __init__(self):
+        self.starts, self.ends = array("q"), array("q")
+        self.until = array("q")  # when the last rank arrived; its start where that is this rank
+        self.steps: list[str] = []
+        self.arrived_last, self.others_us = 0, 0.0
 
 
-def _figures(
-    one: RankTrace, found: Sequence[dict[int, Part]], matched: Sequence[Collective], shift: dict[int, int]
-) -> RankFigures:
-    waits, mine, caused, last = [], [], 0.0, 0
-    for parts, collective in zip(found, matched, strict=True):
-        if one.rank not in parts:
-            continue
-        mine.append((parts[one.rank].start, parts[one.rank].end))
-        if collective.last == one.rank:
-            last += 1
-            caused += sum(collective.waits_us)
-            continue
-        part, arrival = parts[one.rank], parts[collective.last].start - shift[collective.last] + shift[one.rank]
-        waits.append((part.start, part.start + _waited(part, arrival)))
-    exposed = list(one.exposed)
-    waiting = union(span for span in waits if span[1] > span[0])
+def _add_waits(waits: Mapping[int, _Waits], met: _Met, one: Collective) -> None:
+    for rank, part, us in zip(met.ranks, met.parts, one.waits_us, strict=True):
+        mine = waits[rank]
+        mine.starts.append(part.start)
+        mine.ends.append(part.end)
+        mine.until.append(part.start + (round(us * 1e3) if rank != one.last else 0))
+        mine.steps.append(one.step)
+    waits[one.last].arrived_last += 1
+    waits[one.last].others_us += sum(one.waits_us)
+
+
+def _figures(one: RankTrace, waits: _Waits) -> RankFigures:
+    by_step: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for start, until, step in zip(waits.starts, waits.until, waits.steps, strict=True):
+        if until > start:
+            by_step[step].append((start, until))
+    exposed = list(zip(one.exposed[::2], one.exposed[1::2], strict=True))
+    waiting = union(span for some in by_step.values() for span in some)
     ends: dict[str, Part] = {}
     for part in one.parts:
-        if part.step not in ends or part.end > ends[part.step].end:
-            ends[part.step] = part
+        step = one.calls[part.call].step
+        if step not in ends or part.end > ends[step].end:
+            ends[step] = part
     in_last = union((part.start, part.end) for part in ends.values())
-    beside = Lengths(exposed)
-    total = one.total
+    mine = union(zip(waits.starts, waits.ends, strict=True))
     return RankFigures(
         rank=one.rank,
         trace=one.path,
         host=one.host,
-        window_us=total.us,
-        compute_us=total.compute_us,
-        communication_us=total.communication_us,
-        exposed_communication_us=total.exposed_communication_us,
-        exposed_copy_us=total.exposed_copy_us,
-        idle_us=total.idle_us,
-        idle_not_launched_us=total.idle_not_launched_us,
-        waited_for_others_us=sum(right - left for left, right in waits) / 1e3,
+        total=one.total,
+        waited_for_others_us=sum(map(length, by_step.values())) / 1e3,
         waiting_us=length(waiting) / 1e3,
+        waiting_in_steps_us=tuple(length(union(by_step[step.name])) / 1e3 for step in one.steps),
         waited_exposed_us=length(both(waiting, exposed)) / 1e3,
-        together_exposed_us=length(both(minus(union(mine), waiting), exposed)) / 1e3,
+        together_exposed_us=length(both(minus(mine, waiting), exposed)) / 1e3,
         exposed_in_last_us=length(both(minus(in_last, waiting), exposed)) / 1e3,
-        late_us=length(one.late) / 1e3,
+        late_us=one.late_us,
         collectives=len(one.parts),
-        hidden=sum(2 * beside.between(part.start, part.end) <= part.end - part.start for part in one.parts),
-        arrived_last=last,
-        others_waited_us=caused,
+        hidden=one.hidden,
+        arrived_last=waits.arrived_last,
+        others_waited_us=waits.others_us,
+        unprofiled_step_us=one.unprofiled_step_us,
         steps=one.steps,
     )
+
+
+def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTimes, ...]:
+    same: dict[tuple, list[Collective]] = defaultdict(list)
+    for one, collective in zip(met, matched, strict=True):
+        same[one.group.description, one.ranks, one.group.size].append(collective)
+    found = []
+    for (description, ranks, size), some in same.items():
+        waited: dict[int, float] = defaultdict(float)
+        for one in some:
+            waited[one.last] += sum(one.waits_us)
+        last = max(waited, key=waited.get)
+        found.append(
+            GroupTimes(
+                description=description,
+                ranks=ranks,
+                size=size,
+                collectives=len(some),
+                waited_us=sum(waited.values()),
+                last=last,
+                times_last=sum(one.last == last for one in some),
+                for_last_us=waited[last],
+                transfer_us=sum(one.transfer_us for one in some),
+            )
+        )
+    return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 
 def _kinds(matched: Sequence[Collective], best: float | None) -> tuple[KindTimes, ...]:

@@ -99,7 +99,7 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
     """The rank that waits least for the others and has exposed communication."""
     one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
-    return one if share(one, one.exposed_communication_us) > WORTH_SHOWING else None
+    return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
 
 def overlap_communication(case: RankCase) -> Proposal | None:
@@ -110,8 +110,8 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     sharded = bool(kinds & set(SHARDED))
     return Proposal(
         overlapped(case.graph, case.collectives),
-        f"rank {one.rank} communicates for {duration(case.per_step_us(one.communication_us))} of a step, and "
-        f"{duration(case.per_step_us(one.exposed_communication_us))} of that is exposed",
+        f"rank {one.rank} communicates for {duration(case.per_step_us(one.total.communication_us))} of a step, and "
+        f"{duration(case.per_step_us(one.total.exposed_communication_us))} of that is exposed",
         "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
         "set_modules_to_backward_prefetch)"
         if sharded
@@ -136,7 +136,7 @@ def bucket_size(case: RankCase) -> Proposal | None:
     return Proposal(
         with_durations(case.graph, tail),
         f"each step has one all-reduce of {size(bytes_reduced)}, which takes "
-        f"{duration(case.per_step_us(one.communication_us))} after backward",
+        f"{duration(case.per_step_us(one.total.communication_us))} after backward",
         "DistributedDataParallel(…, bucket_cap_mb=25), the default: gradients are reduced while backward computes",
         assumed=True,
     )

@@ -1,12 +1,16 @@
 """What the figures of several ranks mean: who waits for whom, why, and why communication is exposed."""
 
-from collections.abc import Callable
-from statistics import median
+import bisect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import fmean, median
 
 import msgspec
 
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, Times
-from tracereader.figures.ranks import RankFigures, RanksSummary
+from tracereader.figures.ranks import GroupTimes, RankFigures, RanksSummary
 from tracereader.findings.finding import counted, size
 
 # Share of a rank's time in exposed waiting for other ranks that is worth naming. On two H200s: 31% in FSDP with a CPU
@@ -27,6 +31,13 @@ NEARLY_ALL = 0.9
 MUCH_SLOWER = 2
 # Arrivals closer than this multiple of the clocks' error are not ordered.
 BEYOND_THE_CLOCKS = 2
+# What a process group is for, by the words of its description: a DeviceMesh's are mesh_tp and so on, Megatron's are
+# TENSOR_MODEL_PARALLEL_GROUP and so on.
+DIMENSIONS = {
+    "tp": "tensor", "tensor": "tensor", "pp": "pipeline", "pipeline": "pipeline", "dp": "data", "ddp": "data",
+    "fsdp": "data", "data": "data", "ep": "expert", "expert": "expert", "cp": "context", "context": "context",
+    "sp": "sequence", "sequence": "sequence",
+}  # fmt: skip
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -53,7 +64,7 @@ class Loss(msgspec.Struct, frozen=True):
 class SlowLink(msgspec.Struct, frozen=True):
     """A group of ranks whose transfers of one kind and size take longer than other groups'. Medians, in µs.
 
-    more_us: what they take longer in all, in a step.
+    bus_gb_s: None where the kind has no factor. more_us: what they take longer in all, in a step.
     """
 
     ranks: tuple[int, ...]
@@ -62,11 +73,59 @@ class SlowLink(msgspec.Struct, frozen=True):
     transfer_us: float
     others_us: float
     more_us: float
+    bus_gb_s: float | None
+    others_gb_s: float | None
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What makes the steps longer, in µs per step: a rank's time without exposed communication beyond the median, or
+    a slow link.
+
+    ranks: one, or those that the link connects. reasons: the rank's, the largest first; none for a link.
+    """
+
+    ranks: tuple[int, ...]
+    more_us: float
+    reasons: tuple[Reason, ...]
+    link: SlowLink | None
+
+
+class SlowHost(msgspec.Struct, frozen=True):
+    """A host on which at least two ranks, and at least half, take longer than the median of all ranks.
+
+    ranks: those that were read. slow: those of them that take longer, by a median of more_us per step. part: the
+    largest reason (a key of PARTS) of most of them.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    slow: tuple[int, ...]
+    more_us: float
+    part: str | None
+
+
+class GroupKind(msgspec.Struct, frozen=True):
+    """Process groups with one description, size and distance between their ranks.
+
+    name: in words, with the description. every: the distance between neighbouring ranks; None where it differs.
+    waited_us, transfer_us: of a rank, on average, per step. collectives: of a group, at most. worst: the group with
+    the most waiting.
+    """
+
+    name: str
+    description: str
+    groups: int
+    size: int
+    every: int | None
+    collectives: int
+    waited_us: float
+    transfer_us: float
+    worst: GroupTimes
 
 
 def share(one: RankFigures, us: float) -> float:
     """Of a rank's window."""
-    return us / one.window_us if one.window_us else 0.0
+    return us / one.total.us if one.total.us else 0.0
 
 
 def ms(us: float) -> str:
@@ -77,22 +136,55 @@ def ms(us: float) -> str:
 
 
 def straggler(summary: RanksSummary) -> RankFigures | None:
-    """The rank that the others wait for most, if the waiting costs them enough."""
+    """The rank that the others wait for most, if the waiting costs them enough.
+
+    Where the ranks of one process group are waited for by other groups, it is the rank that this group waits for.
+    """
     total = sum(one.others_waited_us for one in summary.ranks)
     if not total:
         return None
     slow = max(summary.ranks, key=lambda one: one.others_waited_us)
-    others = [one for one in summary.ranks if one is not slow]
-    costs = max((share(one, one.waited_exposed_us) for one in others), default=0.0)
-    return slow if slow.others_waited_us > CAUSES_IT * total and costs > MUCH_WAITED and _told_apart(summary) else None
+    if slow.others_waited_us <= CAUSES_IT * total:
+        slow = _late_in_its_group(summary, total)
+    if slow is None or not _costs_others(summary, {slow.rank}):
+        return None
+    late = [one for one in summary.matched if one.last == slow.rank]
+    # If others arrive just before it, they would be waited for in its place.
+    alone = sum(one.lead_us for one in late) > MOST * sum(max(one.waits_us) for one in late)
+    return slow if alone and _told_apart(summary, median(one.lead_us for one in late)) else None
 
 
-def _told_apart(summary: RanksSummary) -> bool:
-    """Whether the clocks are accurate enough to decide which rank arrives last."""
+def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
+    """The rank that one group waits for, where the waiting for all of this group is most of all waiting."""
+    by_rank = {one.rank: one for one in summary.ranks}
+    found = []
+    for group in summary.groups:
+        caused = sum(by_rank[rank].others_waited_us for rank in group.ranks)
+        each = group.for_last_us / (len(group.ranks) - 1)
+        late = by_rank[group.last]
+        if (
+            len(group.ranks) < len(summary.ranks)
+            and caused > CAUSES_IT * total
+            and group.for_last_us > CAUSES_IT * group.waited_us
+            and share(late, each) > MUCH_WAITED
+        ):
+            found.append((len(group.ranks), group.last))
+    return by_rank[min(found)[1]] if found else None
+
+
+def _costs_others(summary: RanksSummary, but: Iterable[int] = ()) -> bool:
+    """Whether any other rank loses much time by waiting."""
+    left_out = set(but)
+    costs = (share(one, one.waited_exposed_us) for one in summary.ranks if one.rank not in left_out)
+    return max(costs, default=0.0) > MUCH_WAITED
+
+
+def _told_apart(summary: RanksSummary, lead_us: float | None) -> bool:
+    """Whether the clocks are accurate enough to decide which rank arrives last. lead_us: before the next one."""
     apart = summary.clocks.apart_us
-    if apart is None or not (summary.on_gpu or summary.clocks.aligned):
+    if apart is None or lead_us is None or not (summary.on_gpu or summary.clocks.aligned):
         return True  # one CPU's clock
-    return median(one.lead_us for one in summary.matched) > BEYOND_THE_CLOCKS * apart
+    return lead_us > BEYOND_THE_CLOCKS * apart
 
 
 def own(one: Times) -> float:
@@ -130,66 +222,190 @@ def phases(summary: RanksSummary) -> list[str]:
     return [name for name in names[0] if all(name in some for some in names)] if names else []
 
 
+class _Usual:
+    """Medians over the steps of each rank's figures, each computed once."""
+
+    def __init__(self, summary: RanksSummary):
+        self.summary, self.found = summary, {}
+
+    def of(self, phase: str | None, part: str) -> dict[int, float]:
+        """By rank. part: a key of PARTS, or one of `own` and `us`."""
+        if (phase, part) not in self.found:
+            figure = {"own": own, "us": lambda one: one.us}.get(part) or PARTS[part]
+            self.found[phase, part] = {one.rank: usual(self.summary, one, phase, figure) for one in self.summary.ranks}
+        return self.found[phase, part]
+
+    def more(self, rank: int, phase: str | None, part: str) -> float:
+        """A rank's figure beyond the median of the other ranks."""
+        found = self.of(phase, part)
+        return found[rank] - median(us for other, us in found.items() if other != rank)
+
+    def reasons(self, rank: int, longer: float) -> tuple[Reason, ...]:
+        """Why a rank takes so much longer, the largest reason first."""
+        reasons = []
+        for part in PARTS:
+            if (us := self.more(rank, None, part)) > A_REASON * longer:
+                by_phase = {phase: self.more(rank, phase, part) for phase in phases(self.summary)}
+                phase = max(by_phase, key=by_phase.get, default=None)
+                named = phase is not None and by_phase[phase] > MOST * us
+                reasons.append(Reason(part, us, phase if named else None, by_phase[phase] if named else None))
+        return tuple(sorted(reasons, key=lambda one: -max(one.more_us, one.phase_us or 0.0)))
+
+
 def loss(summary: RanksSummary) -> Loss | None:
     """Why the rank that the others wait for is slower; None if no rank or no reason is clear."""
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
-    others = [one for one in summary.ranks if one is not slow]
-
-    def more(phase: str | None, figure: Callable[[Times], float]) -> float:
-        theirs = median(usual(summary, one, phase, figure) for one in others)
-        return usual(summary, slow, phase, figure) - theirs
-
-    longer = more(None, own)
+    figures = _Usual(summary)
+    longer = figures.more(slow.rank, None, "own")
     # Its extra time explains the waiting only if it is about as long.
-    waited = max(one.waited_exposed_us for one in others) / max(1, len(summary.steps))
-    if longer <= max(MOST * waited, MUCH_LONGER * usual(summary, slow, None, lambda one: one.us)):
+    waited = max(one.waited_exposed_us for one in summary.ranks if one is not slow) / max(1, len(summary.steps))
+    if longer <= max(MOST * waited, MUCH_LONGER * figures.of(None, "us")[slow.rank]):
         return None
-    reasons = []
-    for part, figure in PARTS.items():
-        if (us := more(None, figure)) > A_REASON * longer:
-            by_phase = {phase: more(phase, figure) for phase in phases(summary)}
-            phase = max(by_phase, key=by_phase.get, default=None)
-            named = phase is not None and by_phase[phase] > MOST * us
-            reasons.append(Reason(part, us, phase if named else None, by_phase[phase] if named else None))
-    return Loss(
-        rank=slow.rank,
-        own_us=usual(summary, slow, None, own),
-        others_us=median(usual(summary, one, None, own) for one in others),
-        reasons=tuple(sorted(reasons, key=lambda one: -max(one.more_us, one.phase_us or 0.0))),
-    )
+    mine = figures.of(None, "own")[slow.rank]
+    return Loss(slow.rank, mine, mine - longer, figures.reasons(slow.rank, longer))
 
 
 def _most_often_last(summary: RanksSummary) -> RankFigures | None:
     """The rank that is last in most collectives. The others may compute in the meantime."""
-    if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary):
+    if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary, summary.clocks.lead_us):
         return None
     often = max(summary.ranks, key=lambda one: one.arrived_last)
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     return often if often.arrived_last > CAUSES_IT * taken_part else None
 
 
+def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
+    """By rank, how much longer than the median its step takes without exposed communication; small amounts left out.
+
+    Empty where no rank loses much time by waiting.
+    """
+    if len(summary.ranks) < 3 or not summary.steps or not _costs_others(summary):
+        return {}
+    mine, least = figures.of(None, "own"), MUCH_LONGER * median(figures.of(None, "us").values())
+    middle = median(mine.values())
+    return {rank: us - middle for rank, us in mine.items() if us - middle > least}
+
+
+def costs(summary: RanksSummary, most: int | None = None) -> tuple[Cost, ...]:
+    """The ranks and links that make the steps longer, the costliest first; of three ranks or more."""
+    figures = _Usual(summary)
+    found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
+    found += [Cost((rank,), us, (), None) for rank, us in _beyond(summary, figures).items()]
+    found = sorted(found, key=lambda one: -one.more_us)[:most]
+    return tuple(
+        one if one.link else msgspec.structs.replace(one, reasons=figures.reasons(one.ranks[0], one.more_us))
+        for one in found
+    )
+
+
+def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
+    """The hosts with several slow ranks, the slowest first; none where there is one host alone."""
+    figures = _Usual(summary)
+    beyond, on = _beyond(summary, figures), defaultdict(list)
+    for one in summary.ranks:
+        if one.host is not None:
+            on[one.host].append(one.rank)
+    found = []
+    for host, ranks in on.items() if len(on) > 1 else ():
+        slow = [rank for rank in ranks if rank in beyond]
+        if len(slow) < 2 or 2 * len(slow) < len(ranks):
+            continue
+        more = {part: median(figures.more(rank, None, part) for rank in slow) for part in PARTS}
+        us, part = median(beyond[rank] for rank in slow), max(more, key=more.get)
+        found.append(SlowHost(host, tuple(ranks), tuple(slow), us, part if more[part] > A_REASON * us else None))
+    return tuple(sorted(found, key=lambda one: -one.more_us))
+
+
+def _hosts_that_are_late(summary: RanksSummary) -> tuple[SlowHost, ...]:
+    """The slow hosts, if most waiting is for their ranks."""
+    hosts = slow_hosts(summary)
+    theirs = {rank for one in hosts for rank in one.ranks}
+    late = [one for one in summary.ranks if one.rank in theirs and one.arrived_last]
+    caused, times = sum(one.others_waited_us for one in late), sum(one.arrived_last for one in late)
+    if caused <= CAUSES_IT * sum(one.others_waited_us for one in summary.ranks) or not _costs_others(summary, theirs):
+        return ()
+    waiting = sum(len(one.ranks) - 1 for one in summary.matched if one.last in theirs)
+    return hosts if times and _told_apart(summary, caused / waiting) else ()
+
+
 def slow_link(summary: RanksSummary) -> SlowLink | None:
     """The group that loses most by transfers slower than the same messages of other groups; None without one."""
-    same: dict[tuple, dict[tuple, list[float]]] = {}
+    return next(iter(slow_links(summary)), None)
+
+
+def slow_links(summary: RanksSummary) -> list[SlowLink]:
+    """The groups whose transfers are slower than the same messages of other groups, with what costs each most."""
+    same: dict[tuple, dict[tuple, list]] = {}
     for one in summary.matched:
         if one.bytes:
-            groups = same.setdefault((one.kind, one.bytes, one.size), {})
-            groups.setdefault(one.ranks, []).append(one.transfer_us)
-    found = []
+            same.setdefault((one.kind, one.bytes, one.size), {}).setdefault(one.ranks, []).append(one)
+    found: dict[tuple, SlowLink] = {}
     for (kind, message, _), groups in same.items():
-        usual_us = {ranks: median(some) for ranks, some in groups.items()}
-        for ranks, us in usual_us.items():
-            others = [theirs for other, theirs in usual_us.items() if other != ranks]
-            if others and us > MUCH_SLOWER * (theirs := median(others)):
-                more = sum(one - theirs for one in groups[ranks]) / max(1, len(summary.steps))
-                found.append(SlowLink(ranks, kind, message, us, theirs, more))
-    worst = max(found, key=lambda one: one.more_us, default=None)
-    if worst is None:
-        return None
-    window = max(one.window_us for one in summary.ranks if one.rank in worst.ranks) / max(1, len(summary.steps))
-    return worst if worst.more_us > MUCH_LONGER * window else None
+        usual_us = {ranks: median(one.transfer_us for one in some) for ranks, some in groups.items()}
+        ordered = sorted(usual_us.values())
+        for ranks, us in usual_us.items() if len(groups) > 1 else ():
+            theirs = _median_without(ordered, us)
+            if us <= MUCH_SLOWER * theirs:
+                continue
+            more = sum(one.transfer_us - theirs for one in groups[ranks]) / max(1, len(summary.steps))
+            if ranks not in found or more > found[ranks].more_us:
+                others = (each for other, some in groups.items() if other != ranks for each in some)
+                found[ranks] = SlowLink(ranks, kind, message, us, theirs, more, _rate(groups[ranks]), _rate(others))
+    window = {one.rank: one.total.us for one in summary.ranks}
+    steps = max(1, len(summary.steps))
+    worth = [
+        one for one in found.values() if one.more_us > MUCH_LONGER * max(window[rank] for rank in one.ranks) / steps
+    ]
+    return sorted(worth, key=lambda one: -one.more_us)
+
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of sorted values but one of them, at once: there may be hundreds of groups."""
+    at, count = bisect.bisect_left(ordered, one), len(ordered) - 1
+    return median(ordered[index + (index >= at)] for index in {(count - 1) // 2, count // 2})
+
+
+def _rate(some: Iterable) -> float | None:
+    rates = [one.bus_gb_s for one in some if one.bus_gb_s is not None]
+    return median(rates) if rates else None
+
+
+def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
+    """The process groups by what they are for, those with the most waiting first."""
+    same: dict[tuple, list[GroupTimes]] = defaultdict(list)
+    for one in summary.groups:
+        apart = {right - left for left, right in pairwise(one.ranks)}
+        same[one.description, one.size, apart.pop() if len(apart) == 1 else None].append(one)
+    steps, found = max(1, len(summary.steps)), []
+    for (description, members, every), some in same.items():
+        ranks = sum(len(one.ranks) for one in some)
+        found.append(
+            GroupKind(
+                name=_group_name(description, members, every, members == summary.world_size),
+                description=description,
+                groups=len(some),
+                size=members,
+                every=every,
+                collectives=max(one.collectives for one in some),
+                waited_us=sum(one.waited_us for one in some) / ranks / steps,
+                transfer_us=fmean(one.transfer_us for one in some) / steps,
+                worst=max(some, key=lambda one: one.waited_us),
+            )
+        )
+    return tuple(sorted(found, key=lambda one: -one.waited_us))
+
+
+def _group_name(description: str, size: int, every: int | None, is_world: bool) -> str:
+    words = re.split(r"[^a-z]+", description.lower())
+    told = dict.fromkeys(DIMENSIONS[word] for word in words if word in DIMENSIONS)
+    if told:
+        return f"{' and '.join(told)} parallel ({description})"
+    if is_world:
+        return "all ranks"
+    apart = {None: " ranks", 1: " neighbouring ranks"}.get(every, f" ranks, {every} apart")
+    return f"{description or 'groups'} of {size:,}{apart}"
 
 
 def sentences(summary: RanksSummary) -> list[str]:
@@ -197,11 +413,13 @@ def sentences(summary: RanksSummary) -> list[str]:
     if not summary.matched:
         return [_nothing_matched(summary)]
     slow = straggler(summary)
-    found = _who_waits(summary, slow)
-    if why := loss(summary):
+    hosts = () if slow else _hosts_that_are_late(summary)
+    found = _who_waits(summary, slow, hosts)
+    if (why := loss(summary)) and not hosts:
         found.insert(1, _why(why, summary))
     if link := slow_link(summary):
-        found.append(_of_link(link))
+        # Where no rank or host is late by itself, the link is why ranks wait for each other.
+        found.insert(len(found) if slow or hosts else 0, _of_link(link))
     return [*found, *_exposed(summary)]
 
 
@@ -210,23 +428,23 @@ def _nothing_matched(summary: RanksSummary) -> str:
         return "the collectives of these ranks cannot be matched, so it is not known who waits for whom"
     if len(summary.ranks) == 1:
         return f"only rank {summary.ranks[0].rank} could be read, so there is no rank to compare it with"
-    if any(one.communication_us for one in summary.ranks):
+    if any(one.total.communication_us for one in summary.ranks):
         return "these ranks send and receive point to point in the steps, so it is not known who waits for whom"
     return "no collective in the steps, so no rank waits for another"
 
 
-def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
+def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[SlowHost]) -> list[str]:
     often = slow or max(summary.ranks, key=lambda one: (one.arrived_last, one.others_waited_us))
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     read = " of those read" if summary.missing else ""
     last = f"it is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
-    if not _told_apart(summary):
+    if not slow and not hosts and not _told_apart(summary, summary.clocks.lead_us):
         return [
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
-            f"{_us(median(one.lead_us for one in summary.matched))}, and the clocks may be off by "
-            f"{_us(summary.clocks.apart_us)}"
+            f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
-    waiting = max((one for one in summary.ranks if one is not slow), key=lambda one: one.waited_exposed_us)
+    late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
+    waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
     waits = (
         f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}, "
@@ -236,9 +454,52 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None) -> list[str]:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
         mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
+    if hosts:
+        return [*_of_late_hosts(summary, hosts, read), waits]
     if cost <= MUCH_WAITED:
         return [f"no rank loses much time by waiting: {waits}", f"rank {often.rank} {last.removeprefix('it ')}"]
-    return [f"the ranks wait for each other: {waits}", f"rank {often.rank} {last.removeprefix('it ')}, the most often"]
+    slowest = [one for one in costs(summary) if one.link is None]
+    if slowest:
+        told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)
+        take = "takes" if len(slowest) == 1 else "take"
+        most = f"{counted(len(slowest), 'rank')} {take} longer per step than the median of all: {told}"
+    else:
+        most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
+    return [f"the ranks wait for each other: {waits}", most]
+
+
+def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:
+    theirs = {rank for one in hosts for rank in one.ranks}
+    times = sum(one.last in theirs for one in summary.matched)
+    taken_part = sum(not theirs.isdisjoint(one.ranks) for one in summary.matched)
+    names = listed([one.host for one in hosts], most=3)
+    ranks = f"{len(theirs)} ranks" if len(hosts) == 1 else f"{len(theirs):,} ranks together"
+    keep = "host {} keeps" if len(hosts) == 1 else "hosts {} keep"
+    whose = "its" if len(hosts) == 1 else "their"
+    found = [
+        f"{keep.format(names)} the others waiting: one of {whose} {ranks} is last{read} in {times:,} of "
+        f"{counted(taken_part, 'collective')}"
+    ]
+    worst = hosts[0]
+    if worst.part:
+        found.append(
+            f"{counted(len(worst.slow), 'rank')} of host {worst.host} take {ms(worst.more_us)} longer per step than "
+            f"the median of all ranks: {HOST_SAYS[worst.part]}"
+        )
+    return found
+
+
+HOST_SAYS = {
+    "computes": "they compute longer", "copies": "their copies take longer", "launches late": "their CPUs launch late",
+    "waits for data": "they wait for the DataLoader", "idle": "they are idle for another reason",
+}  # fmt: skip
+
+
+def listed(some: Sequence, most: int = 8) -> str:
+    """The first ones by name, and how many more there are."""
+    if len(some) > most:
+        return f"{', '.join(map(str, some[:most]))} and {len(some) - most:,} more"
+    return " and ".join(filter(None, (", ".join(map(str, some[:-1])), str(some[-1]))))
 
 
 def _us(us: float) -> str:
@@ -251,17 +512,23 @@ def _why(why: Loss, summary: RanksSummary) -> str:
     if not why.reasons:
         figures = f"{ms(why.own_us)} a step against {ms(why.others_us)}"
         return f"rank {why.rank} is slower than {them}: {figures} without exposed communication"
+    told = in_words(why.reasons, summary.on_gpu)
+    return f"rank {why.rank} is slower than {them} because {'; and because '.join(told)}"
+
+
+def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
+    """Each reason as a sentence about the rank."""
     says = {
         "computes": "it computes {} longer per step",
         "copies": "its copies take {} longer per step",
         "launches late": "its CPU launches late: the GPU waits {} longer per step for launches",
         "waits for data": "it waits {} longer per step for the DataLoader",
         "idle": "its GPU is idle {} longer per step for another reason"
-        if summary.on_gpu
+        if on_gpu
         else "it runs no op for {} longer per step",
     }
     told = []
-    for one in why.reasons:
+    for one in reasons:
         place = one.phase if one.phase in (OUTSIDE_ANNOTATIONS, None) else f"in {one.phase}"
         if place is None:
             told.append(says[one.part].format(ms(one.more_us)))
@@ -269,28 +536,69 @@ def _why(why: Loss, summary: RanksSummary) -> str:
             told.append(f"{says[one.part].format(ms(one.phase_us))} {place}")
         else:
             told.append(f"{says[one.part].format(ms(one.more_us))}, {ms(one.phase_us)} of it {place}")
-    return f"rank {why.rank} is slower than {them} because {'; and because '.join(told)}"
+    return told
 
 
 def _of_link(link: SlowLink) -> str:
-    ranks = f"{', '.join(map(str, link.ranks[:-1][:8]))} and {link.ranks[-1]}"
     return (
-        f"ranks {ranks} are probably connected by a slow link: {link.kind} of {size(link.bytes)} takes them "
-        f"{_us(link.transfer_us)} after the last one arrives, other groups {_us(link.others_us)}; this costs them "
+        f"ranks {listed(link.ranks)} are probably connected by a slow link: {link.kind} of {size(link.bytes)} takes "
+        f"them {_us(link.transfer_us)} after the last one arrives, other groups {_us(link.others_us)}; this costs them "
         f"{ms(link.more_us)} a step"
     )
 
 
+def link_in_words(link: SlowLink) -> str:
+    """A slow link by its message and bandwidth."""
+    if link.bus_gb_s is None or link.others_gb_s is None:
+        reached = f"{_us(link.transfer_us)}, other groups {_us(link.others_us)}"
+    else:
+        reached = f"{link.bus_gb_s:,.3g} GB/s, other groups {link.others_gb_s:,.3g} GB/s"
+    return f"probably a slow link: {link.kind} of {size(link.bytes)} at {reached}"
+
+
+def of_one(summary: RanksSummary, rank: int) -> list[str]:
+    """One rank beside the others: whether it is slower and why, how long it waits, and how long it is waited for."""
+    one = next(each for each in summary.ranks if each.rank == rank)
+    found = []
+    if len(summary.ranks) > 1 and summary.steps:
+        figures = _Usual(summary)
+        more, step = figures.more(rank, None, "own"), figures.of(None, "us")[rank]
+        others = "the other ranks' median" if len(summary.ranks) > 2 else "the other rank"
+        if more > MUCH_LONGER * step:
+            why = "; and because ".join(in_words(figures.reasons(rank, more), summary.on_gpu))
+            told = f"rank {rank} takes {ms(more)} longer per step than {others}"
+            found.append(f"{told} because {why}" if why else f"{told}, for no single reason")
+        else:
+            found.append(f"rank {rank} is not slower than {others} without exposed communication")
+    mine = [each for each in summary.matched if rank in each.ranks]
+    waits: dict[int, float] = defaultdict(float)
+    for each in mine:
+        waits[each.last] += each.waits_us[each.ranks.index(rank)]
+    if waits:
+        whom = max(waits, key=waits.get)
+        mostly = f", {waits[whom] / sum(waits.values()):.0%} of it for rank {whom}" if waits[whom] else ""
+        exposed = f"{ms(one.waited_exposed_us).removesuffix(' ms')} of it exposed"
+        found.append(
+            f"it waits {ms(one.waiting_us)} for others, {exposed} "
+            f"({share(one, one.waited_exposed_us):.1%} of its time){mostly}"
+        )
+        found.append(
+            f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
+            f"{ms(one.others_waited_us)} for it"
+        )
+    return found or [_nothing_matched(summary)]
+
+
 def _exposed(summary: RanksSummary) -> list[str]:
     """The cost of exposed communication on the rank with the most of it, and why it is exposed."""
-    worst = max(summary.ranks, key=lambda one: share(one, one.exposed_communication_us))
-    exposed = worst.exposed_communication_us
-    if not worst.communication_us:
+    worst = max(summary.ranks, key=lambda one: share(one, one.total.exposed_communication_us))
+    exposed = worst.total.exposed_communication_us
+    if not worst.total.communication_us:
         return []
     together = worst.together_exposed_us
     lines = [
-        f"communication: rank {worst.rank} {ms(worst.communication_us)}, "
-        f"{1 - exposed / worst.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
+        f"communication: rank {worst.rank} {ms(worst.total.communication_us)}, "
+        f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
         f"({share(worst, exposed):.1%})"
     ]
     why = []
@@ -323,5 +631,5 @@ def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:
         len(mine) == len(summary.steps) == len({each.step for each in mine})
         and {each.kind for each in mine} == {"all-reduce"}
         and one.hidden == 0
-        and one.exposed_communication_us > 0.9 * one.communication_us
+        and one.total.exposed_communication_us > 0.9 * one.total.communication_us
     )

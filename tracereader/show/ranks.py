@@ -1,9 +1,12 @@
 """Several ranks of one run: who waits for whom first, the evidence below it."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich.console import Console
@@ -29,6 +32,7 @@ RANKS_SHOWN = 8
 STEPS_SHOWN = 3
 WAITS = lanes.WAITS
 KINDS_SHOWN = 5
+COSTS_SHOWN = 5
 PHASES_SHOWN = 5
 # Of a rank's window, computing what was launched before its first step: on two H200s 7 to 23% where the CPU runs ahead.
 MUCH_BEFORE = 0.02
@@ -58,9 +62,26 @@ def opened(
 
 # What of the summary each section is made of; the rest is always there.
 SECTION_KEYS = {
-    "short": ("in_short", "straggler", "loss", "slow_link"), "try": ("opportunities",), "gpu": ("ranks",),
-    "steps": ("ranks",), "work": ("matched", "kinds"),
+    "short": ("in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts"), "try": ("opportunities",),
+    "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "groups", "kinds"),
 }  # fmt: skip
+
+
+def rank_as_builtins(one: RankFigures) -> dict:
+    """A rank's figures under their names in --json and on the page: those of its window stand beside the others."""
+    found = msgspec.to_builtins(one)
+    total = found.pop("total")
+    return {"window_us": total["us"]} | {name: us for name, us in total.items() if name not in ("name", "us")} | found
+
+
+def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
+    """The summary with the figures, collectives and groups of one rank alone."""
+    return msgspec.structs.replace(
+        summary,
+        ranks=tuple(one for one in summary.ranks if one.rank == rank),
+        matched=tuple(one for one in summary.matched if rank in one.ranks),
+        groups=tuple(one for one in summary.groups if rank in one.ranks),
+    )
 
 
 def _wanted(summary: RanksSummary, view: View) -> list[str]:
@@ -68,6 +89,8 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
     wanted = [name for name in SECTIONS if view.shows(name)]
     if not wanted:
         raise BadInput(f"--only {','.join(view.only)}: a report on ranks has the sections {', '.join(SECTIONS)}")
+    if view.rank is not None and all(one.rank != view.rank for one in summary.ranks):
+        raise BadInput(f"--rank {view.rank}: it is not among the {counted(len(summary.ranks), 'rank')} that were read")
     if view.step is not None and f"{STEP}{view.step}" not in summary.steps:
         held = f"{summary.steps[0]} to {summary.steps[-1]}" if summary.steps else "no step in common"
         raise BadInput(f"--step {view.step}: the ranks hold {held}")
@@ -80,13 +103,17 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     limit: of a trace that is read again, in bytes. Raises BadInput.
     """
     wanted = _wanted(summary, view)
-    document = {"version": VERSION} | msgspec.to_builtins(summary)
+    kept = summary if view.rank is None else _of_one(summary, view.rank)
+    document = {"version": VERSION} | msgspec.to_builtins(kept)
+    document["ranks"] = [rank_as_builtins(one) for one in kept.ranks]
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
     document["loss"] = msgspec.to_builtins(findings.loss(summary))
     document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
-    document["in_short"] = findings.sentences(summary)
+    document["costs"] = msgspec.to_builtins(findings.costs(summary))
+    document["slow_hosts"] = msgspec.to_builtins(findings.slow_hosts(summary))
+    document["in_short"] = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     if "try" in wanted:
         found = rank_changes.opportunities(summary, limit)
         document["opportunities"] = [] if isinstance(found, Refused) else msgspec.to_builtins(found)
@@ -103,17 +130,17 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
     limit: of a trace that is read again, in bytes.
     """
     wanted = _wanted(summary, view)
-    if not summary.on_gpu or not summary.matched:  # no change can be proposed
+    if not summary.on_gpu or not summary.matched or view.rank is not None:  # no change can be proposed
         wanted = [name for name in wanted if name != "try"]
     if not lanes_wanted(view):
         wanted.remove("lanes")
     sections = {
-        "short": lambda out: _in_short(out, summary),
+        "short": lambda out: _in_short(out, summary, view),
         "try": lambda out: opportunities.show(out, rank_changes.opportunities(summary, limit), view.all),
         "gpu": lambda out: _ranks(out, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "work": lambda out: _collectives(out, summary, view),
-        "lanes": lambda out: _lanes(out, summary, traces),
+        "lanes": lambda out: _lanes(out, summary, traces, view),
     }
     out = console()
     paragraph(out, _header(summary), rest="  ")
@@ -125,21 +152,61 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
 
 def _header(summary: RanksSummary) -> str:
     count = len(summary.ranks)
-    words = [f"{count} of {counted(summary.world_size, 'rank')}"]
+    hosts = f" on {len(summary.clocks.hosts):,} hosts" if len(summary.clocks.hosts) > 1 else ""
+    words = [f"{count:,} of {counted(summary.world_size, 'rank')}{hosts}"]
     if summary.steps:
         first, last = (name.removeprefix(STEP[:-1]) for name in (summary.steps[0], summary.steps[-1]))
         times = [findings.usual(summary, one, None, lambda step: step.us) for one in summary.ranks]
         named = first if first == last else f"{first} to {last}"
-        words.append(f"{counted(len(summary.steps), 'step')} of {duration(max(times))}, {named}")
+        unprofiled = [one.unprofiled_step_us for one in summary.ranks]
+        without = f" ({duration(max(unprofiled))} without the profiler)" if None not in unprofiled else ""
+        words.append(f"{counted(len(summary.steps), 'step')} of {duration(max(times))}{without}, {named}")
     words.append(f"{counted(len(summary.matched), 'collective')} matched")
     return f"[bold]{plain(summary.device)}[/bold] · {plain(' · '.join(words))}"
 
 
-def _in_short(out: Console, summary: RanksSummary) -> None:
-    for number, line in enumerate(findings.sentences(summary)):
+def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
+    told = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
+    for number, line in enumerate(told):
         paragraph(out, plain(line), "[bold]in short[/bold]   " if not number else " " * 11, " " * 11)
     for line in notes(summary):
         paragraph(out, plain(line), "[yellow]note[/yellow] ", " " * 5)
+    if view.rank is None:
+        _costs(out, summary, view)
+
+
+def _costs(out: Console, summary: RanksSummary, view: View) -> None:
+    """The ranks and links that cost most, with the reason; and hosts with several slow ranks."""
+    found = findings.costs(summary, view.most(COSTS_SHOWN))
+    host = {one.rank: one.host for one in summary.ranks}
+    several = len(summary.clocks.hosts) > 1
+    if found:
+        out.print()
+        out.print("[bold]what costs most[/bold]: each beyond the median of the others, per step")
+    for one in found:
+        whose = f"rank {one.ranks[0]}" if one.link is None else f"ranks {findings.listed(one.ranks, most=4)}"
+        if several and one.link is None and host[one.ranks[0]]:
+            whose += f" on {host[one.ranks[0]]}"
+        why = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
+        if one.link is not None:
+            why = findings.link_in_words(one.link)
+        paragraph(out, plain(f"{whose}, {findings.ms(one.more_us)}: {why}"), "  ", "    ")
+    hosts = findings.slow_hosts(summary)
+    if not hosts:
+        return
+    out.print()
+    rows = [
+        (
+            Name(one.host),
+            f"{len(one.slow)} of {len(one.ranks)}",
+            _ms(one.more_us),
+            findings.HOST_SAYS.get(one.part, "no single reason"),
+        )
+        for one in hosts[: view.most(COSTS_SHOWN)]
+    ]
+    print_columns(out, ("hosts with several slow ranks", "slow ranks", "longer, ms", "because"), rows)
+    if len(rows) < len(hosts):
+        out.print(f"{len(hosts) - len(rows):,} more hosts are not shown")
 
 
 def notes(summary: RanksSummary) -> list[str]:
@@ -154,6 +221,8 @@ def notes(summary: RanksSummary) -> list[str]:
     for rank, names in list(summary.other_steps.items())[:3]:
         numbers = ", ".join(name.removeprefix(STEP[:-1]) for name in names[:4])
         found.append(f"rank {rank} has steps that not all others have: {numbers}")
+    if len(summary.other_steps) > 3:
+        found.append(f"{len(summary.other_steps) - 3:,} more ranks have steps that not all others have")
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unnamed:
@@ -182,46 +251,44 @@ def _numbers(ranks: Sequence[int], count: int) -> str:
 
 
 def _shown(summary: RanksSummary, view: View) -> list[RankFigures]:
-    """The ranks that there is room for: those that are waited for most, and those that wait most."""
-    if view.all or len(summary.ranks) <= RANKS_SHOWN:
-        return list(summary.ranks)
-    ordered = sorted(summary.ranks, key=lambda one: -one.others_waited_us)
-    by_caused = ordered[: RANKS_SHOWN // 2]
-    by_waiting = sorted(ordered[RANKS_SHOWN // 2 :], key=lambda one: -one.waited_exposed_us)[: RANKS_SHOWN // 2]
-    chosen = {one.rank for one in [*by_caused, *by_waiting]}
-    return [one for one in summary.ranks if one.rank in chosen]
+    """The ranks that have rows of their own: all of few, or those that are asked for."""
+    if view.rank is not None:
+        return [one for one in summary.ranks if one.rank == view.rank]
+    return list(summary.ranks) if view.all or len(summary.ranks) <= RANKS_SHOWN else []
 
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:,.1f}" if us >= 50 or not us else f"{us / 1e3:,.2f}"
 
 
+COLUMNS: dict[str, Callable[[RankFigures], float]] = {
+    "window": lambda one: one.total.us,
+    "compute": lambda one: one.total.compute_us,
+    "exposed": lambda one: one.total.exposed_communication_us,
+    "hidden": lambda one: one.total.communication_us - one.total.exposed_communication_us,
+    "copies": lambda one: one.total.exposed_copy_us,
+    "idle": lambda one: one.total.idle_us,
+    "waited": lambda one: one.waiting_us,
+    "last": lambda one: one.arrived_last,
+}
+
+
+def _cell(head: str, value: float) -> str:
+    return f"{value:,.0f}" if head == "last" else _ms(value)
+
+
 def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     shown = _shown(summary, view)
-    rows = [
-        (
-            f"rank {one.rank}",
-            _ms(one.window_us),
-            _ms(one.compute_us),
-            _ms(one.exposed_communication_us),
-            _ms(one.communication_us - one.exposed_communication_us),
-            _ms(one.exposed_copy_us),
-            _ms(one.idle_us),
-            _ms(one.waiting_us),
-            f"{one.arrived_last:,}",
-        )
-        for one in shown
-    ]
-    heads = ("in the window, ms", "window", "compute", "exposed", "hidden", "copies", "idle", "waited", "last")
-    _print(out, heads, rows)
-    if len(shown) < len(summary.ranks):
-        out.print(
-            f"{len(summary.ranks) - len(shown):,} more ranks are not shown; the shown ones cause most waiting "
-            "or wait most"
-        )
+    rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
+    if len(shown) < len(summary.ranks) > 2:
+        rows += _distribution(summary)
+    _print(out, ("in the window, ms", *COLUMNS), rows)
     # fsum: before Python 3.12 sum() leaves a rest where there is none.
-    before = {one.rank: max(0.0, one.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown}
-    if summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
+    before = {
+        one.rank: max(0.0, one.total.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown
+    }
+    few = len(shown) <= RANKS_SHOWN
+    if few and summary.on_gpu and any(findings.share(one, before[one.rank]) > MUCH_BEFORE for one in shown):
         told = ", ".join(f"rank {rank} {findings.ms(us)}" for rank, us in before.items())
         said = (
             f"the window's compute includes work launched before the first step, which is not part of these "
@@ -230,14 +297,24 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
         paragraph(out, said, "  ", "  ")
 
 
+def _distribution(summary: RanksSummary) -> list[tuple[str, ...]]:
+    """Of each column the least, the median and the most over all ranks, and the rank that has the most."""
+    by_column = {head: sorted((of(one), one.rank) for one in summary.ranks) for head, of in COLUMNS.items()}
+    found = []
+    for name, at in (("min", 0), ("median", len(summary.ranks) // 2), ("max", -1)):
+        cells = (_cell(head, some[at][0]) for head, some in by_column.items())
+        found.append((f"{name} of {counted(len(summary.ranks), 'rank')}", *cells))
+    most = (f"{some[-1][1]}" if some[-1][0] > some[0][0] else "–" for some in by_column.values())
+    return [*found, ("rank that has the max", *most)]
+
+
 def _steps(out: Console, summary: RanksSummary, view: View) -> None:
     """By step, then by phase of the median step, what each rank takes."""
-    shown = _shown(summary, view)
+    shown = _shown(summary, view) or list(summary.ranks)
     if len(shown) > 4 and not view.all:
-        slow, waiting = (
-            max(shown, key=key) for key in (lambda one: one.others_waited_us, lambda one: one.waited_exposed_us)
-        )
-        shown = [one for one in shown if one in (slow, waiting)]
+        shown = _slow_and_waiting(summary)
+    if view.rank is not None:
+        view = replace(view, all=True)  # one rank is shown in full
     names = summary.steps if view.step is None else (f"{STEP}{view.step}",)
     rows = []
     for name in names[: view.most(STEPS_SHOWN)]:
@@ -261,6 +338,14 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
         _print(out, ("phase, ms (each a median)", *heads[1:]), rows)
 
 
+def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
+    """The rank that is waited for most, and the one that waits most."""
+    slow = findings.straggler(summary) or max(summary.ranks, key=lambda one: one.others_waited_us)
+    others = [one for one in summary.ranks if one is not slow]
+    waiting = max(others, key=lambda one: one.waited_exposed_us, default=slow)
+    return [one for one in summary.ranks if one is slow or one is waiting]
+
+
 def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
     """The phases that take a hundredth of any rank's step; of many the longest, in order."""
     longest = {
@@ -276,7 +361,7 @@ def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
     """A table without the columns of what no rank did."""
     kept = [
         number for number, head in enumerate(heads)
-        if head not in ("hidden", "copies", "not launched") or any(row[number] != "0.0" for row in rows)
+        if head not in ("hidden", "copies", "not launched") or any(row[number] not in ("0.0", "–") for row in rows)
     ]  # fmt: skip
     print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
 
@@ -300,6 +385,11 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
     if not summary.kinds:
         out.print("[bold]collectives[/bold]: none matched")
         return
+    if view.rank is not None:
+        _collectives_of(out, summary, view.rank)
+        return
+    if len(summary.groups) > 1:
+        _groups(out, summary, view)
     shown = summary.kinds[: view.most(KINDS_SHOWN)]
     rows = [
         (
@@ -322,12 +412,88 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
         paragraph(out, f"{hidden}for at least half of their time", "  ", "    ")
 
 
-def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace]) -> None:
-    """Two ranks on one axis: the one that is waited for most, and the one that waits most."""
-    slow = max(summary.ranks, key=lambda one: one.others_waited_us)
-    others = [one for one in summary.ranks if one is not slow]
-    waiting = max(others, key=lambda one: one.waited_exposed_us, default=None)
-    drawn = [one for one in summary.ranks if len(summary.ranks) <= 4 or one in (slow, waiting)]
+def _groups(out: Console, summary: RanksSummary, view: View) -> None:
+    """The process groups by what they are for, and whom each waits for most. view.all: every group."""
+    kinds = findings.group_kinds(summary)
+    rows = [
+        (
+            Name(one.name),
+            f"{one.groups:,}",
+            f"{one.size:,}",
+            f"{one.collectives:,}",
+            _ms(one.waited_us),
+            _ms(one.transfer_us),
+        )
+        for one in kinds
+    ]
+    heads = ("process groups", "groups", "ranks", "times", "wait, ms", "transfer, ms")
+    print_columns(out, heads, rows)
+    paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
+    for one in kinds:
+        worst, told = one.worst, one.name if one.groups == 1 else f"{one.name}, ranks {_range(one.worst.ranks)}"
+        if worst.waited_us:
+            most = f"{worst.for_last_us / worst.waited_us:.0%} of the waiting is for rank {worst.last}"
+            last = f"which is last in {worst.times_last:,} of {counted(worst.collectives, 'collective')}"
+            paragraph(out, plain(f"{told}: {most}, {last}"), "  ", "    ")
+    out.print()
+    if not view.all:
+        return
+    rows = [
+        (
+            Name(f"ranks {_range(one.ranks)}" + (f" ({one.description})" if one.description else "")),
+            f"{one.collectives:,}",
+            _ms(one.waited_us),
+            f"{one.last}",
+            f"{one.times_last:,}",
+            _ms(one.for_last_us),
+        )
+        for one in summary.groups
+    ]
+    print_columns(out, ("process group", "times", "all waits, ms", "most for rank", "last", "for it, ms"), rows)
+    out.print()
+
+
+def _range(ranks: Sequence[int]) -> str:
+    """Ranks by number: as from-to where they are consecutive."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    return findings.listed(ranks, most=4)
+
+
+def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
+    """All kinds of one rank's collectives, with its own waits."""
+    same: dict[tuple, list[tuple]] = defaultdict(list)
+    for one in summary.matched:
+        if rank in one.ranks:
+            same[one.kind, one.bytes, one.size].append((one, one.waits_us[one.ranks.index(rank)]))
+    rows = []
+    for (kind, message, members), some in sorted(same.items(), key=lambda item: -sum(us for _, us in item[1])):
+        rates = [one.bus_gb_s for one, _ in some if one.bus_gb_s is not None]
+        waits = Counter()
+        for one, us in some:
+            waits[one.last] += us
+        whom, us = waits.most_common(1)[0]
+        rows.append(
+            (
+                kind + (f" of {members}" if members != summary.world_size else ""),
+                size(message) if message else "–",
+                f"{len(some):,}",
+                _ms(sum(us for _, us in some)),
+                _ms(sum(one.transfer_us for one, _ in some)),
+                f"{median(rates):,.3g}" if rates else "–",
+                f"rank {whom}" if us else "–",
+            )
+        )
+    heads = (f"collectives of rank {rank}", "message", "times", "waited, ms", "transfer, ms", "bus GB/s", "mostly for")
+    print_columns(out, heads, rows)
+
+
+def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
+    """Ranks on one axis: of many the one asked for, the one that is waited for most, and the one that waits most."""
+    drawn = list(summary.ranks)
+    if len(drawn) > 4:
+        chosen = {one.rank for one in _slow_and_waiting(summary)} | {view.rank}
+        drawn = [one for one in summary.ranks if one.rank in chosen]
     computed = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
     common = [computed[one.rank].step for one in drawn if one.rank in computed]
     if not common:

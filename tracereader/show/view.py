@@ -17,7 +17,7 @@ class View:
     """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
-    a numbered script shows of its own run.
+    a numbered script shows of its own run. rank: the one of several ranks that is shown in full.
     """
 
     only: Sequence[str] | None = None
@@ -25,6 +25,7 @@ class View:
     by_flag: Sequence[str] = ()
     all: bool = False
     brief: bool = False
+    rank: int | None = None
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":

@@ -241,12 +241,22 @@ class Step:
 
 
 @dataclass(frozen=True)
+class ProcessGroup:
+    """A process group that torch lists with the rank. ranks: empty where it does not list them all."""
+
+    name: str
+    description: str
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Rank:
-    """Which process of a distributed run this trace is of. groups: how many ranks each of its process groups has."""
+    """Which process of a distributed run this trace is of. groups: the process groups that it is in."""
 
     rank: int
     world_size: int
-    groups: tuple[int, ...] = ()
+    groups: tuple[ProcessGroup, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -732,5 +742,18 @@ def _rank(found: object) -> Rank | None:
     rank, size, groups = found.get("rank"), found.get("world_size"), found.get("pg_config")
     if not (type(rank) is type(size) is int and 0 <= rank < size < 2**31):
         return None
-    sizes = [one.get("pg_size") for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
-    return Rank(rank, size, tuple(one for one in sizes if type(one) is int))
+    listed = [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    return Rank(rank, size, tuple(_process_group(one) for one in listed if type(one.get("pg_size")) is int))
+
+
+def _process_group(found: dict) -> ProcessGroup:
+    size, ranks = found["pg_size"], found.get("ranks")
+    known = (
+        isinstance(ranks, list) and len(ranks) == size and all(type(one) is int and 0 <= one < 2**31 for one in ranks)
+    )
+    return ProcessGroup(
+        name=str(found.get("pg_name", "")),
+        description=str(found.get("pg_desc", "")),
+        size=size,
+        ranks=tuple(ranks) if known else (),
+    )

@@ -14,6 +14,7 @@ from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
+from tracereader.show.ranks import rank_as_builtins
 
 # The timeline has the collectives of all steps up to so many parts of ranks in them; beyond it, those of one step.
 PARTS_DRAWN = 200_000
@@ -82,7 +83,7 @@ def page(
 
 def _rank(one: RankFigures, beside: Sequence[str]) -> dict:
     """One rank's figures, with those of the steps that are drawn beside the other ranks'."""
-    found = {name: getattr(one, name) for name in one.__struct_fields__ if name != "steps"}
+    found = rank_as_builtins(msgspec.structs.replace(one, steps=()))
     steps = [msgspec.to_builtins(step) for step in one.steps if step.name in beside]
     return {**found, "trace": Path(one.trace).name, "steps": steps}
 
