@@ -1,4 +1,4 @@
-"""Run the real numbered scripts, in this process so that torch is imported once; and choose which tests run."""
+"""Run the numbered scripts in this process, so that torch is imported once; choose which tests run."""
 
 import functools
 import gc
@@ -41,7 +41,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Two processes run the tests, where pytest-xdist is there and nothing else was asked for.
+    """Two processes run the tests, if pytest-xdist is installed and no other number was asked for.
 
     Each imports torch once. The tests of one file stay in one process, because they share what they have read.
     """
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def a_committed_trace_is_read_once_for_several_reports():
-    """A report reads a trace and changes nothing in it, and tests ask for many reports of one trace in a row."""
+    """Reports do not change a trace, and tests make many reports of one trace in a row."""
     # What is there by now stays: without this, each collection that the reader asks for looks through torch, too.
     gc.collect()
     gc.freeze()
@@ -115,7 +115,7 @@ def scripts():
 
 @pytest.fixture
 def compile_afresh():
-    """As from the command line: nothing is compiled yet."""
+    """Nothing is compiled yet, as in a run from the command line."""
     import torch
 
     torch.compiler.reset()
@@ -124,7 +124,7 @@ def compile_afresh():
 
 @pytest.fixture
 def run(scripts, compile_afresh, tmp_path):
-    """run("01_matmul_add", "--size", "8") -> exit status; files land under tmp_path."""
+    """Return a function: run("01_matmul_add", "--size", "8") -> exit status; files are written under tmp_path."""
 
     import torch
 
@@ -141,7 +141,7 @@ def local_liger(monkeypatch):
 
 
 def only_trace(folder: Path) -> dict:
-    """The one trace below the folder."""
+    """Return the only trace below the folder."""
     (file,) = folder.rglob("*.json")
     return json.loads(file.read_text())
 

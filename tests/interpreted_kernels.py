@@ -1,6 +1,6 @@
 """Decode with the hand-written kernels under TRITON_INTERPRET=1; argument: the folder of a small model.
 
-Prompts that end a block of 16 tokens, and begin one; and past 64 blocks, when a program has two.
+The prompts end and begin a block of 16 tokens, and one is longer than 64 blocks, when a program has two.
 """
 
 import sys

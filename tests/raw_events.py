@@ -1,4 +1,4 @@
-"""A trace's raw events, as tests count them, without the reader."""
+"""A trace's raw events, which tests count without the reader."""
 
 import itertools
 from statistics import median_high
@@ -7,7 +7,7 @@ GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def event(name, cat, ts, dur, tid=1, **args):
-    """A slice as the profiler writes it, for a made trace."""
+    """Return a slice as the profiler writes it, for a synthetic trace."""
     return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
 
 
@@ -21,7 +21,7 @@ def raw_steps(events):
 
 
 def raw_work(events, mark):
-    """The GPU work launched in a step: by correlation, whatever the annotations say."""
+    """Return the GPU work launched in a step, by correlation, independently of annotations."""
     calls = {
         e["args"]["correlation"] for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and mark["ts"] <= e["ts"] < end(mark)
@@ -31,5 +31,5 @@ def raw_work(events, mark):
 
 
 def pace(starts, last):
-    """What a step takes, from start to start, by the upper middle one; the last one's own length counts too."""
+    """Return the upper median of the times from one step's start to the next one's, or to the last one's end."""
     return median_high([*(after - before for before, after in itertools.pairwise(starts)), last])

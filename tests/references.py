@@ -1,4 +1,4 @@
-"""The committed traces, which tests of the reader read: the rungs', and other programs' on an H200."""
+"""The committed traces of the rungs, and of other programs on an H200."""
 
 import functools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def sampled(paths: Sequence[Path]) -> list:
 
 @functools.cache
 def measured(path: Path) -> Summary:
-    """What a committed trace shows, of which many tests ask: read once in a run of tests."""
+    """Return the summary of a committed trace, which is read once in a run of tests."""
     return summarize(read(path))
 
 

@@ -1,4 +1,4 @@
-"""Rung 4: what each way to compute attention runs, checks, refuses and says."""
+"""Rung 4: the ops, checks, refusals and output of each way to compute attention."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def local_flash(monkeypatch):
 
 
 def calls(document):
-    """op -> calls a step, from the raw events."""
+    """Return the number of calls per step of each op, from the raw events."""
     found = names(document, "cpu_op")
     return {name: found.count(name) / 3 for name in found}
 
@@ -72,7 +72,7 @@ def test_compiled(run, tmp_path, capfd, script, flags):
 
 
 def test_a_compiled_backend_is_the_one_that_was_asked_for(run, tmp_path):
-    """torch's cache of compiled graphs does not know the backend that is set around a graph."""
+    """torch's cache of compiled graphs ignores the backend that is set around a graph."""
     assert run(SDPA, *ON_CPU, "--compile") == 0
     assert run(SDPA, *ON_CPU, "--compile", "--backend", "math") == 0
     ran = {file.stem: calls(json.loads(file.read_text())) for file in tmp_path.rglob("*.json")}
@@ -80,7 +80,7 @@ def test_a_compiled_backend_is_the_one_that_was_asked_for(run, tmp_path):
     assert sorted(fused.items(), key=lambda one: len(one[0])) == [(min(ran, key=len), True), (max(ran, key=len), False)]
 
 
-def test_they_warm_up_three_times_unless_told(scripts):
+def test_each_way_warms_up_three_times_by_default(scripts):
     for script in RUNGS:
         assert scripts[script].flags([]).warmup == 3
         tags = [tag_of(scripts[script].flags(flags)) for flags in ([], ["--warmup", "0"], ["--warmup", "5"])]
@@ -88,7 +88,7 @@ def test_they_warm_up_three_times_unless_told(scripts):
     assert scripts["01_matmul_add"].flags([]).warmup == 0, "the others stay cold"
 
 
-def test_the_trace_is_told_of_the_problem(run, tmp_path):
+def test_the_trace_stores_the_attention_problem(run, tmp_path):
     assert run(SDPA, *ON_CPU, "--backend", "flash") == 0
     facts = only_trace(tmp_path)["lesson"]["facts"]
     assert facts["attention"] == {
@@ -107,7 +107,7 @@ def test_the_reference_is_causal_attention(monkeypatch, at_a_time):
 
 
 def test_a_trace_names_the_backends_that_torch_refused():
-    """Of an H200: in fp32 SDPA takes the memory-efficient kernel, since flash and cuDNN have none."""
+    """On an H200, SDPA uses the memory-efficient kernel in fp32, because flash and cuDNN have none."""
     file = ROOT / "tests/traces/attention_refused.json.gz"
     refused = json.loads(gzip.decompress(file.read_bytes()))["lesson"]["facts"]["attention"]["refused"]
     assert set(refused) == {"flash", "cudnn"}
@@ -152,12 +152,12 @@ def test_refused_in_one_line(run, tmp_path, capsys, script, flags, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-def test_a_backend_for_gpus_where_none_was_found(run, capsys, backend):
+def test_a_gpu_backend_without_a_gpu_is_refused(run, capsys, backend):
     assert run(SDPA, *SMALL, "--backend", backend) == 2
     assert f"torch has no {backend} backend for the CPU; flash and math run" in capsys.readouterr().err
 
 
-def test_wrong_flags_are_answered_before_torch_is_loaded():
+def test_wrong_flags_are_refused_before_torch_is_loaded():
     program = (
         "import runpy, sys\n"
         "sys.argv = sys.argv[1:]\n"
@@ -180,7 +180,7 @@ def test_the_articles_call_is_the_default(run, capsys, script):
 
 
 @pytest.mark.exhaustive
-def test_the_hub_out_of_reach_names_the_package(scripts):
+def test_an_unreachable_hub_is_an_error_with_the_packages_name(scripts):
     script = (
         "import os; from pathlib import Path\n"
         "from common import harness; from tracereader.command import command\n"
@@ -221,7 +221,7 @@ def test_several_ways_in_one_sweep(compile_afresh, tmp_path, capsys):
     assert screen.out.splitlines()[-1].endswith(picture.name)
 
 
-def test_where_one_way_ends_the_others_go_on(compile_afresh, tmp_path, capsys, monkeypatch):
+def test_one_failing_way_does_not_stop_the_others(compile_afresh, tmp_path, capsys, monkeypatch):
     scores = 2 * 16**2 * 2  # heads, tokens and bytes of the smaller one
     monkeypatch.setattr(sdpa, "free_bytes", lambda device: 2 * scores)
     ways = [f"{NAIVE}.py", f"{SDPA}.py --backend flash"]
@@ -292,7 +292,7 @@ def test_a_variant_on_a_gpu(run, tmp_path, capfd, local_flash, script, flags, ke
         (SDPA, "--backend math --seq 100000", "a fused backend, which does not need them"),
     ],
 )
-def test_a_backends_limit_is_said(run, tmp_path, capsys, script, flags, says):
+def test_a_backends_limit_is_printed(run, tmp_path, capsys, script, flags, says):
     assert run(script, *flags.split()) == 2
     screen = capsys.readouterr()
     assert says in screen.err
@@ -314,13 +314,13 @@ AUTO = f"{SDPA}/{TAG}_eager"
 
 
 def reference(name):
-    """A reference trace of the H200: its Summary, and its raw document."""
+    """Return the Summary and the raw document of a reference trace of the H200."""
     file = H200 / f"{name}.json.gz"
     return summarize(read(file)), json.loads(gzip.decompress(file.read_bytes()))
 
 
 def gpu_work_of_a_step(document):
-    """The raw GPU work of the second recorded step, in order, with the names of the calls that launched it."""
+    """Return the raw GPU work of the second recorded step, in order, with the names of the launching calls."""
     events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
     step = sorted((e for e in events if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"),
                   key=lambda e: e["ts"])[1]  # fmt: skip
@@ -376,7 +376,7 @@ def test_twenty_kernels_are_not_one():
     assert not expect.safe_softmax().ask(reference(f"{NAIVE}/{TAG}_eager")[0]).holds
 
 
-def test_the_backend_that_was_taken_and_the_age_of_its_code():
+def test_the_chosen_backend_and_its_architecture():
     auto, document = reference(AUTO)
     assert "aten::_scaled_dot_product_cudnn_attention" in names(document, "cpu_op")
     assert expect.sdpa_runs_on("cudnn").ask(auto).holds and not expect.sdpa_runs_on("flash").ask(auto).holds
@@ -392,7 +392,7 @@ def test_the_backend_that_was_taken_and_the_age_of_its_code():
     ("name", "whole"),
     [(f"{NAIVE}/{TAG}_eager", 2), (f"{NAIVE}/{TAG}_compile", 1), (f"{AUTO}_math", 5), (f"{AUTO}_flash", 0)],
 )
-def test_how_often_the_scores_are_in_memory(name, whole):
+def test_reads_and_writes_of_the_scores(name, whole):
     summary, document = reference(name)
     scores, one_side = 8 * 16 * 1024 * 1024 * 2, 8 * 16 * 1024 * 64 * 2
     rest = document["lesson"]["facts"]["peak_bytes"] - 4 * one_side
@@ -411,15 +411,15 @@ def test_how_often_the_scores_are_in_memory(name, whole):
         {"attention": {"batch": 1, "heads": 1, "seq": 8, "head_dim": 8}, "peak_bytes": "x"},
     ],
 )
-def test_somebody_elses_facts_are_no_error(facts):
+def test_foreign_facts_are_no_error(facts):
     summary, _ = reference(f"{AUTO}_flash")
     known = run_facts({"script": "x", "flags": {"dtype": "bf16"}, "facts": facts})
     other = msgspec.structs.replace(summary, source=msgspec.structs.replace(summary.source, facts=known))
     assert expect.scores_in_memory(0).ask(other).holds is None
 
 
-def test_what_the_rung_guesses_of_its_references():
-    """Every guess of these traces is known to this reader, and these alone are broken on the H200."""
+def test_the_rungs_predictions_on_its_reference_traces():
+    """This reader knows every prediction of these traces, and only these fail on the H200."""
     broken = set()
     for file in sorted(H200.glob("04_*/*.json.gz")):
         trace = read(file)

@@ -1,4 +1,4 @@
-"""Each wrong input: one clear line on stderr, exit status 2, nothing written or lost."""
+"""Each wrong input gives one clear line on stderr and exit status 2; no file is written or lost."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_refused_in_one_line(run, tmp_path, capsys, script, flags, says):
         ("03_kernels_mlp", "--device cpu", 2),
     ],
 )
-def test_answered_before_torch_is_loaded(script, flags, status):
+def test_refused_before_torch_is_loaded(script, flags, status):
     program = (
         "import runpy, sys\n"
         "sys.argv = sys.argv[1:]\n"
@@ -97,7 +97,7 @@ def test_no_such_device(run, capsys):
     assert "sees no such device" in capsys.readouterr().err
 
 
-def test_out_that_is_a_file(scripts, tmp_path, capsys):
+def test_an_out_folder_that_is_a_file(scripts, tmp_path, capsys):
     blocked = tmp_path / "file"
     blocked.write_text("mine")
     assert scripts["01_matmul_add"].main(["--size", "8", "--device", "cpu", "--out", str(blocked)]) == 2
@@ -105,7 +105,7 @@ def test_out_that_is_a_file(scripts, tmp_path, capsys):
     assert blocked.read_text() == "mine"
 
 
-def test_out_that_names_no_folder(scripts, capsys):
+def test_an_out_folder_without_a_name(scripts, capsys):
     assert scripts["01_matmul_add"].main(["--size", "8", "--out", ""]) == 2
     assert "the folder has no name" in capsys.readouterr().err
 
@@ -115,7 +115,7 @@ SMALL_MLP = ("03_simple_mlp.py", "--batch", "2", "--seq", "8", "--dim", "16", "-
 
 
 def typed(*words, out=None, env=None, **options):
-    """What a script says and writes, run as from a shell."""
+    """Return a script's output and files, run as from a shell."""
     options = {"cwd": ROOT, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True} | options
     where = ["--out", str(out)] if out else []
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
@@ -157,7 +157,7 @@ def test_without_docstrings(tmp_path):
 @pytest.mark.parametrize(
     "words", [pytest.param(("01_matmul_add.py", *SMALLEST), marks=pytest.mark.exhaustive), ("-m", "tracereader")]
 )
-def test_output_that_nobody_can_take(tmp_path, words):
+def test_closed_standard_output(tmp_path, words):
     trace = str(ROOT / "traces/reference/nvidia-h200/02_linear/1024x32x64_bf16_cold_eager.json.gz")
     words, out = (words, tmp_path) if words[0].endswith(".py") else ((*words, trace), None)
     with open("/dev/full", "w") as full:
@@ -169,7 +169,7 @@ def test_output_that_nobody_can_take(tmp_path, words):
     assert "standard output is closed" in done.stderr
 
 
-def test_errors_that_nobody_can_take(tmp_path):
+def test_closed_standard_error(tmp_path):
     with open("/dev/full", "w") as full:
         assert typed("01_matmul_add.py", "--size", "0", stderr=full).returncode == 2
     done = typed("01_matmul_add.py", "--size", "0", stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2))
@@ -180,7 +180,7 @@ def test_errors_that_nobody_can_take(tmp_path):
     assert json.loads(next(tmp_path.rglob("*.json")).read_text())["lesson"]["flags"]["size"] == 8
 
 
-def test_a_deleted_folder_to_run_in(tmp_path):
+def test_a_deleted_current_folder(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     program = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
@@ -192,7 +192,7 @@ def test_a_deleted_folder_to_run_in(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_user_without_a_name(tmp_path):
-    """As in many containers: an id that no line of /etc/passwd names."""
+    """Many containers have such a user: an id that no line of /etc/passwd names."""
     unshare = ["unshare", "--user", "--map-user=54321"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("no user namespaces here")
@@ -201,14 +201,14 @@ def test_a_user_without_a_name(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_any_number_of_steps_is_no_list():
-    """Eight bytes each, before the first one is called: 10**15 of them are more than there is."""
+def test_steps_are_not_kept_in_a_list():
+    """A list would take eight bytes per step before the first call, and 10**15 of them do not fit into memory."""
     args = harness.prepare(parse(["--device", "cpu", "--wait", f"{10**15}"], "A lesson.", "waiting.py"))
     steps = iter(harness.warm_up(lambda: 7, args))
     assert [next(steps)() for _ in range(3)] == [7, 7, 7]
 
 
-def test_a_long_recording_says_how_far_it_is(monkeypatch, capsys):
+def test_a_long_recording_prints_its_progress(monkeypatch, capsys):
     clock = iter(range(100))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     assert list(screen.counted(["a", "b"], 2, "step")) == ["a", "b"]
@@ -226,7 +226,7 @@ def test_compile_on_a_cpu_without_a_compiler(run, monkeypatch, capsys):
     assert "needs a C++ compiler" in capsys.readouterr().err
 
 
-def test_hub_out_of_reach():
+def test_an_unreachable_hub():
     script = (
         "from kernels import get_kernel; from common import harness; from tracereader.command import command\n"
         "@command\n"
@@ -283,7 +283,7 @@ def args(tmp_path):
 
 
 def profile(args, step, reference=None):
-    """The loop of every numbered script."""
+    """Run the loop of every numbered script."""
     steps = harness.warm_up(step, args)
     with harness.profiler(args) as prof:
         for one_step in steps:
@@ -308,8 +308,8 @@ def test_relative_error_is_the_norm_of_the_difference():
     assert harness.relative_error(out, ref) == pytest.approx(1 / 34**0.5)
 
 
-def test_a_sum_that_cancels_is_measured_by_its_addends():
-    """Of bf16: 1.004 and -1 are rounded before they meet, and what is left of them is all rounding."""
+def test_the_error_of_a_cancelling_sum_is_relative_to_its_addends():
+    """In bf16, 1.004 and -1 are rounded before they are added, so that their sum is only rounding error."""
     terms = torch.tensor([1.0]), torch.tensor([-0.99])
     out = torch.tensor([0.0078])
     assert harness.relative_error(out, sum(terms)) > 0.2
@@ -317,7 +317,7 @@ def test_a_sum_that_cancels_is_measured_by_its_addends():
 
 
 @pytest.mark.parametrize("seed", ["34", "0"])
-def test_cancellation_is_no_wrong_result(run, seed):
+def test_cancellation_is_not_a_wrong_result(run, seed):
     assert run("01_matmul_add", "--size", "1", "--op", "addmm", "--seed", seed, "--device", "cpu") == 0
 
 
@@ -353,7 +353,7 @@ def test_ctrl_c_is_one_line(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_library_that_ends_the_program_is_heard(capsys):
+def test_a_message_of_a_library_that_exits_is_printed(capsys):
     @command
     def main(argv=None):
         sys.exit("no licence")
@@ -365,15 +365,15 @@ def test_a_library_that_ends_the_program_is_heard(capsys):
 # Memory.
 
 
-def test_what_the_allocator_refuses_is_bad_input():
+def test_a_failed_allocation_is_bad_input():
     refusal = r"need about 1152921\.5 TB or more and this machine has .* free"
     with pytest.raises(BadInput, match=refusal), within_memory(torch.device("cpu")):
         torch.empty(2**60, dtype=torch.int8)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_no_more_memory_than_is_free_is_handed_out():
-    """Linux would hand out this much, and begin to swap once it is written to."""
+def test_no_more_memory_than_free_is_allocated():
+    """Linux would allocate this much, and begin to swap when it is written to."""
     from common.memory import free_bytes
 
     cpu = torch.device("cpu")
@@ -382,7 +382,7 @@ def test_no_more_memory_than_is_free_is_handed_out():
     torch.empty(2**20)
 
 
-def test_another_error_stays_what_it_is():
+def test_other_errors_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="shape"), within_memory(torch.device("cpu")):
         torch.ones(2, 3) @ torch.ones(2, 3)
 
@@ -392,7 +392,7 @@ def test_another_error_stays_what_it_is():
 
 @pytest.fixture
 def earlier(tmp_path):
-    """Two files of an earlier run, by name."""
+    """Return two files of an earlier run, by name."""
     files = {name: f"earlier {name}" for name in ("a.json", "a.txt")}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -452,7 +452,7 @@ def test_a_signal_between_the_two_renames_waits(tmp_path, earlier, monkeypatch, 
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    """As under nohup."""
+    """nohup starts programs in this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         publish_new(tmp_path, lambda: signal.raise_signal(signal.SIGHUP))
@@ -473,14 +473,14 @@ def test_a_second_rename_that_fails_undoes_the_first(tmp_path, first):
 
 
 @pytest.mark.parametrize("end", ["", '"traceName": "/tm', '"traceName": "/tmp/x.json"'])
-def test_a_trace_that_is_not_whole_is_refused(tmp_path, end):
+def test_an_incomplete_trace_is_refused(tmp_path, end):
     file = tmp_path / "a.json"
     file.write_text('{"traceEvents": [], ' + end)
     with pytest.raises(BadInput, match="disk full"):
         publish.finish_trace(file)
 
 
-def test_the_end_of_a_trace_gets_more_keys(tmp_path):
+def test_keys_are_added_at_the_end_of_a_trace(tmp_path):
     file = tmp_path / "a.json"
     file.write_text('{"traceEvents": [{"name": "\\"traceName\\""}],\n  "traceName": "/tmp/x.json", "other": 1\n}\n')
     publish.finish_trace(file, lesson={"run": "7"})
@@ -499,8 +499,8 @@ FULL = (
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bytes_", [0, 4096, 8192])
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, bytes_):
-    """A limit on the size of files stops a write half-way, as a full disk does."""
+def test_a_full_disk_gives_one_line_and_keeps_earlier_files(tmp_path, bytes_):
+    """A limit on the size of files stops a write in the middle, as a full disk does."""
     flags = ("01_matmul_add.py", "--size", "8", "--device", "cpu")
     assert typed(*flags, out=tmp_path).returncode == 0
     before = contents(tmp_path)
@@ -513,7 +513,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, bytes_):
     "room", ["size=4k", "size=12k", "size=16k", "size=20k", "nr_inodes=4", "nr_inodes=5", "nr_inodes=6", "nr_inodes=7"]
 )
 def test_a_small_disk(scripts, tmp_path, capsys, room):
-    """The real thing, where this may be mounted."""
+    """A real small disk, if the test may mount one."""
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", room, "tmpfs", small], capture_output=True).returncode:
@@ -534,7 +534,7 @@ def test_a_small_disk(scripts, tmp_path, capsys, room):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_a_disk_that_fails_as_late_as_it_can(tmp_path, earlier, monkeypatch, error):
+def test_a_disk_that_fails_at_the_last_moment(tmp_path, earlier, monkeypatch, error):
     def fails(descriptor):
         raise OSError(error, os.strerror(error))
 
@@ -544,7 +544,7 @@ def test_a_disk_that_fails_as_late_as_it_can(tmp_path, earlier, monkeypatch, err
     assert texts(tmp_path) == earlier
 
 
-def test_a_write_that_is_cut_without_an_error_is_noticed(tmp_path, monkeypatch):
+def test_a_short_write_without_an_error_is_detected(tmp_path, monkeypatch):
     file = tmp_path / "a.json"
     file.write_text('{"traceEvents": [], "traceName": "/tmp/x.json"}')
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.truncate(file, 20))

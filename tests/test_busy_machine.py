@@ -1,4 +1,4 @@
-"""A run beside other programs says so; a run whose slow steps the trace explains does not."""
+"""A report warns about other programs on the machine, but not if the trace explains the slow steps."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ SHAPES = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
 
 
 def steps(tmp_path, *lengths, slow="aten::mm", extra=None, lesson=None, gpu=False, args=SHAPES):
-    """Steps of these lengths (µs). What a step takes beyond 30 µs lies in one call; extra: of one step, one more op."""
+    """Return steps of these lengths (µs). The time beyond 30 µs lies in one call. extra: a step with one more op."""
     events, at = [], 0
     for number, us in enumerate(lengths):
         events.append(event(f"ProfilerStep#{number}", "user_annotation", at, us))
@@ -68,13 +68,13 @@ def test_without_shapes_the_inputs_may_differ(tmp_path):
         {"lengths": (180, 250, 400)},
     ],
 )
-def test_what_the_trace_explains_is_no_busy_machine(tmp_path, explained):
+def test_explained_steps_are_no_busy_machine(tmp_path, explained):
     lengths = explained.pop("lengths")
     assert busy_machine(summarize(read(steps(tmp_path, *lengths, **explained)))) is None
 
 
 def test_inputs_of_other_sizes_are_no_busy_machine(tmp_path):
-    """The same ops on larger inputs, as of a longer sequence."""
+    """A longer sequence gives the same ops larger inputs."""
     trace = steps(tmp_path, 180, 190, 2_000)
     document = json.loads(trace.read_text())
     *_, last = (e for e in document["traceEvents"] if e["name"] == "aten::mm")
@@ -85,7 +85,7 @@ def test_inputs_of_other_sizes_are_no_busy_machine(tmp_path):
 
 @pytest.mark.parametrize(("us", "busy"), [(19_600, True), (60, False)])
 def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
-    """64 x 64 are 524,288 operations: 5 µs at the 0.1 TFLOP/s that the run measured."""
+    """A 64 x 64 product has 524,288 operations, which take 5 µs at the 0.1 TFLOP/s that the run measured."""
     said = busy_machine(summarize(read(steps(tmp_path, 3 * us, us, us + 10, us + 20, lesson=LESSON))))
     assert bool(said) == busy
     times = (us + 10 - 20) / (2 * 64**3 / 0.1e6)  # of the typical step's product
@@ -93,7 +93,7 @@ def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
 
 
 def test_a_real_run_beside_others():
-    """Recorded beside other programs: the second step took 4.6 times the first, in ops that move no data, too."""
+    """Other programs ran meanwhile: the second step took 4.6 times the first, also in ops that move no data."""
     path = ROOT / "tests/traces/attention_cpu_math.json.gz"
     first, second, _ = raw_steps(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
     assert f"step #3 took {second['dur'] / first['dur']:,.0f} times as long as step #2" in busy_machine(

@@ -1,4 +1,4 @@
-"""What is said of two runs' GPU work: nothing the same that is not, nothing gone that is still there."""
+"""The comparison of two runs' GPU work never calls different work the same, or remaining work gone."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ BLIT = "Memcpy DtoD (Device -> Device)"
 
 
 def made(tmp_path, name, *calls, lesson=None):
-    """Three steps with these calls in each: an op, and the kernels and copies that it launches, with their µs."""
+    """Return three steps with these calls in each: an op, and the kernels and copies that it launches (µs)."""
     events, number, free = [], 0, 0
     for step in range(3):
         start = 100_000 * step
@@ -61,7 +61,7 @@ def products(*some):
     return [("aten::mm", [(kernel, us)]) for kernel, us in some]
 
 
-def test_products_by_other_kernels_are_not_the_same_things(tmp_path):
+def test_products_by_other_kernels_are_reported_as_changed(tmp_path):
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)))
     assert told(first, first) == "the same GPU work"
     other = made(tmp_path, "other", *products((OTHER_NVJET, 50), (OTHER_NVJET, 51)))
@@ -74,7 +74,7 @@ def test_products_by_other_kernels_are_not_the_same_things(tmp_path):
     assert told(first, triton) == "other kernels for 2 x GEMM (cuBLAS nvjet 82.0 → Inductor 101.0 µs)"
 
 
-def test_what_takes_longest_comes_first(tmp_path):
+def test_the_longest_work_comes_first(tmp_path):
     fills = [("aten::fill_", [(FILL, us)]) for us in (3, 3)]
     copy = ("aten::copy_", [(BLIT, 8)])
     first = made(tmp_path, "first", *products((NVJET, 40)), copy, *fills)
@@ -92,14 +92,14 @@ def test_what_takes_longest_comes_first(tmp_path):
     assert told(first, little) == kernels
 
 
-def test_a_copy_is_no_kernel(tmp_path):
+def test_a_copy_is_not_a_kernel(tmp_path):
     files = [made(tmp_path, str(number), ("aten::copy_", [(name, 9 + number)]))
              for number, name in enumerate((BLIT, "Memcpy HtoD (Pinned -> Device)"))]  # fmt: skip
     assert told(*files) == "another kind of 1 x memcpy (9.0 → 10.0 µs)"
 
 
 def typical(path):
-    """Of a reference trace the raw slices, and the mark of its typical step."""
+    """Return the raw slices of a reference trace, and the mark of its typical step."""
     events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     name = summarize(read(path)).typical_step
     return events, next(mark for mark in raw_steps(events) if mark["name"] == name)
@@ -135,7 +135,7 @@ def test_another_instance_of_a_template_is_not_gone_and_new(tmp_path):
 
 
 def test_no_name_is_printed_twice(tmp_path):
-    """Nor where names are cut, and differ in the middle only."""
+    """Names that are cut and differ only in the middle stay different, too."""
     names = [f"{'kernel_of_mine_' * 8}{letter}{'_and_more_of_it' * 8}" for letter in "ab"]
     assert len(names[0]) > 200
     files = [made(tmp_path, str(number), ("my::op", [(name, 5)])) for number, name in enumerate(names)]
@@ -191,7 +191,7 @@ def test_launches_of_a_reference_traces_ops_are_counted_by_their_calls():
     }
 
 
-def test_tokens_a_second_of_the_runs_that_tell_them(tmp_path, capsys):
+def test_tokens_per_second_of_runs_that_store_them(tmp_path, capsys):
     facts = {"decoding": {"phase": "decode", "batch": 4, "tokens": 4}}
     lessons = [{"script": "05_llm", "flags": {}, "facts": some} for some in (facts, facts, {})]
     first, other, silent = (
@@ -210,7 +210,7 @@ RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::relu_kerne
 
 
 def test_kernels_of_one_op_are_its_replacement(tmp_path):
-    """17 kernels and 18 are not the same: one product became a product and a sum of its parts."""
+    """17 kernels differ from 18: one product became a product and a sum of its parts."""
     first = made(tmp_path, "first", *products(*[(NVJET, 40)] * 16), ("aten::addmm", [(NVJET, 50)]))
     other = made(tmp_path, "other", *products(*[(NVJET, 40)] * 16), ("aten::addmm", [(OTHER_NVJET, 30), (SPLIT_K, 5)]))
     assert [side.summary.count("kernel") for side in pair(first, other)] == [17, 18]
@@ -232,7 +232,7 @@ def test_kernels_of_different_ops_replace_nothing(tmp_path):
     assert [text.split(":")[0] for text in changed(first, more)] == ["GPU work gone", "GPU work new"]
 
 
-def test_other_ops_with_the_same_work_are_told(tmp_path, capsys):
+def test_other_ops_with_the_same_work_are_reported(tmp_path, capsys):
     first = made(tmp_path, "first", *products((NVJET, 40)))
     other = made(tmp_path, "other", *products((NVJET, 40)), ("aten::t", []), ("aten::view", []), ("aten::t", []))
     assert told(first, other) == "the same GPU work; ops new: 2 x aten::t, 1 x aten::view"
@@ -241,8 +241,8 @@ def test_other_ops_with_the_same_work_are_told(tmp_path, capsys):
     assert "nothing" not in printed and "ops new: aten::t, aten::view" in printed
 
 
-def test_the_same_work_is_only_said_of_equal_work():
-    """Of every pair of the first rungs' traces."""
+def test_only_equal_work_is_called_the_same():
+    """Every pair of the first rungs' traces is compared."""
     files = sorted(H200.glob("0[1-3]_*/*.json.gz"))
     sides = pair(*files)
     for first in sides:
@@ -273,7 +273,7 @@ def test_each_activity_of_two_steps_is_counted_once(files):
         assert counted == Counter(one["name"] for one in raw_work(*typical(file)))
 
 
-def test_a_comparison_is_measured_without_words(tmp_path):
+def test_a_comparisons_measurements_have_no_sentences(tmp_path):
     flags = [{"script": "x", "flags": {"size": size, "compile": on}} for size, on in ((64, False), (128, True))]
     first = made(tmp_path, "first", *products((NVJET, 40), (NVJET, 42)), ("aten::t", []), lesson=flags[0])
     other = made(tmp_path, "other", *products((OTHER_NVJET, 90)), lesson=flags[1])

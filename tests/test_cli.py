@@ -1,4 +1,4 @@
-"""read-trace on traces of every kind, and on what is no trace: one line, status 2, no traceback."""
+"""read-trace reads traces of every kind, and refuses other files with one line, status 2 and no traceback."""
 
 import copy
 import gzip
@@ -77,7 +77,7 @@ def refused(capsys, *arguments):
     return screen.err
 
 
-def test_a_refusal_says_what_the_file_is_instead(tmp_path, capsys):
+def test_a_refusal_names_the_kind_of_file(tmp_path, capsys):
     for name, content in (("empty.json", ""), ("run.json", "{}"), ("run.txt", "run 1\n-----")):
         (tmp_path / name).write_text(content)
     assert "the file is empty" in refused(capsys, tmp_path / "empty.json")
@@ -85,7 +85,7 @@ def test_a_refusal_says_what_the_file_is_instead(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
+def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
     file = tmp_path / "file.json"
     file.write_bytes(BAD_FILES[kind])
     assert str(file) in refused(capsys, file)
@@ -98,7 +98,7 @@ def test_missing_file_folder_and_device(tmp_path, capsys):
     assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
 
 
-def test_a_trace_of_the_profiler_in_which_nothing_happened(tmp_path, capsys):
+def test_an_empty_trace_of_the_profiler(tmp_path, capsys):
     span = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": 1, "ts": 5, "dur": 9}
     file = tmp_path / "empty.json"
     file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [span]}))
@@ -112,7 +112,7 @@ def test_one_bad_file_among_several(tmp_path, capsys):
     refused(capsys, SMALL, tmp_path / "none.json")
 
 
-def test_a_gzip_bomb_is_refused_before_memory_is_gone(tmp_path):
+def test_a_gzip_bomb_is_refused_before_it_fills_memory(tmp_path):
     bomb = tmp_path / "bomb.json.gz"
     with gzip.open(bomb, "wb", compresslevel=9) as file:
         for _ in range(600):
@@ -329,8 +329,8 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:with_modules is deprecated")
-def test_with_stacks_a_report_says_what_it_says_without(tmp_path):
-    """A real training step, recorded with and without Python frames: the same ops in the same places."""
+def test_stacks_do_not_change_a_report(tmp_path):
+    """A training step recorded with and without Python frames has the same ops in the same places."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -374,8 +374,8 @@ def test_stamps_are_exact_to_the_nanosecond(tmp_path, base):
     assert [op.dur for op in roots] == [1 + n % 999 for n in range(2000)]
 
 
-def test_what_the_typed_reading_refuses_is_still_read(tmp_path):
-    """NaN in args, a name that is a number: json takes them, and nothing of it matters."""
+def test_traces_outside_the_typed_schema_are_still_read(tmp_path):
+    """json accepts NaN in args and a number as a name, and neither matters."""
     good = [event("aten::mm", ts=10.125, dur=5), event("aten::add", ts=16, dur=4, args={"x": float("nan")})]
     file = written(tmp_path, [*good, event(7, ts=30, dur=1), {"ph": "M", "name": None, "ts": "soon"}])
     ours = measured(file)
@@ -391,8 +391,8 @@ def test_a_fifo_is_refused(tmp_path, capsys):
 HOSTILE = "a\x1b[31m\x00\n\u202eb:train:[/][bold]"
 
 
-def test_names_do_not_drive_the_terminal(tmp_path, capsys):
-    """A trace is somebody else's text: control characters, markup and emoji codes are shown, not obeyed."""
+def test_names_do_not_control_the_terminal(tmp_path, capsys):
+    """A trace is foreign text: its control characters, markup and emoji codes are printed and not interpreted."""
     events = [
         event("ProfilerStep#0", cat="user_annotation", ts=1, dur=100),
         event(HOSTILE, cat="user_annotation", ts=2, dur=90),
@@ -433,7 +433,7 @@ def test_python_m_tracereader_is_the_command():
     assert done.returncode == 0 and "read-trace EAGER.json COMPILED.json" in done.stdout
 
 
-def test_a_closed_pipe_is_no_failure():
+def test_a_closed_pipe_is_not_a_failure():
     command = f"{sys.executable} -m tracereader {SMALL} | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
@@ -448,7 +448,7 @@ def test_json_has_the_reports_figures(capsys):
 
 
 def test_jsons_names_do_not_follow_the_summarys_parts(capsys):
-    """Programs count on these names at the document's top, wherever the reader itself keeps the figures."""
+    """Programs rely on these names at the top of the document, independently of the Summary's parts."""
     assert cli.main([str(SMALL), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     ours = summarize(read(SMALL))
@@ -490,7 +490,7 @@ def test_only_and_step_apply_everywhere(capsys):
 
 
 def in_some_unit(us):
-    """How a column may write a time: in µs, ms or s."""
+    """Return the forms of a time in a column: in µs, ms or s."""
     return {f"{us:.1f}", f"{us / 1e3:.2f}", f"{us / 1e3:.1f}", f"{us / 1e6:.2f}", "<0.01", "<0.1"}
 
 
@@ -522,7 +522,7 @@ def test_a_pipe_gets_plain_text(capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_the_patterns_that_no_reference_shows(tmp_path):
+def test_patterns_without_a_reference_trace(tmp_path):
     calls = [event("aten::add", ts=60 + n, dur=0.5) for n in range(39)]
     file = written(
         tmp_path,
@@ -557,7 +557,7 @@ def shown(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_each_run_is_set_against_the_first_or_the_one_before(capsys):
+def test_each_run_is_compared_with_the_first_or_the_previous_one(capsys):
     folder = H200 / "01_matmul_add"
     files = [folder / f"4096_bf16_warm_{path}.json.gz" for path in ("eager", "compile", "eager_addmm")]
     first = shown(capsys, *files, "--only", "short")
@@ -587,7 +587,7 @@ def test_two_cpu_runs_show_the_ops_times(capsys):
     assert row[1:] == [f"{summarize(read(file)).cpu.ops['aten::mm'].self_us / 1e3:,.1f}" for file in files]  # ms
 
 
-def test_a_table_of_another_run_is_said_to_be_one(capsys, tmp_path):
+def test_a_table_of_another_run_gives_a_warning(capsys, tmp_path):
     for suffix in (".json.gz", ".txt"):
         (tmp_path / f"x{suffix}").write_bytes((SMALL.parent / SMALL.name.replace(".json.gz", suffix)).read_bytes())
     assert "another run" not in shown(capsys, tmp_path / "x.json.gz")
@@ -596,7 +596,7 @@ def test_a_table_of_another_run_is_said_to_be_one(capsys, tmp_path):
     assert "x.txt beside it is the profiler table of another run" in shown(capsys, tmp_path / "x.json.gz")
 
 
-def test_what_does_not_fit_into_memory_is_refused(monkeypatch, capsys, tmp_path):
+def test_a_trace_that_does_not_fit_into_memory_is_refused(monkeypatch, capsys, tmp_path):
     from tracereader.trace import document as loading
 
     monkeypatch.setattr(loading, "free_memory", lambda: 20_000)
@@ -614,8 +614,8 @@ def test_what_does_not_fit_into_memory_is_refused(monkeypatch, capsys, tmp_path)
     [("ampere_sgemm_128x64_nn", 60, "overhead"), ("ampere_sgemm_128x64_nn", 9, "gpu-side"),
      ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", None, "communication"), ("my_kernel", None, "gpu")],
 )  # fmt: skip
-def test_what_a_step_waits_for(tmp_path, capsys, kernel, launch_ts, expected):
-    """One kernel at each end of a step, idle between; or one that fills it."""
+def test_the_idle_time_of_a_step_has_a_cause(tmp_path, capsys, kernel, launch_ts, expected):
+    """A step with a kernel at each end and idle time between, and a step that one kernel fills."""
     events = [event("ProfilerStep#0", cat="user_annotation", ts=0, dur=100)]
     busy = [(10, 5, 1), (85, 5, launch_ts)] if launch_ts is not None else [(2, 98, 1)]
     for number, (ts, dur, launched) in enumerate(busy):
@@ -657,7 +657,7 @@ def test_a_step_slow_on_the_gpu_is_marked(tmp_path, capsys):
 
 
 def made_steps(steps, rest=()):
-    """Steps one behind the other, each a list of the calls (name, µs) in it; None: 50 µs outside every call."""
+    """Return consecutive steps, each a list of its calls (name, µs); None: 50 µs outside every call."""
     events, ts = list(rest), 0
     for number, calls in enumerate(steps):
         start = ts
@@ -701,7 +701,7 @@ def test_why_a_step_took_longer(tmp_path, capsys, what):
     assert "cold start" not in screen + first and "first use" not in screen + first
 
 
-def test_first_use_is_said_where_the_trace_holds_it(tmp_path, capsys):
+def test_cold_start_cost_is_reported_if_the_trace_shows_it(tmp_path, capsys):
     slow = [("aten::mm", 5000), *USUAL[1:]]
     screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL])), "--only", "steps")
     took = f"{(5000 + 36) / 136:.1f}"
@@ -713,7 +713,7 @@ def test_first_use_is_said_where_the_trace_holds_it(tmp_path, capsys):
     assert "a cold start: aten::mm took 4,900 µs more (in the same step: Lazy Function Loading 20 µs)" in screen
 
 
-def test_of_two_steps_none_is_odd(tmp_path, capsys):
+def test_two_steps_have_no_outlier(tmp_path, capsys):
     file = written(tmp_path, made_steps([USUAL, [("aten::mm", 300), *USUAL[1:]]]))
     assert [one.times_the_typical for one in measured(file).steps] == [None, None]
     assert "*" not in shown(capsys, file, "--only", "steps")
@@ -730,7 +730,7 @@ def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
     assert "aten::mm is slowest in #16: 1.30 times its median" in screen
 
 
-def test_a_first_step_that_is_not_wider(tmp_path):
+def test_a_first_step_that_is_not_longer(tmp_path):
     wider = expect.first_step_is_wider()
     same = measured(written(tmp_path, made_steps([USUAL, USUAL, USUAL])))
     assert wider.ask(same) == Verdict(False, "it is not slower: it takes 136.0 µs, and the typical step 136.0 µs")
@@ -738,8 +738,8 @@ def test_a_first_step_that_is_not_wider(tmp_path):
     assert wider.ask(little) == Verdict(False, "it is hardly slower: it takes 146.0 µs, and the typical step 136.0 µs")
 
 
-def test_compiling_again_is_said_and_what_it_took(capsys):
-    """The outermost of torch.compile's slices, by the raw events; the compilation by its annotations."""
+def test_recompilation_is_reported_with_its_time(capsys):
+    """The time is that of torch.compile's outermost slices, and the annotations name the compilation."""
     file = H200.parent / "guard-failure.json.gz"
     raw = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     (step,) = [one for one in raw if one["name"] == "ProfilerStep#3" and one["ph"] == "X"]
@@ -759,7 +759,7 @@ def test_compiling_again_is_said_and_what_it_took(capsys):
     assert "torch.compile compiled (0/0)" in screen
 
 
-def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):
+def test_unknown_categories_are_reported(tmp_path, capsys):
     launch = event("cudaLaunchKernel", cat="cuda_runtime", ts=13, dur=2, args={"correlation": 7})
     device = event("k", cat="mtia_kernel", ts=20, dur=5, tid=9, args={"stream": 1, "device": 0})
     screen = shown(capsys, written(tmp_path, [event("aten::mm", ts=10, dur=15), launch, device]))
@@ -773,7 +773,7 @@ def test_what_the_reader_does_not_know_is_said(tmp_path, capsys):
 
 
 def test_an_out_tensor_is_not_counted_twice(tmp_path):
-    """add(a, b, out=c) reads two and writes one: c is among the inputs that torch records."""
+    """add(a, b, out=c) reads two tensors and writes one, although torch records c among the inputs."""
     for dims in ([[1000], [1000], [], [1000]], [[1000], [1000], []]):
         args = {"Input Dims": dims, "Input type": ["float", "float", "Scalar", "float"][: len(dims)]}
         events = [
@@ -806,7 +806,7 @@ def test_one_name_is_decoded(capsys, name, says):
     [("aten::_flash_attention_forward", [8, 1024, 16, 64]), ("aten::_cudnn_attention_forward", [8, 16, 1024, 64])],
 )
 def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
-    """Two products of [1024, 64] and [1024, 1024] a head; query, key, value and result moved once."""
+    """Each head has two products, of [1024, 64] and [1024, 1024]; query, key, value and result are moved once."""
     args = {"Input Dims": [shape] * 3, "Input type": ["c10::BFloat16"] * 3}
     kernel = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>"
     events = [
@@ -834,8 +834,8 @@ def test_attention_by_its_shapes(tmp_path, capsys, op, shape):
         ("trace.zip", b"PK\x03\x04 rest", "compressed with zip, and only gzip can be read; uncompress it first: unzip"),
     ],
 )
-def test_what_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, beside, name, begins, says):
-    """Also as the second of two traces: the first is not read for it."""
+def test_a_file_that_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, beside, name, begins, says):
+    """If it is the second of two traces, the first one is not read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(begins)
     if beside:
@@ -846,7 +846,7 @@ def test_what_is_no_trace_is_refused_at_once(tmp_path, monkeypatch, capsys, besi
     assert f"read-trace: {name}: {says}" in shown.err
 
 
-def test_of_two_traces_the_one_without_the_step_is_named(tmp_path, capsys):
+def test_the_trace_without_the_step_is_named(tmp_path, capsys):
     other = tmp_path / "other.json"
     document = json.loads(gzip.decompress(SMALL.read_bytes()))
     for event in document["traceEvents"]:

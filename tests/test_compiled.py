@@ -1,4 +1,4 @@
-"""What is said of torch.compile's own rows, against small made traces."""
+"""The report on torch.compile's own rows, checked on small synthetic traces."""
 
 import json
 
@@ -24,7 +24,7 @@ def graph(of):
 
 
 def made(tmp_path, *steps, name="made.json"):
-    """A trace with these slices in each of its steps: name, start and duration (µs)."""
+    """Return a trace with these slices in each of its steps: name, start and duration (µs)."""
     events = []
     for number, slices in enumerate(steps):
         start = number * STEP_US
@@ -41,7 +41,7 @@ def printed(capsys, *words):
 
 
 def own_us(slices, *starts):
-    """Time in the slices of these names and in no other slice, microsecond by microsecond: the innermost has it."""
+    """Return the time in slices of these names, where each microsecond counts for the innermost slice."""
     us = 0
     for moment in range(STEP_US):
         around = [(dur, name) for name, ts, dur in slices if ts <= moment < ts + dur]
@@ -56,8 +56,8 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def test_a_region_in_a_region_and_an_op_between_graphs_are_counted_once(tmp_path, capsys):
-    """After a graph break the rest is a region of its own, within the first one, behind what runs eagerly."""
+def test_nested_regions_and_ops_between_graphs_count_once(tmp_path, capsys):
+    """After a graph break the rest is a separate region inside the first one, after the ops that run eagerly."""
     lookup = sum(dur for name, _, dur in BROKEN if name == LOOKUP)
     own = own_us(BROKEN, LOOKUP, "Torch-Compiled Region", "Pregraph", "AOTDispatcher")
     assert 0 < lookup < own < 400
@@ -66,8 +66,8 @@ def test_a_region_in_a_region_and_an_op_between_graphs_are_counted_once(tmp_path
     assert f"{CACHED} ({lookup:.1f} of the step's {STEP_US - 1}.0 µs; {beside})" in said
 
 
-def test_what_it_costs_is_what_torch_compile_adds(tmp_path, capsys):
-    """Of torch.compile's rows only their self time counts: an op between two graphs is no cost of theirs."""
+def test_the_cost_of_torch_compile_is_its_own_time(tmp_path, capsys):
+    """Only the self time of torch.compile's rows counts, without ops between two graphs."""
     lean = [
         (LOOKUP, 1, 4), (region("0"), 10, 980), (graph("faa"), 12, 24), ("aten::sort", 37, 900),
         (LOOKUP, 940, 4), (region("1"), 945, 44), (graph("fbb"), 947, 41),
@@ -80,7 +80,7 @@ def test_what_it_costs_is_what_torch_compile_adds(tmp_path, capsys):
 
 
 def called(of, number="0"):
-    """What a step shows of one compiled graph."""
+    """Return the slices of one compiled graph's call in a step."""
     return [(LOOKUP, 1, 9), (region(number), 10, 400), (PROLOGUE, 14, 5), (graph(of), 20, 300)]
 
 
@@ -95,13 +95,13 @@ def called(of, number="0"):
         ([[("aten::add", 1, 9)]] * 3, None),
     ],
 )
-def test_the_same_graph_in_all_steps_is_that_of_each(tmp_path, capsys, steps, says):
+def test_all_steps_call_the_same_graph(tmp_path, capsys, steps, says):
     said = printed(capsys, made(tmp_path, *steps), "--only", "patterns")
     assert (f"the same graph hash in all steps ({says})" in said) if says else "same graph hash" not in said
 
 
-def test_a_step_that_calls_another_graph_belies_the_guess(tmp_path):
-    """And so does one that calls none."""
+def test_another_graph_in_one_step_contradicts_the_prediction(tmp_path):
+    """A step that calls no graph contradicts it, too."""
     judged = {}
     for name, steps in {"same": ["faa"] * 3, "other": ["faa", "fbb", "faa"], "none": ["faa", None, "faa"]}.items():
         file = made(tmp_path, *[called(one) if one else [] for one in steps])
@@ -117,13 +117,13 @@ def changed(*files):
 
 
 @pytest.mark.parametrize(("last", "said"), [(called("faa"), True), ([("aten::add", 1, 9)], False)])
-def test_a_lookup_in_every_step_is_in_each(tmp_path, capsys, last, said):
+def test_every_step_has_a_cache_lookup(tmp_path, capsys, last, said):
     file = made(tmp_path, called("faa"), called("faa"), last)
     assert (CACHED in printed(capsys, file, "--only", "patterns")) is said
 
 
-def test_of_two_compiled_runs_the_graphs_are_compared(tmp_path, capsys):
-    """A graph on the CPU shows no op of what it computes: rows that are called the same say nothing of it."""
+def test_the_graphs_of_two_compiled_runs_are_compared(tmp_path, capsys):
+    """A graph on the CPU shows none of the ops that it computes, so equal rows do not mean equal work."""
     hashes = ["fqb7xds7omh4v6hwlsk2ka6bz6", "f6bjdgkszm3r7mk4oxv2uqyjgt", "fjhrkszm3r7mk4oxv2uqyjgtaa"]
     first, other, third = (
         made(tmp_path, *[called(one)] * 3, name=f"{number}.json") for number, one in enumerate(hashes)

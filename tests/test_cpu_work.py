@@ -1,4 +1,4 @@
-"""What ops compute on a CPU, and how fast, recomputed from the raw events; a step's time outside of all ops."""
+"""FLOPs and rates of ops on a CPU, recomputed from the raw events; a step's time outside all ops."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def test_products_and_pointwise_ops_with_their_rates():
     assert [one.layer for one in summary.cpu.work if one.product] == ["gate_proj", "up_proj", "down_proj"]
 
 
-def test_rates_are_set_against_what_the_run_measured(capsys):
+def test_rates_are_shares_of_the_runs_measured_peaks(capsys):
     summary = summarize(read(MLP))
     document = json.loads(gzip.decompress(MLP.read_bytes()))
     roofs = document["lesson"]["facts"]["roofs"]
@@ -64,7 +64,7 @@ def test_rates_are_set_against_what_the_run_measured(capsys):
 
 
 def flags_and_roofs(tmp_path, roofs, trace=MLP, dtype="bf16"):
-    """A trace with other roofs, as somebody's machine may have them."""
+    """Return a trace with the measured peaks of another machine."""
     document = json.loads(gzip.decompress(trace.read_bytes()))
     document["lesson"]["facts"]["roofs"] = roofs
     document["lesson"]["flags"]["dtype"] = dtype
@@ -77,11 +77,11 @@ def flags_and_roofs(tmp_path, roofs, trace=MLP, dtype="bf16"):
     [None, 3, [], {}, {"tflops": 1.0}, {"tflops": "1", "gb_s": 1.0}, {"tflops": -1.0, "gb_s": 1.0},
      {"tflops": True, "gb_s": 1.0}, {"tflops": 10**400, "gb_s": 1.0}],
 )  # fmt: skip
-def test_roofs_that_nobody_measured_are_none(tmp_path, roofs):
+def test_unmeasured_peaks_are_none(tmp_path, roofs):
     assert {one.roof for one in flags_and_roofs(tmp_path, roofs).cpu.work} == {None}
 
 
-def test_a_roof_is_one_for_its_type_and_for_what_comes_from_memory(tmp_path):
+def test_a_peak_applies_to_its_type_and_to_memory_traffic(tmp_path):
     found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 50.0}, dtype="fp32").cpu.work
     assert {one.roof for one in found if one.product} == {None}, "bf16 products, fp32 roof"
     found = flags_and_roofs(tmp_path, {"tflops": 1.0, "gb_s": 1.0}).cpu.work
@@ -92,7 +92,7 @@ def test_a_roof_is_one_for_its_type_and_for_what_comes_from_memory(tmp_path):
     assert len(large) == 1 and large[0].product.n == 151_936, "a few kB are in a cache"
 
 
-def test_far_from_both_roofs_neither_bounds_it(capsys):
+def test_work_far_from_both_peaks_is_not_bound_by_them(capsys):
     trace = CPU / "04_c_sdpa_attention/8x16x1024x64_bf16_warm_eager_flash_shapes.json.gz"
     (one,) = summarize(read(trace)).cpu.work
     _, events = raw_step(trace, summarize(read(trace)).typical_step)
@@ -120,7 +120,7 @@ def test_calls_of_one_size_are_one_line(capsys):
     assert f"aten::mm of BFloat16, 8 times: M 1 · K 1024 · N 3072, 6.3 MFLOP at {rate:,.1f} GFLOP/s" in said
 
 
-def test_what_inductor_wrote_stands_there_by_name(capsys):
+def test_inductors_kernels_are_named(capsys):
     trace = CPU / "03_simple_mlp/64x128x768x3072_bf16_warm_compile.json.gz"
     names = [one.name for one in summarize(read(trace)).cpu.work]
     assert [name for name in names if "cpp_fused" in name] == ["graph_0_cpp_fused__unsafe_view_gelu_mul_0"]
@@ -129,7 +129,7 @@ def test_what_inductor_wrote_stands_there_by_name(capsys):
     assert "yes  gelu and mul are one kernel, written by Inductor" in capsys.readouterr().out
 
 
-def test_the_time_in_no_op(capsys):
+def test_the_time_outside_ops(capsys):
     trace = CPU / "01_matmul_add/64_bf16_warm_eager.json.gz"
     summary = summarize(read(trace))
     mark, events = raw_step(trace, summary.typical_step)
@@ -143,8 +143,8 @@ def test_the_time_in_no_op(capsys):
     assert int(share) == pytest.approx(100 * (1 - covered / mark["dur"]), abs=1)
 
 
-def test_what_inductors_code_takes_is_no_time_in_no_op(tmp_path, capsys):
-    """torch 2.15 records the call of a compiled graph as a label, and its C++ kernels not at all."""
+def test_inductors_code_is_not_time_outside_ops(tmp_path, capsys):
+    """torch 2.15 records the call of a compiled graph as an annotation, and does not record its C++ kernels."""
     slices = [
         ("ProfilerStep#1", "user_annotation", 0, 100), ("Torch-Compiled Region: 0/0", "cpu_op", 10, 85),
         ("## Call CompiledFxGraph fa7vxxm ##", "user_annotation", 12, 80), ("aten::mm", "cpu_op", 20, 30),
@@ -163,12 +163,12 @@ def test_what_inductors_code_takes_is_no_time_in_no_op(tmp_path, capsys):
     assert "gpu: not in this trace (no GPU activity)" in said
 
 
-def test_a_trace_with_a_gpu_has_none_of_it():
+def test_a_trace_with_gpu_work_has_no_cpu_work():
     assert summarize(read(H200 / "01_matmul_add/64_bf16_warm_eager.json.gz")).cpu.work == ()
 
 
 def test_a_guard_failure_is_a_compilation_in_the_middle(capsys):
-    """Four calls: compiled, called, compiled again for other strides, called."""
+    """There are four calls: compiled, called, compiled again for other strides, called."""
     trace = ROOT / "traces/reference/guard-failure.json.gz"
     summary = summarize(read(trace))
     compiling = [one.name for one in summary.steps if one.cpu_us > 5 * summary.cpu_us]
@@ -181,7 +181,7 @@ def test_a_guard_failure_is_a_compilation_in_the_middle(capsys):
 
 
 def made(tmp_path, slices, name="made.json"):
-    """A trace of slices: name, category, start, duration (µs), then its thread and its args where it has some."""
+    """Return a trace of slices: name, category, start, duration (µs), and optionally thread and args."""
     events = [
         event(name, cat, ts, dur, (*rest, 1)[0], **(rest[1] if len(rest) > 1 else {}))
         for name, cat, ts, dur, *rest in slices
@@ -190,8 +190,8 @@ def made(tmp_path, slices, name="made.json"):
     return tmp_path / name
 
 
-def test_the_time_in_no_op_is_that_of_all_threads(tmp_path):
-    """A label inside an op is no time outside; nor is what another thread, a collective or a loader's wait covers."""
+def test_the_time_outside_ops_considers_all_threads(tmp_path):
+    """Time in another thread, a collective or a DataLoader's wait is inside; so is an annotation in an op."""
     one_step = ("ProfilerStep#1", "user_annotation", 0, 100)
     label_in_op = made(
         tmp_path, [one_step, ("Mine", "cpu_op", 10, 80), ("a label", "user_annotation", 12, 70)], "a.json"
@@ -217,8 +217,8 @@ def test_the_time_in_no_op_is_that_of_all_threads(tmp_path):
     assert summarize(read(made(tmp_path, [one_step, ("a", "user_annotation", 1, 2)], "e.json"))).cpu.outside_ops is None
 
 
-def test_a_label_around_prof_step_costs_no_step_its_ops(tmp_path, capsys):
-    """`with record_function(…): work(); prof.step()`: the label ends in the next step."""
+def test_an_annotation_around_prof_step_takes_no_ops_from_a_step(tmp_path, capsys):
+    """In `with record_function(…): work(); prof.step()` the annotation ends in the next step."""
     slices = []
     for number in range(3):
         start = 100 * number
@@ -248,7 +248,7 @@ def recorded(shapes, types):
     return {"Input Dims": shapes, "Input type": types}
 
 
-def test_what_computes_is_counted_once_and_by_its_type(tmp_path, capsys):
+def test_computing_ops_count_once_and_by_type(tmp_path, capsys):
     square = [[64, 64], [64, 64]]
     slices = [
         ("ProfilerStep#1", "user_annotation", 0, 1000),
@@ -274,8 +274,8 @@ def test_what_computes_is_counted_once_and_by_its_type(tmp_path, capsys):
     assert "aten::mm of float: M 64" in said and "aten::mm of BFloat16: M 64" in said
 
 
-def test_products_below_the_ridge_meet_the_memory(capsys):
-    """One token's: each weight is read once, and all of them are more than a cache holds."""
+def test_products_below_the_ridge_point_are_memory_bound(capsys):
+    """The products are one token's: each weight is read once, and all weights together exceed a cache."""
     trace = CPU / "05_llm/1x512_bf16_warm_eager_layers4_shapes.json.gz"
     summary = summarize(read(trace))
     roofs = json.loads(gzip.decompress(trace.read_bytes()))["lesson"]["facts"]["roofs"]
@@ -292,7 +292,7 @@ def test_products_below_the_ridge_meet_the_memory(capsys):
     assert f"Memory-bound, on the CPU. {took / mark['dur']:.0%} of the step is in ops at {reached:.0%}" in said
 
 
-def test_a_roof_that_the_run_itself_breaks_is_none(tmp_path):
+def test_a_peak_that_the_run_exceeds_is_none(tmp_path):
     best = max(one.tflops for one in summarize(read(MLP)).cpu.work if one.product)
     found = flags_and_roofs(tmp_path, {"tflops": best / 1.05, "gb_s": 50.0}).cpu.work
     assert max(one.of_roof for one in found if one.product) == 1.0, "a little above: it is the best itself"
@@ -300,8 +300,8 @@ def test_a_roof_that_the_run_itself_breaks_is_none(tmp_path):
     assert {one.roof for one in found if one.product} == {None}
 
 
-def test_an_op_meets_the_roof_on_its_side_of_the_ridge(tmp_path):
-    """Products of one inner size: below so many FLOPs a byte it is the memory. What took no time has no share."""
+def test_an_op_is_bound_by_the_peak_on_its_side_of_the_ridge_point(tmp_path):
+    """Products of one inner size are memory-bound below the ridge point. An op without duration has no share."""
     tflops, gb_s = 1.0, 100.0
     shapes = [([8192, size], [size, 8192]) for size in (4, 8, 16, 24, 64, 512)]
     calls = [event("ProfilerStep#1", "user_annotation", 0, 10**8)]
@@ -323,8 +323,8 @@ def test_an_op_meets_the_roof_on_its_side_of_the_ridge(tmp_path):
     assert (found[-1].name, found[-1].roof, found[-1].of_roof) == ("aten::mul", None, None)
 
 
-def test_what_threads_do_beside_each_other_is_one_part_of_the_step(tmp_path, capsys):
-    """Three threads multiply through 80% of the step, all at once: 80% of it, not 240; and through 20%, no bound."""
+def test_concurrent_threads_count_once(tmp_path, capsys):
+    """Three threads multiply at once for 80% of the step, which is 80% and not 240%. For 20% there is no bound."""
     shapes = {"Input Dims": [[1024, 1024], [1024, 1024]], "Input type": ["float", "float"]}
     for name, us, word in (("most", 80_000, "Compute-bound"), ("little", 20_000, "CPU only")):
         slices = []
@@ -344,7 +344,7 @@ def test_what_threads_do_beside_each_other_is_one_part_of_the_step(tmp_path, cap
         assert covered_us(summarize(read(file)).cpu.work) == us
 
 
-def test_far_below_every_roof_it_is_small_work_or_a_shared_machine(tmp_path, capsys):
+def test_work_far_below_every_peak_is_small_or_on_a_shared_machine(tmp_path, capsys):
     shapes = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
     marks = [event(f"ProfilerStep#{step}", "user_annotation", 1000 * step, 1000) for step in range(3)]
     ops = [event("aten::mm", "cpu_op", 1000 * step + 10, 900, **shapes) for step in range(3)]

@@ -1,4 +1,4 @@
-"""Which device a trace is of, and that all that a device did counts as its work."""
+"""The device of a trace is named, and all of its activity counts as its work."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ MI300X = {
 
 
 def launched(ts, number, device, **args):
-    """A launch of 2 µs, and its kernel of 10 µs right behind it."""
+    """Return a launch of 2 µs, and its kernel of 10 µs right after it."""
     return [
         event("hipLaunchKernel", "cuda_runtime", ts, 2, correlation=number),
         event("k", "kernel", ts + 3, 10, 7, correlation=number, device=device, stream=7, **args),
@@ -42,7 +42,7 @@ MARK = event("ProfilerStep#1", "user_annotation", 0, 100)
 
 @pytest.mark.parametrize("device", [0, 2, 9, "2"])
 def test_a_single_entry_is_the_device_whatever_number_the_events_carry(summary_of, device):
-    """The process sees one device, its number 0; the profiler writes the machine's number."""
+    """The process sees one device as number 0, and the profiler writes the machine's number."""
     kernel = launched(10, 1, device, **{"registers per thread": 32, "shared memory": 0, "block": [256, 1, 1]})
     summary = summary_of(MARK, *kernel, deviceProperties=[MI300X | {"id": 0}])
     assert summary.source.devices == ["AMD Instinct MI300X"]
@@ -54,7 +54,7 @@ def test_several_entries_of_one_name_are_the_device(summary_of):
     assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["AMD Instinct MI300X"]
 
 
-def test_entries_of_different_names_do_not_tell_which_one_it_is(summary_of):
+def test_entries_of_different_names_leave_the_device_unknown(summary_of):
     properties = [{"id": 0, "name": "NVIDIA T400"}, {"id": 1, "name": "NVIDIA H200"}]
     assert summary_of(MARK, *launched(10, 1, 5), deviceProperties=properties).source.devices == ["GPU 5"]
     assert summary_of(MARK, *launched(10, 1, 1), deviceProperties=properties).source.devices == ["NVIDIA H200"]
@@ -83,7 +83,7 @@ def test_peaks_of_amds_second_generation(name, bf16, gb_s):
 
 
 def strange(category="mtia_ccp_events", **how):
-    """Two steps, in each of them a call of the runtime and two slices of a device, 30 µs and 20 µs, 10 µs of both."""
+    """Return two steps, each with a runtime call and two device slices of 30 µs and 20 µs that overlap for 10 µs."""
     found = []
     for step in (0, 1):
         at, number = 100 * step, step + 1
@@ -99,7 +99,7 @@ def strange(category="mtia_ccp_events", **how):
 
 
 def busy(events, category):
-    """The µs in which any slice of the category is open."""
+    """Return the µs in which any slice of the category is open."""
     edges = sorted((e["ts"], end(e)) for e in events if e.get("cat") == category)
     total, reached = 0, float("-inf")
     for start, stop in edges:
@@ -118,7 +118,7 @@ LABELS = [
     "events", [strange(stream=3), [*strange(), *LABELS], strange("events_of_next_year", stream=3)],
     ids=["by stream", "by process", "another name"],
 )  # fmt: skip
-def test_what_a_device_did_under_another_category_is_its_work(summary_of, capsys, events):
+def test_device_slices_of_another_category_are_its_work(summary_of, capsys, events):
     summary = summary_of(*events)
     category = next(e["cat"] for e in events if e["name"] == "job")
     assert summary.gpu.busy_us == busy(events, category) == 80
@@ -139,14 +139,14 @@ def test_slices_of_the_cpu_under_another_category_are_no_device(summary_of):
     assert not summary.source.devices and not summary.source.warnings
 
 
-def test_beside_known_kernels_another_category_is_left_out_and_said(summary_of):
+def test_another_category_beside_known_kernels_is_left_out_with_a_warning(summary_of):
     summary = summary_of(*strange(stream=3), *launched(60, 7, 0))
     assert summary.gpu.busy_us == 10
     assert TraceWarning("category_left_out", 4, ("mtia_ccp_events",)) in summary.source.warnings
 
 
-def test_who_waits_for_which_event_is_no_work_and_no_warning(tmp_path, capsys):
-    """As CUPTI records synchronizations on the device's tracks, where the profiler is told to."""
+def test_synchronization_records_are_neither_work_nor_a_warning(tmp_path, capsys):
+    """CUPTI can record synchronizations on the device's tracks."""
     source = H200 / "02_linear/1024x32x64_bf16_warm_eager.json.gz"
     found = json.loads(gzip.decompress(source.read_bytes()))
     plain = summarize(read(source))

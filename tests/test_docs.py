@@ -1,4 +1,4 @@
-"""The pages say what the code and the reference traces say, and their links and commands work."""
+"""The pages agree with the code and the reference traces, and their links and commands work."""
 
 import doctest
 import importlib.util
@@ -29,8 +29,8 @@ PAGES = make.PAGES
     [pytest.param(page, marks=pytest.mark.exhaustive) if page.name == "opportunities.md" else page for page in PAGES],
     ids=lambda page: page.name,
 )
-def test_what_is_made_is_up_to_date(page):
-    """Every console block on a reference trace, run again; the cheatsheet; the table of verdicts."""
+def test_generated_blocks_are_up_to_date(page):
+    """Every console block on a reference trace, the cheatsheet and the table of verdicts are made again."""
     text = page.read_text()
     assert make.refreshed(text) == text, "uv run docs/make.py"
 
@@ -44,7 +44,7 @@ def test_readme_has_fewer_than_2000_words():
 
 
 def prose_of(page: Path) -> str:
-    """What somebody wrote by hand on a page: without generated blocks, code, and the terms that a table explains."""
+    """Return a page's hand-written text, without generated blocks, code, and the terms that a table explains."""
     text = make.MADE.sub("", page.read_text())
     text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     text = re.sub(r"^\| [^|]* \|", "", text, flags=re.M)
@@ -53,7 +53,7 @@ def prose_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_the_fields_words(page):
-    """The reference may have other words as terms, as long as a report prints them."""
+    """The reference may explain other terms, as long as a report prints them."""
     assert RETIRED.findall(prose_of(page)) == []
 
 
@@ -70,7 +70,7 @@ RUNS = r"(?<![\w-])(?:uv run|uvx --from \S+) "
 
 
 def commands_of(page: Path) -> set[str]:
-    """What follows `uv run` and `uvx --from …` on the page. A comment after three blanks is not part of a command."""
+    """Return the page's commands after `uv run` and `uvx --from …`, without comments after three blanks."""
     text = page.read_text()
     found = set()
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
@@ -86,7 +86,7 @@ COMMANDS = [(page.name, command) for page in PAGES for command in sorted(command
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda one: one)
 def test_every_command_is_one_that_its_program_takes(page, command, scripts, monkeypatch, capsys):
-    """The program reads its flags. What runs is left to make.py and to the tests of each script."""
+    """Only the flags are read here. make.py and the tests of each script run the commands."""
     words = [word for word in shlex.split(command.replace("\\|", "|")) if word not in ("…", "--offline")]
     if words[0] == "torchrun":
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
@@ -145,7 +145,7 @@ def test_every_console_block_is_one_that_is_made():
         assert text.count("```console") == len(make.CONSOLE.findall(text)), page.name
 
 
-def test_links_lead_somewhere():
+def test_links_have_a_target():
     for page in PAGES:
         for target, _, section in re.findall(r"\]\(([^)#]*)(#([^)]+))?\)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
@@ -157,7 +157,7 @@ def test_links_lead_somewhere():
 
 
 def test_the_recipe_is_the_scripts_own():
-    """Each line that the page quotes stands in the script, or in the harness that makes the two files."""
+    """Each line that the page quotes is in the script, or in the harness that makes the two files."""
     page = (ROOT / "docs/01_matmul_add.md").read_text()
     quoted = [line for block in re.findall(r"```python\n(.*?)```", page, re.S) for line in block.splitlines()]
     files = (ROOT / "01_matmul_add.py", ROOT / "common/harness.py")
@@ -191,7 +191,7 @@ def test_no_figure_of_the_articles_is_missing():
 
 @pytest.mark.parametrize(("part", "figure"), FIGURES, ids=lambda one: one if isinstance(one, str) else one.number)
 def test_a_figures_command_shows_it_on_the_reference_traces(scripts, part, figure):
-    """The run writes the trace that is named, and of each machine there are lines that tell the figure, or a reason."""
+    """The run writes the named trace, and for each machine there are lines with the figure, or a reason."""
     script, *flags = figure.run.split()
     folder, tag = figure.trace.split("/")
     assert folder == Path(script).stem

@@ -1,4 +1,4 @@
-"""What a run stored about itself, and the step's time with and without the profiler."""
+"""The facts that a run stored about itself, and the step's time with and without the profiler."""
 
 import json
 
@@ -15,7 +15,7 @@ from tracereader.trace.facts import AttentionFacts, ModelFacts, Roofs, RunFacts,
 CHANGES = sorted((ROOT / "traces/reference/nvidia-h200/changes").glob("*/*.json.gz"))[:2]
 
 
-def test_what_is_stored_is_read_again():
+def test_stored_facts_are_read_again():
     told = RunFacts(
         script="05_llm", flags={"dtype": "bf16"}, device="CPU", torch="2.15", run="7f", guesses=({"guess": "x"},),
         first_call_s=1.5, unprofiled_step_us=70.0, peak_bytes=5, layers=("a", "b"), roofs=Roofs(1.0, 2.0),
@@ -36,7 +36,7 @@ def test_a_fact_of_another_type_counts_as_not_stored_and_the_others_are_kept():
 
 @pytest.mark.parametrize("stored", [120.5, None, "x", -3, 0, 1e300])
 def test_any_program_may_store_the_unprofiled_steps_time(tmp_path, stored, capsys):
-    """At the top of its trace, and no numbered script needs to have written it."""
+    """The time is at the top of the trace, and any program may have written it."""
     events = [
         {
             "ph": "X",

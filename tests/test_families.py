@@ -1,4 +1,4 @@
-"""The family of a piece of GPU work: by its kernel's name, and by the op that launched it."""
+"""The family of a GPU activity, by its kernel's name and by the op that launched it."""
 
 import json
 
@@ -25,7 +25,7 @@ ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor
 
 @pytest.fixture
 def launched(tmp_path):
-    """launched(kernel, outermost op, …, innermost op) -> what is measured of that kernel."""
+    """Return a function: launched(kernel, outermost op, …, innermost op) -> the measurements of that kernel."""
 
     def write(kernel, *ops, us=10, **innermost):
         args = [{} for _ in ops]
@@ -126,7 +126,7 @@ def test_torchs_own_attention_on_amd_has_flops(launched):
     assert (backward.family, backward.flops, backward.name_says["does"]) == ("attention", None, "backward")
 
 
-def test_what_a_library_runs_beside_a_product_has_not_its_flops(launched):
+def test_helper_kernels_of_a_product_have_no_flops(launched):
     shapes = {"Input Dims": [[10], [64, 32], [32, 10]], "Input type": ["float"] * 3}
     assert launched(SGEMM, "aten::addmm", **shapes).flops == 2 * 64 * 32 * 10
     assert launched(EPILOGUE, "aten::addmm", **shapes).flops is None
@@ -137,7 +137,7 @@ CONV = {"Input Dims": [[8, 16, 32, 32], [4, 16, 3, 3], [], [], [], [], []], "Inp
 
 
 @pytest.mark.parametrize("kernel", ["Im2d2Col", "batched_transpose_32x32_half", "SubTensorOpWithScalar1d"])
-def test_what_a_library_runs_beside_a_convolution_has_not_its_flops(launched, kernel):
+def test_helper_kernels_of_a_convolution_have_no_flops(launched, kernel):
     one = launched(kernel, "aten::miopen_convolution", **CONV)
     assert (one.family, one.flops) == ("convolution", None)
     assert launched(TENSILE, "aten::miopen_convolution", **CONV).flops == 2 * 8 * 4 * 32 * 32 * 16 * 3 * 3
@@ -159,7 +159,7 @@ def of_two_ops(file, names, times):
     ("times", "told"),
     [((50, 20, 10), "aten::add"), ((20, 10, 50), "aten::mul"), ((20, 20, 20), "several ops")],
 )
-def test_the_op_that_a_name_comes_from_is_that_of_most_of_its_time(tmp_path, capsys, times, told):
+def test_a_names_op_has_most_of_its_time(tmp_path, capsys, times, told):
     summary = of_two_ops(tmp_path / "a.json", (["aten::add", "aten::sub", "aten::mul"], ["k"] * 3), times)
     assert [(one.name, one.asked_by) for one in summary.kernels] == [("k", told)]
     assert cli.main([str(tmp_path / "a.json"), "--only", "kernels"]) == 0
@@ -168,7 +168,7 @@ def test_the_op_that_a_name_comes_from_is_that_of_most_of_its_time(tmp_path, cap
 
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_rows_of_a_table_that_differ_look_different(tmp_path, capsys, monkeypatch, width):
-    """Kernels and ops of which only the middle differs, and the middle does not fit."""
+    """The names of these kernels and ops differ only in the middle, which does not fit."""
     monkeypatch.setenv("COLUMNS", width)
     names = [TENSILE.replace("LDSB1", f"LDSB{number}") for number in range(3)]
     names += [f"void some_library::wrapped_kernel<{'a' * 60}, {number}, {'b' * 60}>()" for number in range(3)]
@@ -190,7 +190,7 @@ SCALES = "void multi_tensor_apply_kernel<TensorListMetadata<2>, ScaleFunctor<flo
     [(APEX, "fused"), (SCALES, "foreach"), ("triton_for_fused_0", "compiled"), (ADD, "for-loop"),
      ("void kOptimizer32bit2State<float, 0>(float*)", "for-loop")],
 )  # fmt: skip
-def test_an_optimizer_of_a_library_is_told_by_its_kernels(tmp_path, kernel, how):
+def test_a_librarys_optimizer_is_recognized_by_its_kernels(tmp_path, kernel, how):
     events = [event("Optimizer.step#FusedAdam.step", "user_annotation", 0, 90), event("aten::empty", "cpu_op", 1, 2)]
     for at in (1, 2, 3):
         events.append(event("cudaLaunchKernel", "cuda_runtime", 10 * at, 5, correlation=at))

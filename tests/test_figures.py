@@ -1,4 +1,4 @@
-"""Every figure of the report against one worked out here from the raw events, on every real trace."""
+"""Every figure of the report is compared with one computed here from the raw events, on every real trace."""
 
 import gzip
 import itertools
@@ -25,7 +25,7 @@ from tracereader.trace.types import concrete_of
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def both(request):
-    """One trace as we measure it, and its raw complete events."""
+    """Return one trace's Summary, and its raw complete events."""
     raw = json.loads(gzip.decompress(request.param.read_bytes()))["traceEvents"]
     return summarize(read(request.param)), [event for event in raw if event.get("ph") == "X"]
 
@@ -37,7 +37,7 @@ def any_trace(request):
 
 
 def covered(spans):
-    """Length of a union, counted between neighbouring edges."""
+    """Return the length of a union, counted between neighbouring edges."""
     edges = sorted({edge for span in spans for edge in span})
     return sum(
         right - left for left, right in itertools.pairwise(edges)
@@ -126,7 +126,7 @@ def test_gpu_work_of_a_step(both):
 
 
 def test_ops_of_a_step(both):
-    """Self time by the raw intervals: what no other slice of the thread, started later inside, covers."""
+    """Self time by the raw intervals is the time that no later slice inside on the same thread covers."""
     ours, events = both
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     cats = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
@@ -169,7 +169,7 @@ def is_communication(event):
 
 
 def idle_by_cause(events):
-    """(the activity after a gap, where the gap begins) -> its µs by cause, cut where the launch call returned."""
+    """Return the µs of a gap by cause, cut at the return of the launch call, by (next activity, start of the gap)."""
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
     first = {}
     for e in events:
@@ -220,7 +220,7 @@ def test_gpu_time_adds_up_to_the_window(any_trace):
 
 
 def test_gaps_within_a_steps_own_work(any_trace):
-    """By cause, from the first start to the last end; and only those of the CPU's making are spoken of."""
+    """The gaps have causes, from the first start to the last end; only those that the CPU caused are reported."""
     ours, events = any_trace
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     work = sorted(raw_work(events, mark), key=lambda e: e["ts"])
@@ -243,8 +243,8 @@ def test_gaps_within_a_steps_own_work(any_trace):
     assert graphs or "gaps_in_a_graph" not in said
 
 
-def test_work_by_label_and_module(any_trace):
-    """Each piece counts for the label and the module that its launch lies in, in time."""
+def test_work_by_annotation_and_module(any_trace):
+    """Each activity counts for the annotation and the module that enclose its launch in time."""
     ours, events = any_trace
     (mark,) = [e for e in raw_steps(events) if e["name"] == ours.typical_step]
     calls = {e["args"]["correlation"]: e for e in runtime(events)}
@@ -273,8 +273,8 @@ def test_work_by_label_and_module(any_trace):
     assert not ours.places.by_module or sum(place.pieces for place in ours.places.by_module) == len(work)
 
 
-def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
-    """Each gap cut at every edge of a slice of the thread; each piece goes to the slice that started last."""
+def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
+    """Each gap is cut at every edge of a slice of the thread, and each part counts for the slice that started last."""
     ours, events = any_trace
     marks = raw_steps(events)
     index = [mark["name"] for mark in marks].index(ours.typical_step)
@@ -313,7 +313,7 @@ def test_what_the_launching_thread_was_in_while_the_gpu_waited(any_trace):
 
 
 def test_backwards_work_goes_to_its_module():
-    """Three linears and a norm: each Linear has two products in backward, and they are found under it."""
+    """In three linears and a norm, each Linear has two products in backward, which count for it."""
     ours = summarize(read(ROOT / "tests/traces/train_stack.json.gz"))
     named = {place.name: place.pieces for place in ours.places.by_module}
     assert {"Linear_0", "Linear_1", "GELU_0", "LayerNorm_0"} <= set(named)
@@ -325,7 +325,7 @@ def test_backwards_work_goes_to_its_module():
     ("name", "waits"),
     [("train_item", "overhead"), ("memory_bound", "memory"), ("conv", "gpu"), ("blocking", "gpu")],
 )
-def test_what_other_programs_wait_for(name, waits):
+def test_the_regime_of_other_programs(name, waits):
     assert summarize(read(ROOT / f"tests/traces/{name}.json.gz")).waits_for == waits
 
 
@@ -437,7 +437,7 @@ def test_verdicts(name, part, holds, says):
 
 
 def test_a_prediction_can_be_wrong_and_can_be_out_of_reach():
-    """The same questions, put to traces of another kind."""
+    """The same predictions are checked on traces of another kind."""
     assert any(answer.holds is True for answer in verdicts("02_linear/1024x32x64_bf16_cold_eager").values())
     compiled = measured("02_linear/1024x32x64_bf16_warm_compile")
     assert expect.dispatches("aten::linear", "aten::addmm").ask(compiled).holds is False
@@ -506,7 +506,7 @@ TRAINED = "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_
 
 
 def test_a_kernel_that_fills_the_device_reaches_its_limit():
-    """The profiler's estimate is then how many blocks fit: CUDA's own answer."""
+    """The profiler's estimate is then the number of blocks that fit, which CUDA computes."""
     document = json.loads(gzip.decompress((ROOT / TRAINED).read_bytes()))
     (multiprocessors,) = {one["numSms"] for one in document["deviceProperties"]}
     filling = 0
@@ -552,14 +552,14 @@ ODD = (
 
 @pytest.mark.parametrize("concrete", ODD, ids=range(len(ODD)))
 @pytest.mark.parametrize("op", ["aten::cudnn_convolution", "aten::convolution_backward"])
-def test_a_convolution_whose_arguments_do_not_tell(op, concrete):
+def test_a_convolution_without_recorded_arguments(op, concrete):
     assert (
         convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete_of({"Concrete Inputs": concrete})) is None
     )
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_a_strided_copy_counts_both_sides_and_what_is_broadcast_once(tmp_path, expanded):
+def test_a_strided_copy_counts_both_sides_and_a_broadcast_source_once(tmp_path, expanded):
     shape, strides = [8, 1024, 16], [0, 16, 1] if expanded else [16, 8192, 1]
     op = {"Input Dims": [shape, shape, []], "Input type": ["float", "c10::BFloat16", "Scalar"],
           "Input Strides": [[16384, 16, 1], strides, []]}  # fmt: skip
@@ -577,7 +577,7 @@ def test_a_strided_copy_counts_both_sides_and_what_is_broadcast_once(tmp_path, e
     assert (one.family, one.bytes_moved) == ("copy", 8 * 1024 * 16 * 4 + 1024 * 16 * 2 * (1 if expanded else 8))
 
 
-def test_work_beside_other_work_is_told_from_work_alone(any_trace):
+def test_overlapping_work_is_distinguished_from_work_alone(any_trace):
     summary, events = any_trace
     work = [e for e in events if e.get("cat") in GPU]
     names = Counter(one.name for one in summary.gpu_work)
@@ -593,7 +593,7 @@ def test_work_beside_other_work_is_told_from_work_alone(any_trace):
 
 
 def test_the_regime_is_judged_from_step_to_step():
-    """The wait for the first launch, of a few graph replays a third of the recording, is no regime."""
+    """The wait for the first launch is a third of a few graph replays, and does not decide the regime."""
     trace = ROOT / "traces/reference/nvidia-h200/05_llm/1x512_bf16_warm_eager_graph.json.gz"
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     work = [raw_work(events, mark) for mark in raw_steps(events)]
@@ -622,7 +622,7 @@ def test_the_gap_before_the_last_steps_first_activity_is_cut_by_that_activitys_l
 
 @pytest.mark.parametrize("name", ["copies/prefetched", "pinned/prefetched"])
 def test_copies_that_run_a_step_ahead_do_not_set_the_pace(name):
-    """From step to step on the busiest stream, and the GPU is busy no longer than that."""
+    """The pace is from step to step on the busiest stream, and the GPU is busy no longer than that."""
     file = H200 / f"changes/{name}.json.gz"
     events = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     ours = summarize(read(file))
@@ -641,8 +641,8 @@ def test_copies_that_run_a_step_ahead_do_not_set_the_pace(name):
     assert ours.gpu_us < ours.recorded_step_us < ours.chosen.gpu_busy_us
 
 
-def test_the_regime_names_what_takes_most_of_the_busy_time():
-    """The copies overlap the kernels: 42% of the summed time, and 2% of the busy time."""
+def test_the_regime_names_the_largest_part_of_the_busy_time():
+    """The copies overlap the kernels: they take 42% of the summed time, and 2% of the busy time."""
     ours = summarize(read(H200 / "changes/copies/prefetched.json.gz"))
     share = ours.steady.compute_by_family["convolution"] / ours.steady.busy_us
     assert steps.waiting(ours)[1].endswith(f"and {share:.0%} of the busy time is convolution kernels")
@@ -664,7 +664,7 @@ def test_the_table_of_the_step_says_which_steps_it_is_of(name, held, capsys):
 
 
 def test_the_table_by_family_says_that_it_has_more_than_the_steps_launched(capsys):
-    """Copies of the step before run in the window, and have no launch in the trace."""
+    """Copies of the previous step run in the window, and have no launch in the trace."""
     file = H200 / "changes/copies/prefetched.json.gz"
     ours = summarize(read(file))
     in_steps, in_window = (sum(getattr(one, key) for one in some) for key, some in

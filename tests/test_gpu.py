@@ -74,7 +74,7 @@ def test_other_types(run, dtype, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_more_than_the_gpu_holds_is_refused(run, capsys):
+def test_a_problem_larger_than_gpu_memory_is_refused(run, capsys):
     assert run("01_matmul_add", "--size", "200000") == 2
     assert "free" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_a_cpu_run_on_this_machine_has_its_own_name(run, tmp_path):
 
 
 def verdicts(screen: str) -> dict[str, str]:
-    """Each prediction and its verdict."""
+    """Return each prediction and its verdict."""
     _, _, part = screen.partition(" hold")
     lines = [line for line in part.splitlines() if line[2:5] in ("yes", "no ", " – ")]
     return {line[7:]: line[2:5].strip() for line in lines}
@@ -120,7 +120,7 @@ def test_other_sequence_lengths_compiled_against_liger(compile_afresh, capsys, l
     assert graphs(capsys, "03_kernels_mlp.py") == ["0", "0", "0", "0"]
 
 
-def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
+def test_inputs_larger_than_gpu_memory_are_refused(run, capsys, tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         assert run("01_matmul_add", "--size", "16384") == 2
@@ -130,7 +130,7 @@ def test_more_than_the_gpu_holds_while_making_the_inputs(run, capsys, tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_sweep_reads_rates_off_the_traces(compile_afresh, tmp_path, capsys):
+def test_sweep_reads_rates_from_the_traces(compile_afresh, tmp_path, capsys):
     import sweep
 
     flags = ("--size", "64", "4096", "--warmup", "--out", str(tmp_path))
@@ -146,8 +146,8 @@ def test_sweep_reads_rates_off_the_traces(compile_afresh, tmp_path, capsys):
     assert len(list(tmp_path.rglob("*.png"))) == 1
 
 
-def test_nothing_of_the_harness_is_in_the_trace(run, tmp_path):
-    """Neither in a cold run: no synchronization but the profiler's own, after the last step."""
+def test_the_harness_leaves_nothing_in_the_trace(run, tmp_path):
+    """This holds for a cold run, too: its only synchronization is the profiler's own, after the last step."""
     assert run("01_matmul_add", "--wait", "0", "--schedule-warmup", "1") == 0
     events = only_trace(tmp_path)["traceEvents"]
     last = max(e["ts"] + e["dur"] for e in events if str(e.get("name")).startswith("ProfilerStep#") and "dur" in e)

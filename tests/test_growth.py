@@ -1,4 +1,4 @@
-"""What read-trace does with inputs made to be slow to read grows as they do: its calls counted, no time taken.
+"""The number of read-trace's calls grows in proportion to inputs that are made to be slow to read. No time is measured.
 
 The inputs are those of benchmarks/growth.py, which measures the time.
 """
@@ -18,7 +18,7 @@ KINDS = runpy.run_path(str(ROOT / "benchmarks/growth.py"))["KINDS"]
 
 
 def calls(function, *args):
-    """How many calls it makes, Python's and C's, a generator's every next one included."""
+    """Return the number of Python and C calls, including every step of a generator."""
     count = 0
 
     def one_more(frame, event, arg):
@@ -45,7 +45,7 @@ def test_twice_as_much_takes_twice_the_calls(tmp_path, capsys, kind):
 
 
 def of_hosts(count):
-    """Ranks of as many hosts, one each, and ten collectives of all of them."""
+    """Return ranks of as many hosts, one each, and ten collectives of all of them."""
     group = tuple(range(count))
     parts = [(group, "all-reduce", 8, seq, 1000 * seq, 1000 * seq + 500) for seq in range(10)]
     return [of_rank(rank, count, f"host {rank}", parts) for rank in range(count)]

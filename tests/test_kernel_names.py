@@ -1,4 +1,4 @@
-"""What kernel names say, family by family; and that an unknown one is said to be unknown."""
+"""Details of kernel names by family; an unknown name stays unknown."""
 
 import pytest
 
@@ -802,7 +802,7 @@ def test_decode(name, family, maker, parts):
 
 # Made up: names that look like one of a known scheme and are none.
 @pytest.mark.parametrize("name", ["", "my_kernel", "gemm_like_nothing", "nvjet", "triton_", "kernel<128>", "cutlass_"])
-def test_an_unknown_name_is_said_to_be_unknown(name):
+def test_an_unknown_name_stays_unknown(name):
     assert kernel_names.decode(name).family == kernel_names.UNKNOWN
     assert str(kernel_names.decode(name)) == "unknown name"
 

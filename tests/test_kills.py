@@ -1,4 +1,4 @@
-"""Runs that are ended at many moments: two whole files of one run or none, one line, the signal's own status."""
+"""Runs that a signal ends at any moment leave both files of one run or none, one line, and the signal's status."""
 
 import json
 import os
@@ -17,7 +17,7 @@ RUN = ["01_matmul_add.py", "--size", "64", "--device", "cpu"]
 
 
 def started(program, out=None, **options):
-    """The program, from the moment on at which it answers signals."""
+    """Return the program once it handles signals."""
     where = ["--out", str(out)] if out else []
     process = subprocess.Popen(
         [sys.executable, *program, *where], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -29,7 +29,7 @@ def started(program, out=None, **options):
 
 
 def answers(pid):
-    """Whether the process has a handler for SIGTERM: Python itself installs none."""
+    """Return whether the process has a handler for SIGTERM. Python itself installs none."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -39,7 +39,7 @@ def answers(pid):
 
 
 def check_pair(folder):
-    """Both files of one run, or neither."""
+    """Check that both files are of one run, or that neither exists."""
     files = sorted(file for file in folder.glob("01_matmul_add/*") if not file.name.startswith("."))
     if not files:
         return
@@ -90,7 +90,7 @@ def test_a_run_that_is_ended_at_any_moment(tmp_path):
 
 
 def waits_in(body):
-    """A program that is one of ours, says when it has come so far as `body` says, and then waits."""
+    """Return a program of ours whose `body` prints a line at some point and then waits."""
     return f"""
 import sys
 sys.argv = ["01_matmul_add.py", "--size", "8", "--device", "cpu"]
@@ -169,20 +169,20 @@ def test_one_line_and_its_own_status(tmp_path, moment, number):
     assert not list(tmp_path.iterdir())
 
 
-def test_somebody_elses_program_keeps_its_ctrl_c():
+def test_another_program_keeps_its_ctrl_c():
     program = "import signal, tracereader.command; assert signal.getsignal(2) is signal.default_int_handler"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_an_ignored_signal_stays_ignored_by_a_program(tmp_path):
-    """As under nohup."""
+    """nohup starts programs in this way."""
     process = started(RUN, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     assert process.wait() == 0
     check_pair(tmp_path)
 
 
-def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path):
+def test_the_next_run_clears_a_killed_runs_files(tmp_path):
     from common.publish import published, require_writable
 
     program = f"""
@@ -204,8 +204,8 @@ with published(pathlib.Path({str(tmp_path)!r}), "a.json") as files:
     assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
 
 
-def test_a_folder_cleared_before_its_lock_is_made_anew(tmp_path, monkeypatch):
-    """Between making its folder and locking it, a run may lose it to another that clears up."""
+def test_a_folder_cleared_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
+    """Between creating its folder and locking it, a run may lose the folder to another run that clears up."""
     from common import publish
 
     locked, cleared = publish._locked, []
@@ -251,8 +251,8 @@ FOLDERS = """try:
 
 @pytest.mark.parametrize("what", [FILES, FOLDERS])
 @pytest.mark.parametrize("after", [0.01, 0.1])
-def test_a_thread_that_ends_the_program_leaves_nothing_of_what_another_writes(tmp_path, what, after):
-    """As a rank does whose neighbour has died: its main thread goes on writing until the system stops it."""
+def test_a_thread_that_ends_the_program_leaves_no_partial_files(tmp_path, what, after):
+    """A rank ends in this way when another one has died: its main thread writes until the system stops it."""
     program = WRITES_ON.replace("WHAT", what).replace("FOLDER", repr(str(tmp_path))).replace("AFTER", str(after))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "-c: ended by another thread\n")

@@ -1,4 +1,4 @@
-"""torch's own annotations are told from the user's, in one place for the whole reader."""
+"""torch's own annotations are distinguished from the user's, in one place for the whole reader."""
 
 import gzip
 import json
@@ -23,13 +23,13 @@ OTHERS = ("ProfilerStep#12", "FSDP::root_pre_forward", "FSDP::all_gather (blocks
 
 
 @pytest.mark.parametrize(("names", "own", "phase"), [(USERS, 0, 1), (PHASES, 1, 1), (OTHERS, 1, 0)])
-def test_whose_an_annotation_is(names, own, phase):
+def test_the_origin_of_an_annotation(names, own, phase):
     assert [labels.is_torchs_own(name) for name in names] == [bool(own)] * len(names)
     assert [labels.is_phase(name) for name in names] == [bool(phase)] * len(names)
 
 
 def without_users_labels(path, tmp_path):
-    """The same run with no record_function of the user's."""
+    """Return the same run without the user's record_function."""
     found = json.loads(gzip.decompress(path.read_bytes()))
     found["traceEvents"] = [
         event for event in found["traceEvents"]
@@ -40,8 +40,8 @@ def without_users_labels(path, tmp_path):
     return read(tmp_path / "unlabelled.json")
 
 
-def test_without_the_users_annotations_a_step_has_no_label(tmp_path):
-    """Of FSDP the first annotation in a step was FSDP::root_pre_forward, and stood for the step."""
+def test_a_step_without_user_annotations_has_none(tmp_path):
+    """The first annotation in an FSDP step is FSDP::root_pre_forward, which is not the user's."""
     trace = without_users_labels(FSDP, tmp_path)
     assert any(op.name == "FSDP::root_pre_forward" for step in trace.steps for op in step.walk())
     summary = summarize(trace)
@@ -51,7 +51,7 @@ def test_without_the_users_annotations_a_step_has_no_label(tmp_path):
     }  # fmt: skip
 
 
-def test_what_compilation_records_is_no_phase(tmp_path):
+def test_compilation_records_are_no_phase(tmp_path):
     trace = without_users_labels(COLD, tmp_path)
     assert any("CompiledFx" in name or "compile_id" in name for name in trace.op_names)
     assert summarize(trace).cpu.label is None

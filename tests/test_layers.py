@@ -1,4 +1,4 @@
-"""gate_proj, up_proj and down_proj by their names, from a run's own facts: which product is which, or that none is."""
+"""Matrix products get the names gate_proj, up_proj and down_proj from a run's facts, or no name."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ RUNS = [
 
 
 def named(path, tmp_path, layers):
-    """The reference with these layers in its facts."""
+    """Return the reference with these layers in its facts."""
     document = json.loads(gzip.decompress(path.read_bytes()))
     document["lesson"].setdefault("facts", {})["layers"] = layers
     file = tmp_path / f"{path.parents[1].name}-{path.parent.name}-{path.name.removesuffix('.gz')}"
@@ -55,7 +55,7 @@ def test_each_product_has_its_layers_name(path, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("layers", [["gate_proj"], [*NAMES, "head"], [1, 2, 3], "gate_proj", None, [], {"a": 1}])
-def test_names_that_do_not_fit_are_no_names(tmp_path, layers):
+def test_names_that_do_not_fit_are_ignored(tmp_path, layers):
     file, _ = named(RUNS[0], tmp_path, layers)
     summary = summarize(read(file))
     assert not any(row.layer for row in (*summary.gpu_work, *summary.cpu.chain))

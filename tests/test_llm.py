@@ -1,4 +1,4 @@
-"""Rung 5 on the CPU, by a small model of the same architecture, and on an NVIDIA GPU by the whole one."""
+"""Rung 5 with a small model of the same architecture on the CPU, and with the whole model on an NVIDIA GPU."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a small Qwen3 as transformers saves it: what --model takes."""
+    """Return a folder with a small Qwen3 as transformers saves it, for --model."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     where = tmp_path_factory.mktemp("small")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def decode(run, folder, tmp_path, capsys):
-    """decode("--cache", "dynamic") -> the trace of the small model's run, which found eager's tokens."""
+    """Return a function: decode("--cache", "dynamic") -> the trace of the small model's run with eager's tokens."""
 
     def small(*flags: str) -> dict:
         sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu")
@@ -48,8 +48,8 @@ def decode(run, folder, tmp_path, capsys):
     return small
 
 
-def test_without_transformers_one_line_says_so(tmp_path):
-    """As in an environment that was made by hand: -S leaves out what is installed, torch too."""
+def test_missing_transformers_gives_one_line(tmp_path):
+    """-S leaves out all installed packages, including torch, as in an environment that was made by hand."""
     command = [sys.executable, "-S", str(ROOT / "05_llm.py"), "--warmup", "--layers", "1"]
     rich = tmp_path / "site"
     rich.mkdir()
@@ -83,7 +83,7 @@ def test_merged_and_compiled_matches_eager(decode):
     assert calls(document, "aten::mm") == 3 * (4 * SMALL["num_hidden_layers"] + 1)
 
 
-def test_the_trace_holds_what_a_step_reads(decode):
+def test_the_trace_stores_the_bytes_that_a_step_reads(decode):
     facts = decode("--batch", "3")["lesson"]["facts"]["decoding"]
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16  # q, k, v; o; gate, up, down; norms
     parameters = 320 * 64 + 2 * layer + 64
@@ -95,7 +95,7 @@ def test_the_trace_holds_what_a_step_reads(decode):
     }  # fmt: skip
 
 
-def test_a_prefill_can_leave_out_the_logits_that_nobody_asked_for(decode, tmp_path):
+def test_prefill_can_compute_the_last_logits_alone(decode, tmp_path):
     def widest(document):
         shapes = [e["args"]["Input Dims"] for e in document["traceEvents"] if e["name"] == "aten::mm"]
         return max(dims[0][0] for dims in shapes if dims[1][1] == SMALL["vocab_size"])
@@ -135,7 +135,7 @@ def test_a_wrong_token_or_wrong_logits_fail_the_run():
             _judge(computed, chosen, rounded, exact, 2e-2)
 
 
-def test_without_room_for_fp32_eager_in_the_runs_type_is_the_measure():
+def test_without_memory_for_fp32_the_reference_is_eager_in_the_runs_type():
     from common.decoder import _judge
 
     exact, rounded = logits()
@@ -144,7 +144,7 @@ def test_without_room_for_fp32_eager_in_the_runs_type_is_the_measure():
         _judge(exact[:, -1] * 1.05, rounded.argmax(-1), rounded, None, 2e-2)
 
 
-def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
+def test_either_of_two_tokens_within_rounding_is_accepted():
     from common.decoder import _judge
 
     exact, rounded = logits()
@@ -156,7 +156,7 @@ def test_of_two_tokens_that_rounding_cannot_tell_apart_either_is_eagers():
 
 
 def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afresh):
-    """The cache is made in the first call: it has to be there before, or the second call finds another one."""
+    """The cache must exist before the first call; otherwise the second call finds another one and compiles again."""
     sizes = ("--model", folder, "--prompt", "24", "--cache-len", "48", "--device", "cpu")
     assert run("05_llm", *sizes, "--phase", "prefill", "--compile", "--wait", "0", "--schedule-warmup", "0") == 0
     called = [name for name in names(only_trace(tmp_path), "cpu_op") if name.startswith("Torch-Compiled Region")]
@@ -183,7 +183,7 @@ def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afre
         ("--attention flex --compile --device cpu", "needs a GPU"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(run, capsys, tmp_path, monkeypatch, flags, said):
+def test_impossible_runs_are_refused_in_one_line(run, capsys, tmp_path, monkeypatch, flags, said):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it tries again for twenty seconds
     assert run("05_llm", *flags.split()) == 2
     screen = capsys.readouterr()
@@ -203,7 +203,7 @@ def test_merge_and_by_hand_know_one_architecture_only():
             call()
 
 
-def test_a_mixture_of_experts_has_no_bytes_of_weights_a_step():
+def test_a_mixture_of_experts_has_no_weight_bytes_per_step():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from common.decoder import facts
@@ -218,7 +218,7 @@ def test_a_mixture_of_experts_has_no_bytes_of_weights_a_step():
 
 @pytest.mark.exhaustive
 def test_hand_written_kernels_in_tritons_interpreter(folder):
-    """In a process of its own: Triton decides as it is imported whether it interprets."""
+    """It has a process of its own, because Triton decides at its import whether it interprets."""
     pytest.importorskip("triton")
     program = [sys.executable, str(ROOT / "tests/interpreted_kernels.py"), folder]
     done = subprocess.run(program, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -272,7 +272,7 @@ def test_compiled_decoding_replays_one_graph(run, tmp_path, capsys, flags):
     assert names(document, "cuda_runtime").count("cudaGraphLaunch") == 3
 
 
-def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
+def test_a_sweep_over_the_batch_compares_tokens_per_second_with_both_peaks(
     folder, tmp_path, capsys, compile_afresh, monkeypatch
 ):  # fmt: skip
     monkeypatch.setattr(sweep, "roofs", lambda *_: (Roof(0.1, "a product"), Roof(10, "a copy")))
@@ -296,7 +296,7 @@ def test_a_sweep_over_the_batch_sets_tokens_a_second_under_both_roofs(
 
 @pytest.mark.parametrize(("cache", "said"), [(0, "up to a batch of about 200,"), (10**9, "at any batch")])
 def test_where_decoding_turns_compute_bound(capsys, cache, said):
-    """1 GB of weights at 1 TB/s take 1 ms, and a token's 1 GFLOP at 200 TFLOP/s 5 µs: 200 tokens take 1 ms."""
+    """1 GB of weights takes 1 ms at 1 TB/s, and a token's 1 GFLOP 5 µs at 200 TFLOP/s, so 200 tokens take 1 ms."""
     from tracereader.figures.decoding import Decoding
     from tracereader.trace.facts import ModelFacts
 

@@ -1,4 +1,4 @@
-"""What a wide step is said to call more often, by the category that the trace gives the call."""
+"""The names that a long step calls more often, by the category of the call in the trace."""
 
 import json
 
@@ -9,7 +9,7 @@ from tracereader import cli
 
 
 def made(tmp_path, calls):
-    """Three steps with these calls of 10 µs in each (name, category), and a fourth that makes every one 20 times."""
+    """Return three steps with these calls of 10 µs (name, category), and a fourth that makes each one 20 times."""
     events, start = [], 0
     for number, times in enumerate((1, 1, 1, 20)):
         inside = [call for call in calls for _ in range(times)]
@@ -32,14 +32,14 @@ def made(tmp_path, calls):
         ("hipLaunchKernel", "hip_runtime", "the runtime call "),
     ],
 )
-def test_a_call_of_the_driver_is_one_by_its_category(tmp_path, capsys, name, cat, whose):
+def test_a_cuda_api_call_is_recognized_by_its_category(tmp_path, capsys, name, cat, whose):
     file = made(tmp_path, [("aten::mm", "cpu_op"), (name, cat)])
     assert cli.main([str(file), "--only", "steps"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"20 of {whose}{name} instead of 1" in said or f"20 calls of {whose}{name} instead of" in said
 
 
-def test_a_name_of_two_kinds_is_nobodys(tmp_path, capsys):
+def test_a_name_of_two_kinds_belongs_to_neither(tmp_path, capsys):
     file = made(tmp_path, [("cuddle", "cuda_runtime"), ("cuddle", "user_annotation")])
     assert cli.main([str(file), "--only", "steps"]) == 0
     assert "it makes 40 calls of cuddle instead of the typical step's 2" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""The bytes that an op moves, counted here by hand from its recorded shapes: each input once, each output once."""
+"""The bytes that an op moves, computed by hand from its recorded shapes: each input once, each output once."""
 
 import json
 import math
@@ -19,7 +19,7 @@ CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy{}<{}, unsigne
 
 @pytest.fixture
 def moved(tmp_path):
-    """moved(op, dims, types, concrete) -> the bytes of that op's kernel; more: those of its other kernels."""
+    """Return a function: moved(op, dims, types, concrete) -> the bytes of that op's kernel; more: its other kernels."""
 
     def write(op, dims, types, concrete=None, strides=None, kernel=KERNEL, more=()):
         told = {"Input Dims": dims, "Input type": types, "Concrete Inputs": concrete, "Input Strides": strides}
@@ -86,7 +86,7 @@ A = [64, 1024]
          4 * N + 4),
     ],
 )  # fmt: skip
-def test_what_an_op_reads_and_writes(moved, op, dims, types, concrete, bytes_moved):
+def test_bytes_that_an_op_reads_and_writes(moved, op, dims, types, concrete, bytes_moved):
     assert moved(op, dims, types, concrete) == bytes_moved
 
 
@@ -95,14 +95,14 @@ def test_what_an_op_reads_and_writes(moved, op, dims, types, concrete, bytes_mov
     [(CAT.format("_contig", "at::native::(anonymous namespace)::OpaqueType<2u>"), 2), (CAT.format("", "float"), 4),
      (CAT.format("", "c10::Half"), 2), (CAT.format("", "unsigned char"), 1), (CAT.format("", "T"), None)],
 )  # fmt: skip
-def test_a_concatenation_of_tensors_whose_type_its_kernel_tells(moved, kernel, item):
+def test_a_concatenation_takes_its_type_from_the_kernels_name(moved, kernel, item):
     shapes = [[8, 128, 64], [8, 100, 64]]
     elements = sum(map(math.prod, shapes))
     found = moved("aten::cat", [shapes, []], ["TensorList", NUMBER], ["", "1"], kernel=kernel)
     assert found == (item and 2 * elements * item)
 
 
-def test_what_is_expanded_is_read_once(moved):
+def test_an_expanded_tensor_is_read_once(moved):
     strides = [[1024, 1], [0, 1]]
     assert moved("aten::mul", [A, A], ["float", "float"], strides=strides) == 4 * N + 4 * 1024 + 4 * N
 
@@ -131,11 +131,11 @@ def test_what_is_expanded_is_read_once(moved):
         ("aten::_softmax", "x", 3, {}),
     ],
 )
-def test_no_bytes_where_the_record_does_not_decide(moved, op, dims, types, concrete):
+def test_bytes_are_unknown_if_the_record_does_not_decide(moved, op, dims, types, concrete):
     assert moved(op, dims, types, concrete) is None
 
 
-def test_of_an_op_with_several_kernels_none_has_all_the_bytes(moved):
+def test_no_kernel_of_several_has_all_bytes_of_their_op(moved):
     given = ("aten::sum", [A, [], [], []], ["float", LIST, NUMBER, ""], ["", "[-1]", "True", ""])
     assert moved(*given, more=["Memset (Device)"]) == 4 * N + 4 * 64
     assert moved(*given, more=["another_kernel"]) is None

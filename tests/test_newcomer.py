@@ -1,4 +1,4 @@
-"""What a numbered script shows of its own run: it fits a screen and opens with what the run teaches."""
+"""A numbered script's report of its own run fits a screen and begins with the lesson."""
 
 import ast
 import math
@@ -18,7 +18,7 @@ FIRST_RUNS = sorted(ROOT.glob("traces/reference/*/01_matmul_add/64_bf16_*_eager.
 
 @pytest.fixture
 def screen(capsys, monkeypatch):
-    """The lines of a terminal of 80 columns, lanes drawn; one that is longer counts as often as it wraps."""
+    """Return the lines on a terminal of 80 columns, with lanes; a wrapped line counts as several."""
 
     def shown(trace):
         monkeypatch.setenv("COLUMNS", "80")
@@ -41,7 +41,7 @@ def test_it_fits_45_lines_and_opens_with_the_answer(screen, trace):
     assert not any(cell_len(line) > 80 for line in lines[:-1]), "only the command to copy may be longer"
 
 
-def test_it_says_what_to_do_about_what_it_found(screen):
+def test_it_names_an_action_for_its_finding(screen):
     small = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_cold_eager.json.gz")[0])
     large = " ".join(screen(ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager.json.gz")[0])
     assert "Give each launch" in small and "Give each launch" not in large
@@ -50,7 +50,7 @@ def test_it_says_what_to_do_about_what_it_found(screen):
 
 
 def test_nothing_is_said_twice(screen):
-    """The script has named the machine; a reason that a prediction shows is not repeated below the steps."""
+    """The script prints the machine once, and the reason of a prediction is not repeated below the steps."""
     for trace in FIRST_RUNS:
         lines = screen(trace)[0]
         assert lines[0].startswith("3 steps of ")
@@ -61,7 +61,7 @@ def test_nothing_is_said_twice(screen):
 
 @pytest.mark.parametrize("machine", ["cpu", "nvidia-h200"])
 def test_the_columns_of_the_steps_are_explained(capsys, monkeypatch, machine):
-    """Without a terminal, where no lanes replace the table."""
+    """Without a terminal no lanes replace the table."""
     monkeypatch.setenv("COLUMNS", "80")
     report.explain_file(ROOT / f"traces/reference/{machine}/01_matmul_add/64_bf16_cold_eager.json.gz", View(brief=True))
     text = " ".join(capsys.readouterr().out.split())
@@ -75,6 +75,6 @@ PAGES = [*sorted(ROOT.glob("0*.py")), ROOT / "sweep.py", ROOT / "recompile.py"]
 
 
 @pytest.mark.parametrize("script", PAGES, ids=lambda path: path.stem)
-def test_what_opens_a_help_page_fits_80_columns(script):
+def test_the_start_of_a_help_page_fits_80_columns(script):
     text = ast.get_docstring(ast.parse(script.read_text()))
     assert max(map(len, text.splitlines())) <= 78

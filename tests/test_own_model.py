@@ -1,4 +1,4 @@
-"""The page on profiling one's own model: its code as it stands there, on small models of transformers, anywhere."""
+"""The code of the page on profiling one's own model runs unchanged on small models of transformers."""
 
 import json
 import re
@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
 @pytest.fixture(scope="module")
 def recipe():
-    """What the page's Python blocks define, but for its example calls."""
+    """Return the definitions in the page's Python blocks, without its example calls."""
     names = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
         if "def " in block:
@@ -56,7 +56,7 @@ def test_an_encoder_cold_and_warm(recipe, tmp_path):
 
 @torch.no_grad()
 def test_each_token_of_generate_is_a_step(recipe, tmp_path):
-    """Of a mixture of experts: the prefill and the first tokens pass by, then each step holds one pass."""
+    """With a mixture of experts, the prefill and the first tokens are not recorded, and each step holds one pass."""
     config = Qwen3MoeConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=99,
         moe_intermediate_size=16, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
@@ -91,7 +91,7 @@ def test_the_step_without_the_profiler_is_stored_in_a_warm_trace(recipe, tmp_pat
 
 
 @torch.no_grad()
-def test_of_generate_the_time_of_a_pass_is_stored(recipe, tmp_path):
+def test_generate_stores_the_time_of_a_pass(recipe, tmp_path):
     class Model(torch.nn.Module):
         def forward(self, x):
             time.sleep(0.001)

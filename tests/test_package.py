@@ -28,7 +28,7 @@ def uv(*arguments):
 
 
 def interpreter(version):
-    """A Python of this version on this machine; skips the test where there is none."""
+    """Return a Python of this version on this machine; skip the test if there is none."""
     if sys.version.startswith(f"{version}."):
         return sys.executable
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -78,7 +78,7 @@ def ours():
 
 @pytest.mark.parametrize("version", DECLARED)
 def test_the_wheel_installs_without_torch_and_reads_traces(tmp_path, wheel, ours, version):
-    """What `uvx --from . read-trace TRACE` does, step by step, in an empty environment of each Python that is here."""
+    """`uvx --from . read-trace TRACE` is repeated step by step in an empty environment of each installed Python."""
     uv("venv", "--python", interpreter(version), tmp_path / "empty")
     python = tmp_path / "empty/bin/python"
     uv("pip", "install", "--python", python, wheel)
@@ -102,7 +102,7 @@ def test_the_version_and_the_pythons_are_those_that_are_declared():
 
 
 def test_the_scripts_groups_say_which_python_they_need():
-    """Without it uv resolves torch for every Python of the reader, and finds that there is none."""
+    """Without it uv resolves torch for every Python of the reader, and finds none for some."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = said["tool"]["uv"]["dependency-groups"]
     asked = (ROOT / ".python-version").read_text().strip()
@@ -111,7 +111,7 @@ def test_the_scripts_groups_say_which_python_they_need():
 
 
 def modules_after(*words):
-    """Every module that is imported once read-trace has done this, in a Python of its own."""
+    """Return every module that read-trace imports for this, in a Python process of its own."""
     program = "import sys; from tracereader import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=True
@@ -120,7 +120,7 @@ def modules_after(*words):
 
 
 def test_help_imports_the_command_line_and_the_sections_flags_alone():
-    """rich and msgspec take longer to import than all the rest of --help."""
+    """rich and msgspec take longer to import than the rest of --help."""
     modules = modules_after("--help")
     ours = {name for name in modules if name.partition(".")[0] == "tracereader"}
     needed = ("cli", "command", "interrupts", "show", "show.sections")
@@ -129,7 +129,7 @@ def test_help_imports_the_command_line_and_the_sections_flags_alone():
 
 
 def test_a_small_report_imports_no_part_of_rich_that_it_does_not_print():
-    """A report is text in columns, and in a pipe it holds no escape sequence to be read again."""
+    """A report is text in columns, and in a pipe it contains no escape sequence that would have to be parsed."""
     modules = modules_after(TRACE)
     parts = ("ansi", "table", "markdown", "syntax", "traceback", "progress", "live", "pretty", "panel", "logging")
     assert not {f"rich.{part}" for part in parts} & modules
@@ -140,13 +140,13 @@ def test_a_small_report_imports_no_part_of_rich_that_it_does_not_print():
 
 
 def test_the_patterns_of_kernel_names_are_compiled_when_a_name_needs_them():
-    """Importing the reader compiles none of them: that took longer than any other of its imports."""
+    """Importing the reader compiles none of them, because that took longer than any other import."""
     for table in (kernel_names.READERS, kernel_names.MAKERS, kernel_names.JOBS):
         assert len(table) > 20 and all(isinstance(pattern, str) for pattern, *_ in table)
 
 
 def imports(folder):
-    """module -> the modules of this project that it imports, at any depth of its code."""
+    """Return the modules of this project that each module imports, at any depth of its code."""
     found = {}
     for file in sorted((ROOT / folder).rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -179,7 +179,7 @@ def test_no_circle():
 
 
 def test_imports_run_downward():
-    """show -> findings -> replay -> figures -> trace; the reader knows neither torch nor what runs it."""
+    """show -> findings -> replay -> figures -> trace; the reader imports neither torch nor common/."""
     floors = {"trace": 0, "figures": 1, "replay": 2, "findings": 3, "show": 5}
     for module, named in imports("tracereader").items():
         floor = floors.get(module.split(".")[1] if "." in module else "", 4)
@@ -191,7 +191,7 @@ def test_imports_run_downward():
 
 
 def test_common_knows_no_rung():
-    """A new rung is one new file: no flag, table or list elsewhere knows one by name."""
+    """A new rung is one new file, because no flag, table or list elsewhere names a rung."""
     for folder in ("common", "tracereader"):
         for file in (ROOT / folder).rglob("*.py"):
             named = [line for line in file.read_text().splitlines() if re.search(r"\b0\d_", line)]

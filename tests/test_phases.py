@@ -17,7 +17,7 @@ EVALUATED = "autograd::engine::evaluate_function: "
 
 
 def recorded(file, with_stack, train=True):
-    """Three steps of a small convolutional network, written as anybody would: without labels."""
+    """Return three steps of a small convolutional network, written without annotations."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 12 * 12, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images, targets = torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))
@@ -53,7 +53,7 @@ def own(request, tmp_path_factory):
     return request.param, summary, mark, mine, flows, file
 
 
-def test_a_step_without_labels_is_cut_by_autograds_events(own):
+def test_a_step_without_annotations_is_split_by_autograds_events(own):
     stacks, summary, mark, events, flows, _ = own
     found = {place.name: place.cpu_us for place in summary.places.by_phase}
     assert list(found) == ["forward", "backward", "optimizer", "outside them"]
@@ -112,8 +112,8 @@ def test_without_a_backward_there_are_no_phases(tmp_path):
 
 
 @pytest.mark.parametrize(("names", "cut"), [(["my step"], True), (["one half", "the other"], False)])
-def test_two_labels_of_the_program_stand_for_themselves(own, tmp_path, names, cut):
-    """One label around the step says nothing of its phases."""
+def test_two_user_annotations_replace_autograds_phases(own, tmp_path, names, cut):
+    """One annotation around the step does not show its phases."""
     *_, file = own
     document = json.loads(file.read_text())
     for mark in raw_steps([e for e in document["traceEvents"] if e.get("ph") == "X"]):

@@ -1,4 +1,4 @@
-"""What a run measures before the profiler starts, what several ranks must agree on, and what is refused at once."""
+"""Measurements before the profiler starts, the agreement of several ranks, and early refusals."""
 
 import ast
 import contextlib
@@ -34,7 +34,7 @@ HUGE = "9" * 5000
 
 
 def counting(*typed, seconds=0.0):
-    """A step that sleeps so long and counts its calls, and the flags of its run on a CPU."""
+    """Return a step that sleeps for some time and counts its calls, and the flags of its run on a CPU."""
     calls = []
 
     def step():
@@ -62,7 +62,7 @@ def test_a_step_without_the_profiler_is_the_median_of_a_few():
 
 
 @pytest.mark.parametrize("typed", [(), ("--warmup", "--pause", "1")])
-def test_a_cold_run_and_one_with_pauses_call_no_step_more(typed):
+def test_cold_runs_and_runs_with_pauses_call_no_additional_step(typed):
     step, calls, args = counting(*typed)
     assert harness.unprofiled_step_us(step, args) is None
     assert not calls
@@ -75,8 +75,8 @@ def test_all_ranks_make_as_many_steps_as_rank_0():
     assert len(calls) == 1 + 4
 
 
-def test_a_device_is_waited_for_at_the_ends_only(monkeypatch):
-    """Of a device that takes 7 ms for a step and 1 ms for the first event."""
+def test_the_device_is_synchronized_only_at_both_ends(monkeypatch):
+    """The device takes 7 ms for a step and 1 ms for the first event."""
     did = []
 
     class Event:
@@ -125,7 +125,7 @@ def test_the_loader_has_batches_for_the_steps_without_the_profiler(run, tmp_path
     assert "smaller than on a GPU, because this run is on a CPU: --batch 2\n" in capsys.readouterr().out
 
 
-def test_on_a_cpu_the_decoder_has_four_layers_unless_told(scripts):
+def test_the_decoder_has_four_layers_by_default_on_a_cpu(scripts):
     script = scripts["05_llm"]
     for typed, layers in (((), 4), (("--layers", "28"), 28), (("--model", "somebody/a-model"), None)):
         assert harness.prepare(script.flags(["--device", "cpu", *typed])).layers == layers
@@ -133,7 +133,7 @@ def test_on_a_cpu_the_decoder_has_four_layers_unless_told(scripts):
 
 
 def agreed(*typed):
-    """What ranks with these flags do: nothing, or the line that each one refuses them with."""
+    """Return the line with which each rank refuses these flags, if any does."""
     store = torch.distributed.HashStore()
 
     def rank(number, words):
@@ -181,13 +181,13 @@ def test_a_script_for_one_process_is_refused_by_one_rank_of_several(run, as_rank
     assert not list(tmp_path.iterdir())
 
 
-def test_one_process_that_a_launcher_started_is_no_rank_of_several(scripts, as_rank):
+def test_one_launched_process_counts_as_a_single_one(scripts, as_rank):
     as_rank(0, 1)
     assert scripts["01_matmul_add"].flags([]).size == 64
 
 
 def two_ranks(folder, *run_ids):
-    """Traces of two GPUs' ranks, as two runs of these ids would have written them into one folder."""
+    """Return traces of two GPUs' ranks, as two runs with these ids would write them into one folder."""
     recorded = ROOT / "traces/reference/nvidia-h200-x2/06_training"
     files = []
     for rank, run_id in enumerate(run_ids):
@@ -220,8 +220,8 @@ def test_rank_0_reads_and_names_the_traces_of_this_run_alone(monkeypatch, tmp_pa
     assert ("the other ranks' traces are not in this folder" in printed) is not read
 
 
-def test_a_rank_that_cannot_write_is_refused_where_the_others_are_told(tmp_path):
-    """Inside the context that ends the other ranks with its line."""
+def test_a_rank_that_cannot_write_ends_the_other_ranks(tmp_path):
+    """It fails inside the context that ends the other ranks with its line."""
     told = []
 
     @contextlib.contextmanager
@@ -248,7 +248,7 @@ def test_a_number_of_thousands_of_digits_is_refused_in_a_short_line(run, capsys,
 
 
 @pytest.mark.parametrize(("program", "script"), [(sweep.main, "01_matmul_add.py"), (recompile.main, "02_linear.py")])
-def test_so_it_is_among_several_numbers(capsys, program, script):
+def test_a_long_number_among_several_is_refused_in_a_short_line(capsys, program, script):
     flag = "--size" if script.startswith("01") else "--batch"
     assert program([str(ROOT / script), flag, "64", HUGE]) == 2
     said = capsys.readouterr().err
@@ -258,14 +258,14 @@ def test_so_it_is_among_several_numbers(capsys, program, script):
 @pytest.mark.parametrize(
     ("named", "here"), [("bfloat16", "bf16"), ("torch.float16", "fp16"), ("half", "fp16"), ("float32", "fp32")]
 )
-def test_torchs_name_of_a_type_is_answered_with_ours(run, capsys, named, here):
+def test_torchs_name_of_a_type_gives_the_flags_name(run, capsys, named, here):
     assert run("01_matmul_add", "--dtype", named) == 2
     said = capsys.readouterr().err
     assert f"{named} is written {here} here" in said and said.count("\n") == 1
 
 
 def without_packages(tmp_path, *command, but=()):
-    """The program in an environment that has these packages and no others."""
+    """Run the program without installed packages, except those in `but`. Return its line of error."""
     site = tmp_path / "site"
     site.mkdir()
     for name in but:
@@ -308,7 +308,7 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, there, lacks):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_at_a_terminal_a_line_says_that_torch_is_imported(monkeypatch, terminal):
+def test_a_terminal_shows_that_torch_is_imported(monkeypatch, terminal):
     class Stream(io.StringIO):
         def isatty(self):
             return terminal

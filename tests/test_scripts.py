@@ -1,4 +1,4 @@
-"""Every rung on the CPU: its files, its tag, its schedule, and what its trace shows."""
+"""Every rung on the CPU: its files, its tag, its schedule and its trace."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_schedule_records_the_active_steps(run, tmp_path, flags, steps):
 
 @pytest.mark.parametrize("pause", [0, 1])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_a_run_calls_the_step_exactly_as_often_as_it_says(warmup, pause):
+def test_a_run_calls_the_step_as_often_as_declared(warmup, pause):
     args = parse(["--warmup", f"{warmup}", "--pause", f"{pause}", "--device", "cpu"], "A lesson.", "counting.py")
     args = harness.prepare(args)
     calls = []
@@ -77,7 +77,7 @@ def test_a_run_calls_the_step_exactly_as_often_as_it_says(warmup, pause):
     assert steps.first_call_s > 0
 
 
-def test_nothing_of_ours_is_around_a_recorded_step():
+def test_a_recorded_step_is_not_wrapped():
     def one_step():
         return None
 
@@ -151,7 +151,7 @@ def test_no_two_different_runs_share_a_name():
 
 @pytest.mark.parametrize("machine", ["cpu", "nvidia-h200"])
 def test_the_reference_traces_have_the_names_of_their_runs(scripts, machine):
-    """Each run that record.sh makes has its file, by the name that the script gives it."""
+    """Each run that record.sh makes has its file, with the name that the script gives it."""
     runs = re.findall(r"^(\d\w+)\.py(.*)$", (ROOT / "traces/reference/record.sh").read_text(), re.M)
     assert len(runs) > 20
     for script, flags in runs:
@@ -172,7 +172,7 @@ def test_the_flags_of_a_run_are_frozen(scripts):
     assert (settled.device, settled.dtype) == (torch.device("cpu"), torch.bfloat16)
 
 
-def test_the_trace_says_what_ran(run, tmp_path):
+def test_the_trace_stores_the_run(run, tmp_path):
     assert run("01_matmul_add", "--size", "8", "--device", "cpu", "--record-shapes") == 0
     document = only_trace(tmp_path)
     lesson = document["lesson"]
@@ -185,7 +185,7 @@ def test_the_trace_says_what_ran(run, tmp_path):
     assert table.read_text().splitlines()[0] == f"run {lesson['run']}", "the two files of one run"
 
 
-def test_a_run_without_shapes_measures_no_roofs(run, tmp_path, monkeypatch):
+def test_a_run_without_shapes_measures_no_peaks(run, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "measured_roofs", None)
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
     assert only_trace(tmp_path)["lesson"]["facts"]["roofs"] is None
@@ -265,7 +265,7 @@ def test_a_new_rung_is_one_new_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("script", ["01_matmul_add", "02_linear", "03_simple_mlp", "03_kernels_mlp"])
-def test_help_is_a_page_for_newcomers(run, capsys, script):
+def test_help_explains_the_rung(run, capsys, script):
     assert run(script, "--help") == 0
     page = capsys.readouterr().out
     assert "Rung " in page
@@ -273,8 +273,8 @@ def test_help_is_a_page_for_newcomers(run, capsys, script):
     assert page.count(f"uv run {script}.py") == 2
 
 
-def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
-    """A script says the same of the file later, and read-trace has the same figures and predictions."""
+def test_the_report_depends_on_the_file_alone(run, tmp_path, capsys):
+    """A script's report of its file stays the same later, and read-trace has the same figures and predictions."""
     from tracereader import cli
     from tracereader.show import report
     from tracereader.show.view import View
@@ -293,7 +293,7 @@ def test_the_report_is_of_the_file_alone(run, tmp_path, capsys):
 
 
 def recompiled(capsys, script, *flags):
-    """The table's lines below its head, as words."""
+    """Return the table's lines below its head, as lists of words."""
     assert recompile.main([str(ROOT / script), *flags, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     legend = next(number for number, line in enumerate(lines) if line.startswith("again: "))
@@ -329,7 +329,7 @@ def test_recompile_says_how_inputs_can_differ(capsys):
         ("docs/make.py", ("--size", "1", "2"), "is no numbered script"),
     ],
 )
-def test_what_recompile_cannot_call_is_refused(capsys, script, flags, says):
+def test_recompile_refuses_impossible_calls(capsys, script, flags, says):
     assert recompile.main([str(ROOT / script), *flags]) == 2
     said = capsys.readouterr()
     assert says in said.err and said.err.count("\n") == 1 and not said.out
@@ -359,7 +359,7 @@ def test_guess_without_a_terminal_is_refused(run, tmp_path, capsys):
 
 
 def test_guess_at_a_terminal(tmp_path):
-    """The real script under a pseudo-terminal: asked first, marked afterwards."""
+    """The real script under a pseudo-terminal asks first, and marks the answers afterwards."""
     script = [sys.executable, "01_matmul_add.py", "--size", "256", "--device", "cpu", "--guess", "--out", str(tmp_path)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: it execs at once

@@ -1,4 +1,4 @@
-"""What is printed, sentence by sentence, against the raw events of the traces that it was once wrong about."""
+"""Printed sentences are checked against the raw events of traces for which they were once wrong."""
 
 import ast
 import gzip
@@ -28,7 +28,7 @@ VERBS = re.compile(r"\b(is|are|was|were|has|have|takes|took)\b")
 
 
 def test_figures_hold_no_sentences():
-    """What figures/ holds is measured; findings/ and show/ word it."""
+    """figures/ measures; findings/ and show/ have the sentences."""
     told = []
     for file in sorted((ROOT / "tracereader/figures").glob("*.py")):
         if file.name in ("ranks.py", "reading.py"):  # why a rank's trace is not read, as an error says it
@@ -80,8 +80,8 @@ def test_matrix_products_of_compiled_prefill_are_cublas_own(capsys):
     assert not re.search(r"new: [^;]*GEMM", differences.change(eager, compare.Side(summarize(read(path)))))
 
 
-def test_no_fusion_is_made_up():
-    """A kernel that adds is no successor of those that multiply; one that takes their place names them."""
+def test_no_fusion_is_invented():
+    """A kernel that adds does not replace kernels that multiply. A kernel that replaces others names them."""
     eager, fused = TWO / "4x1024x1024x16_bf16_warm_eager.json.gz", TWO / "4x1024x1024x16_bf16_warm_eager_fused.json.gz"
     found = differences.difference(*(compare.Side(summarize(read(path))) for path in (eager, fused)))
     assert not any("one kernel" in text for text in found.changed)
@@ -107,7 +107,7 @@ def test_ops_are_compared_by_their_calls(tmp_path):
     assert not any("aten::addmm" in text for text in differences.difference(*sides).ops_same)
 
 
-def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
+def test_sums_of_overlapping_kernels_are_marked(capsys):
     path = LLM / "1x512_bf16_warm_eager_triton-overlap_graph.json.gz"
     events = slices(path)
     work = raw_work(events, step_named(events, summarize(read(path)).typical_step))
@@ -119,7 +119,7 @@ def test_overlapping_kernels_are_not_summed_without_a_word(capsys):
     assert "overlap" not in printed(capsys, LLM / "1x512_bf16_warm_compile.json.gz", "--only", "repeats")
 
 
-def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
+def test_an_idle_gpu_has_no_lane(capsys):
     path = LLM / "1x512_bf16_warm_compile.json.gz"
     events = slices(path)
     marks = raw_steps(events)
@@ -132,7 +132,7 @@ def test_an_idle_gpu_has_no_lane_of_its_own(capsys):
 
 
 def enclosed(tmp_path, path):
-    """The trace with one more label around all that a step does."""
+    """Return the trace with one more annotation around everything in a step."""
     found = document(path)
     for mark in raw_steps([e for e in found["traceEvents"] if e.get("ph") == "X"]):
         found["traceEvents"].append(
@@ -153,8 +153,8 @@ def test_labels_inside_one_that_encloses_them(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("second", "holds"), [([[8, 32, 64], [8, 64, 16]], True), ([[8, 32, 64], [8, 64, 48]], False)])
-def test_a_softmax_between_products_of_other_shapes_is_no_attention(tmp_path, second, holds):
-    """Queries of 16: attention gives as many for each. Without shapes it is said all the same, as a likeness."""
+def test_a_softmax_between_products_of_other_shapes_is_not_attention(tmp_path, second, holds):
+    """Queries and attention's result have 16 elements each. Without shapes it is still reported, as probable."""
     found = document(TESTS / "attention_cpu_naive.json.gz")
     shapes = itertools.cycle(([[8, 32, 16], [8, 16, 64]], second))
     for event in sorted(found["traceEvents"], key=lambda event: event.get("ts", 0)):
@@ -166,7 +166,7 @@ def test_a_softmax_between_products_of_other_shapes_is_no_attention(tmp_path, se
 
 
 def test_a_comparison_on_a_narrow_screen(capsys, monkeypatch):
-    """Names whole, so that they can be searched for; two machines told apart; nothing empty."""
+    """Names are whole, so that they can be searched for; two machines have different names; no block is empty."""
     monkeypatch.setenv("COLUMNS", "80")
     paths = [H200 / f"01_matmul_add/4096_bf16_warm_{how}.json.gz" for how in ("eager", "compile")]
     screen = printed(capsys, *paths, "--all")
@@ -213,7 +213,7 @@ def test_time_in_a_library_is_the_ops_self_time(capsys):
     assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "patterns")
 
 
-def test_what_does_not_hold_has_its_figure():
+def test_a_broken_prediction_has_its_figure():
     summary = summarize(read(TESTS / "train_item.json.gz"))
     for guess in (training.starving(), training.recomputation(), attention.hidden_copy(), attention.unfused()):
         verdict = guess.ask(summary)
@@ -228,8 +228,8 @@ def test_one_thread(monkeypatch):
         assert harness.device_name(harness.torch.device("cpu")) == said
 
 
-def test_the_first_products_of_a_comparison_count_what_is_gone(capsys):
-    """Of a name that runs less often, how many times went; its time is said to be of all."""
+def test_a_comparison_counts_the_kernels_that_are_gone(capsys):
+    """For a name that runs less often, the number of missing calls is given; its time is the time of all calls."""
     naive, in_place = (TESTS / f"attention_{name}.json.gz" for name in ("naive", "math"))
     sides = [compare.Side(summarize(read(path))) for path in (naive, in_place)]
     counts = [Counter(e["name"] for e in raw_work(slices(p), step_named(slices(p), s.summary.typical_step)))

@@ -1,4 +1,4 @@
-"""What is looked at: the lanes, and sharing."""
+"""The lanes, and the sharing of traces."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def test_lanes_show_each_slice_where_it_is():
     assert gpu[:idle].strip() == "", "the gap before the first kernel is visible"
 
 
-def test_what_is_too_short_is_merged_and_counted():
+def test_short_slices_are_merged_and_counted():
     lines = drawn(MLP, 60, lanes.ASCII)
     assert any(re.search(r"\+\d+ too short$", line) for line in lines)
 
@@ -75,7 +75,7 @@ def test_a_section_declares_its_own_flag(capsys):
         assert not any(name in text for text in parser_files)
 
 
-def test_a_view_knows_what_was_asked():
+def test_a_view_holds_the_requested_sections():
     asked = {"only": None, "all": False, "step": None, **dict.fromkeys(sections.WITH_A_FLAG, False)}
     usual = View.of(SimpleNamespace(**asked))
     assert usual.usual and not usual.asks_for("lanes") and usual.shows("gpu")
@@ -87,7 +87,7 @@ def test_a_view_knows_what_was_asked():
 
 
 @pytest.mark.parametrize("wish", ["PYTHONIOENCODING=ascii", "PYTHONIOENCODING=cp1252", "LC_ALL=C"])
-def test_lanes_are_plain_ascii_where_the_terminal_or_the_locale_wants_it(wish):
+def test_lanes_are_ascii_if_the_terminal_or_the_locale_needs_it(wish):
     command = [sys.executable, "-m", "tracereader", str(MLP), "--lanes"]
     environment = os.environ | dict([wish.split("=")])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
@@ -96,7 +96,7 @@ def test_lanes_are_plain_ascii_where_the_terminal_or_the_locale_wants_it(wish):
     assert b"[mlp_fwd=" in picture
 
 
-def test_a_step_that_is_not_there(capsys):
+def test_a_missing_step_is_refused(capsys):
     assert cli.main([str(MLP), "--step", "9"]) == 2
     screen = capsys.readouterr()
     assert "holds ProfilerStep#2 to ProfilerStep#4" in screen.err
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_there(capsys):
 
 
 def test_the_pages_trace_util_call_is_one_that_it_takes():
-    """The articles' call no longer works. This runs the pinned version's own parser on exactly the page's words."""
+    """The articles' call no longer works. The pinned version's own parser reads exactly the page's words."""
     from trace_util.cli import build_parser
 
     (call,) = set(re.findall(r"uv run trace-util ([^\n`]+)", (ROOT / "docs/running.md").read_text()))
@@ -115,7 +115,7 @@ def test_the_pages_trace_util_call_is_one_that_it_takes():
 
 
 def test_a_kernels_occupancy_is_that_of_all_its_launches(capsys):
-    """Five shapes of launch have one name; torch's estimates of them are in the trace."""
+    """Launches of five shapes have one name; torch's estimates for them are in the trace."""
     file = H200 / "05_llm/1x512_bf16_warm_eager_triton-overlap_graph.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     kernels = [e["args"] for e in events if e.get("cat") == "kernel" and e["name"] == "matvec_kernel"]
@@ -127,14 +127,14 @@ def test_a_kernels_occupancy_is_that_of_all_its_launches(capsys):
 
 
 @pytest.mark.parametrize("width", [1, 4, 5])
-def test_a_terminal_of_next_to_no_width(monkeypatch, capsys, width):
+def test_a_very_narrow_terminal(monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     compiled = MLP.with_name(MLP.name.replace("eager", "compile"))
     assert cli.main([str(MLP), str(compiled), "--all"]) == 0
     assert "ops gone:" in " ".join(capsys.readouterr().out.split())
 
 
-def test_runs_that_differ_in_size_alone_are_told_apart_on_a_narrow_screen(monkeypatch, capsys):
+def test_runs_that_differ_in_size_alone_are_distinct_on_a_narrow_screen(monkeypatch, capsys):
     sweep = H200 / "sweep-attention/04_a_naive_attention"
     files = [sweep / f"8x16x{seq}x64_bf16_warm_eager_shapes.json.gz" for seq in (2048, 8192)]
     for width in (80, 110, 200):
@@ -152,7 +152,7 @@ PATH = "traces/05_llm/1x512_bf16_warm_compile_gqa_merge_tune_graph_max-autotune-
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_path_is_never_broken(monkeypatch, capsys, width, first):
-    """It stands whole on one line, and no word beside it is cut at the edge of the terminal."""
+    """The path is whole on one line, and no word beside it is cut at the edge of the terminal."""
     monkeypatch.setenv("COLUMNS", str(width))
     for path in ("traces/a.json", PATH):
         text.print_whole(text.console(), path, "the trace, for ui.perfetto.dev", first)

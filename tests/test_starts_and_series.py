@@ -1,4 +1,4 @@
-"""What lies before a piece of GPU work, and how its time moves over the steps, recomputed from the raw events."""
+"""The time before a GPU activity, and its variation over the steps, recomputed from the raw events."""
 
 import gzip
 import itertools
@@ -32,7 +32,7 @@ def about(value):
 
 
 def overlap(start, end, *others):
-    """µs of a window that at least one of the slices covers, counted between neighbouring edges."""
+    """Return the µs of a window that at least one slice covers, counted between neighbouring edges."""
     edges = sorted({start, end, *(min(max(edge, start), end) for other in others for edge in other)})
     pairs = itertools.pairwise(edges)
     return sum(b - a for a, b in pairs if any(left <= a and b <= right for left, right in others))
@@ -73,7 +73,7 @@ def test_a_wait_and_its_parts(path):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_wait_is_cut_up_moment_by_moment(tmp_path, seed):
-    """Slices of the profiler's own that overlap: a moment is the earlier one's, and is counted once."""
+    """If slices of the profiler overlap, a moment counts once, for the earlier one."""
     lot = random.Random(seed)
     own = [event(lot.choice("abc"), "overhead", lot.randrange(100), lot.randrange(40), 9) for _ in range(8)]
     calls = [event("cudaLaunchKernel", "cuda_runtime", 10 * k, 9, correlation=k) for k in range(6)]
@@ -130,8 +130,8 @@ def test_a_line_of_bars():
     assert len(spark(range(1, 1000))) <= 20
 
 
-def test_the_gap_before_the_first_add_is_the_ops_own(capsys):
-    """Figure 10's question, on the H200: no buffer of the profiler's, but what aten::add does on its first call."""
+def test_the_gap_before_the_first_add_is_spent_in_the_op(capsys):
+    """Figure 10, on the H200: the gap is not a buffer of the profiler, but aten::add's work in its first call."""
     trace = H200 / "01_matmul_add/64_bf16_cold_eager_wait0_schedwarmup0.json.gz"
     assert cli.main([str(trace), "--only", "starts", "--step", "0"]) == 0
     assert "the launching thread was in aten::add 8,1" in " ".join(capsys.readouterr().out.split())

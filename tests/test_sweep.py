@@ -1,4 +1,4 @@
-"""One script over several sizes: its table, roofs and picture."""
+"""One script over several sizes: its table, peaks and picture."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ RUNG_1 = str(ROOT / "01_matmul_add.py")
 
 @pytest.fixture
 def swept(compile_afresh, tmp_path):
-    """swept("--size", "8", "16") -> exit status; files land under tmp_path."""
+    """Return a function: swept("--size", "8", "16") -> exit status; files are written under tmp_path."""
 
     def run(*flags, script=RUNG_1):
         return sweep.main([script, *flags, "--device", "cpu", "--out", str(tmp_path)])
@@ -43,7 +43,7 @@ def test_sweep_on_the_cpu(swept, tmp_path, capsys):
     assert not list(tmp_path.rglob(".unfinished*"))
 
 
-def test_any_whole_number_of_any_script(swept, tmp_path):
+def test_any_integer_flag_can_be_swept(swept, tmp_path):
     small = ("--batch", "2", "--dim", "8", "--hidden", "16")
     assert swept("--seq", "4", "8", *small, script=str(ROOT / "03_simple_mlp.py")) == 0
     assert len(list(tmp_path.rglob("2x*x8x16_*.json"))) == 2
@@ -111,7 +111,7 @@ def test_crossing_lies_between_the_points_that_differ():
     assert sweep.crossing([point(0, 50, 5), point(3, 50, 500)]) is None, "from nothing no logarithm leads on"
 
 
-def test_no_point_stands_above_its_roof(scripts):
+def test_no_point_is_above_its_peak(scripts):
     from common.harness import prepare
 
     args = prepare(scripts["01_matmul_add"].flags(["--device", "cpu"]))
@@ -120,7 +120,7 @@ def test_no_point_stands_above_its_roof(scripts):
     assert compute.rate > 0 and "product" in compute.reached_by
 
 
-def test_a_point_of_a_cpu_is_bound_by_what_its_trace_says():
+def test_a_cpus_point_has_its_traces_bound():
     folder = ROOT / "traces/reference/cpu"
     shapes = folder / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
     small = sweep.Point.of(64, folder / "01_matmul_add/64_bf16_warm_eager.json.gz")
@@ -129,7 +129,7 @@ def test_a_point_of_a_cpu_is_bound_by_what_its_trace_says():
     assert [one.bound_by for one in (near, small, neither)] == ["compute", "overhead", "neither"]
 
 
-def test_a_point_is_read_off_its_trace():
+def test_a_point_is_read_from_its_trace():
     trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/4096_bf16_warm_eager_shapes.json.gz"
     one = sweep.Point.of(4096, trace)
     assert one.bound_by == "compute"
@@ -157,8 +157,8 @@ def test_the_picture_of_a_gpu_is_drawn(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.png"]
 
 
-def test_what_no_point_has_is_no_column_and_no_panel(tmp_path, capsys, monkeypatch):
-    """Of a CUDA graph's replay the trace has neither shapes nor a product's rate."""
+def test_a_measure_without_points_has_no_column_and_no_panel(tmp_path, capsys, monkeypatch):
+    """The trace has neither shapes nor a product's rate for a CUDA graph's replay."""
     folder = ROOT / "traces/reference/nvidia-h200/05_llm"
     points = [sweep.Point.of(batch, folder / f"{batch}x512_bf16_warm_eager_graph.json.gz") for batch in (1, 32)]
     roofs = Roof(799, "a product"), Roof(4385, "a copy")

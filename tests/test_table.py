@@ -1,4 +1,4 @@
-"""The profiler table read from the trace against the one that torch itself wrote beside it."""
+"""The profiler table read from the trace is compared with the one that torch wrote beside it."""
 
 import re
 
@@ -14,13 +14,13 @@ TABLES = [trace for trace in REFERENCES if trace.with_name(trace.name.replace(".
 
 
 def printed(text):
-    """µs of what torch's table prints, and half of its last digit."""
+    """Return the µs of a time in torch's table, and half of its last digit."""
     number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", text).groups()
     return float(number) * UNITS[unit], 0.51 * 10 ** -len(number.partition(".")[2]) * UNITS[unit]
 
 
 def torchs(trace):
-    """Rows of the committed .txt as (name, its cells by head), and its last lines."""
+    """Return the rows of the committed .txt as (name, its cells by head), and its last lines."""
     lines = trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text().splitlines()
     rules = [number for number, line in enumerate(lines) if line.startswith("-----")]
     heads = re.split(r"\s{2,}", lines[rules[0] + 1].strip())
@@ -39,7 +39,7 @@ def near(ours, text, share):
 
 
 @pytest.mark.parametrize("trace", TABLES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
-def test_it_holds_what_torchs_own_table_holds(trace):
+def test_it_equals_torchs_own_table(trace):
     ours, (rows, totals) = read(trace), torchs(trace)
     table = profiler_table(ours)
     assert len(rows) == min(15, len(table.rows))
@@ -72,7 +72,7 @@ def test_it_holds_what_torchs_own_table_holds(trace):
 
 @pytest.mark.parametrize("trace", TABLES[::5], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def test_self_excludes_children_and_total_includes_them(trace):
-    """Claim 04, on the table: the label's total is its own time and its calls', and each moment counts once."""
+    """Claim 04: the annotation's total is its self time and its calls' time, and each moment counts once."""
     table = profiler_table(read(trace))
     label = next(row for row in table.rows if row.name == table.label and not row.on_gpu)
     assert label.total_cpu_us == pytest.approx(label.self_cpu_us + sum(table.label_calls.values()))
@@ -90,7 +90,7 @@ def test_it_fits_a_terminal_of_80_columns(trace, capsys, monkeypatch):
     assert f"{profiler_table(read(trace)).self_cpu_us:,.1f}" in "\n".join(lines[head:])
 
 
-def test_the_labels_second_row_is_explained(capsys):
+def test_the_annotations_second_row_is_explained(capsys):
     trace = ROOT / "traces/reference/nvidia-h200/01_matmul_add/64_bf16_cold_eager.json.gz"
     (span,) = profiler_table(read(trace)).label_spans
     assert (span.name, span.calls) == ("matmul_add", 3)

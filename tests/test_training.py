@@ -1,4 +1,4 @@
-"""What a training step is made of, against the raw events: of runs recorded here, and of an H200's."""
+"""The parts of a training step are compared with the raw events of runs recorded here and on an H200."""
 
 import gzip
 import itertools
@@ -41,7 +41,7 @@ class Slow(Dataset):
 
 
 def record(file, how=None, again=None, twice=False, loader=False, stacks=False):
-    """Three steps of a small model, trained by AdamW, as torch's profiler writes them."""
+    """Return three steps of a small model, trained with AdamW, as torch's profiler writes them."""
     torch.manual_seed(0)
     blocks = torch.nn.Sequential(*[Block() for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW(blocks.parameters(), **{"foreach": False, **({how: True} if how else {})})
@@ -92,7 +92,7 @@ def step_of(ours, events):
 
 
 @pytest.mark.parametrize("again", ["reentrant", "by hooks"])
-def test_what_is_computed_again(tmp_path, again):
+def test_recomputed_ops(tmp_path, again):
     ours, events = record(tmp_path / "a.json", again=again)
     (backward,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "backward"]
     linear = [e for e in inside(events, backward) if e["name"] == "aten::linear"]
@@ -105,8 +105,8 @@ def test_what_is_computed_again(tmp_path, again):
     assert any(one.name == "recomputation" for one, _ in cheatsheet.found(ours))
 
 
-def test_what_is_computed_again_belongs_to_its_own_module(tmp_path):
-    """Not to that of the backward op that happens to ask for it first."""
+def test_recomputed_ops_belong_to_their_own_module(tmp_path):
+    """They do not belong to the module of the backward op that needs them first."""
     record(tmp_path / "a.json", again="by hooks", stacks=True)
     trace = read(tmp_path / "a.json")
     linear = [op for op in trace.steps[0].walk() if op.name == "aten::linear"]
@@ -119,8 +119,8 @@ def test_what_is_computed_again_belongs_to_its_own_module(tmp_path):
 
 
 @pytest.mark.parametrize("twice", [False, True, "in vain"])
-def test_nothing_is_computed_again_without_checkpoints(tmp_path, twice):
-    """In vain: recorded to be differentiated, as a force by its energy, and never differentiated."""
+def test_nothing_is_recomputed_without_checkpoints(tmp_path, twice):
+    """The backward is recorded to be differentiated, as for a force from an energy, and never is."""
     ours, events = record(tmp_path / "a.json", twice=twice)
     (backward,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "backward"]
     within = [e for e in inside(events, backward) if e.get("cat") == "cpu_op"]
@@ -132,7 +132,7 @@ def test_nothing_is_computed_again_without_checkpoints(tmp_path, twice):
 
 
 @pytest.mark.parametrize("how", [None, "foreach", "fused"])
-def test_the_optimizer_and_how_it_does_it(tmp_path, how):
+def test_the_optimizer_and_its_implementation(tmp_path, how):
     ours, events = record(tmp_path / "a.json", how=how)
     (raw,) = [e for e in inside(events, step_of(ours, events)) if e["name"] == "Optimizer.step#AdamW.step"]
     (found,) = ours.training.optimizers
@@ -142,7 +142,7 @@ def test_the_optimizer_and_how_it_does_it(tmp_path, how):
 
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_an_optimizer_that_calls_a_closure(tmp_path, capsys, own_thread):
-    """Its forward and backward, twice a step, are not the optimizer's time. On a GPU backward has its own thread."""
+    """Its forward and backward, twice per step, are not the optimizer's time. On a GPU backward has its own thread."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, max_eval=2, tolerance_grad=0, tolerance_change=0)
 
@@ -188,7 +188,7 @@ def test_an_optimizer_that_calls_a_closure(tmp_path, capsys, own_thread):
 
 
 def test_an_optimizer_that_backward_calls_has_no_closure(tmp_path):
-    """One for each gradient, when it is ready: others' backward may run beside it."""
+    """Backward calls one for each gradient that is ready, and other parameters' backward may run at the same time."""
     first, second = (torch.ones(8, requires_grad=True) for _ in range(2))
     for one in (first, second):
         update = torch.optim.SGD([one], lr=0.1)

@@ -1,4 +1,4 @@
-"""Rung 6: a training step, alone and on two ranks; what ends a run of several, and what it leaves."""
+"""Rung 6: a training step, on one and on two ranks; the end of a run of several ranks, and its files."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def error_of(document):
 
 
 def labelled(document):
-    """The three labels' slices in the order of their starts."""
+    """Return the slices of the three annotations in the order of their starts."""
     found = [event for event in document["traceEvents"] if event.get("cat") == "user_annotation"]
     return [event for event in sorted(found, key=lambda event: event["ts"]) if event["name"] in LABELS]
 
@@ -76,7 +76,7 @@ def test_compiled_it_trains_alike(run, tmp_path):
 
 
 def test_a_wrong_gradient_is_refused(run, scripts, tmp_path, capsys, monkeypatch):
-    """The forward is right, and what the backward makes of it is not."""
+    """The forward is right, and the backward's result is wrong."""
     monkeypatch.setattr(scripts["06_training"], "checkpoint", lambda block, x, use_reentrant: block(x.detach()))
     assert run("06_training", *TINY, *CPU, "--checkpoint") == 1
     assert "does not compute what plain training computes" in capsys.readouterr().err
@@ -84,18 +84,18 @@ def test_a_wrong_gradient_is_refused(run, scripts, tmp_path, capsys, monkeypatch
 
 
 def plain(scripts, world_size, *flags):
-    """The losses of the plain step on so many ranks' batches."""
+    """Return the losses of the plain step on this many ranks' batches."""
     script = scripts["06_training"]
     args = harness.prepare(script.flags([*TINY, *CPU, *flags]))
     return script.plain_losses(replace(args, ranks=SimpleNamespace(world_size=world_size)), script.CHECKED_STEPS)
 
 
-def test_the_check_would_find_gradients_that_are_not_exchanged(scripts):
+def test_the_check_detects_gradients_that_are_not_exchanged(scripts):
     alone, two = plain(scripts, 1), plain(scripts, 2)
     assert harness.relative_error(alone, two) > 10 * harness.TOLERANCE[torch.float32]
 
 
-def test_on_a_cpu_it_is_smaller_unless_told(scripts):
+def test_the_default_sizes_are_smaller_on_a_cpu(scripts):
     script = scripts["06_training"]
     small, told = (harness.prepare(script.flags([*CPU, *flags])) for flags in ((), ("--layers", "12", "--batch", "8")))
     assert (small.layers, small.dim, small.seq, small.batch) == (2, 128, 128, 2)
@@ -129,7 +129,9 @@ def test_refused(run, tmp_path, capsys, monkeypatch, flags, ranks, said):
 
 
 def free_port():
-    """One that the system gives to nobody for a minute, and a rank may listen at: a connection to it has just ended."""
+    """Return a port that the system gives to no other program for a minute, because a connection to it has just ended.
+
+    A rank may listen on it."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("localhost", 0))
@@ -151,7 +153,7 @@ def test_a_free_port_stays_free_until_a_rank_listens():
 
 
 def by_torchrun(folder, *flags):
-    """Two ranks, as a reader starts them: their traces, and what was printed."""
+    """Return the traces and the output of two ranks that torchrun starts."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          "06_training.py", *TINY, *flags, "--out", str(folder)],
@@ -265,8 +267,8 @@ def test_a_rank_that_ends_ends_the_other(tmp_path, who, when, how):
     check_a_rank_that_ends(tmp_path, who, when, how, *CPU, "--loader", "0")
 
 
-def test_a_loaders_worker_says_nothing_of_a_run_that_has_gone(scripts, monkeypatch, capfd):
-    """It waits in a thread for the process that fetches a batch's file descriptor."""
+def test_a_loaders_worker_prints_nothing_after_the_run_ended(scripts, monkeypatch, capfd):
+    """The worker waits in a thread for the process that fetches a batch's file descriptor."""
     interrupt = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     try:
@@ -322,7 +324,7 @@ def test_two_ranks_on_two_gpus(scripts, tmp_path, parallel):
 @pytest.mark.gpu
 @two_gpus
 def test_a_rank_that_dies_on_a_gpu_ends_the_other(tmp_path):
-    """NCCL alone would go on waiting."""
+    """NCCL alone would continue to wait."""
     check_a_rank_that_ends(tmp_path, 1, "a step", "dies", "--device", "cuda")
 
 
@@ -346,8 +348,8 @@ def test_the_references_have_the_names_of_their_runs(scripts, monkeypatch):
 @pytest.mark.parametrize(
     ("run", "hidden"), [("ddp", True), ("ddp_bucket10000", False), ("ddp_slow1", None), ("fsdp", None)]
 )
-def test_what_the_references_show_of_communication(run, hidden):
-    """By microseconds in which a collective's kernel runs, from the raw events: alone, or beside another kernel."""
+def test_communication_in_the_reference_traces(run, hidden):
+    """The time of a collective's kernel, alone or beside another kernel, comes from the raw events."""
     file = RECORDED / f"4x1024x1024x16_bf16_warm_eager_{run}_x2_rank0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     kernels = [one for one in events if one.get("cat") == "kernel"]
@@ -373,8 +375,8 @@ def test_what_the_references_show_of_communication(run, hidden):
         assert verdicts["busy_while_waiting"].holds and summary.busy_share > 0.95
 
 
-def test_what_the_references_show_of_the_phases():
-    """GPU time by label, from the raw events: by the label in which a kernel was launched."""
+def test_phases_in_the_reference_traces():
+    """GPU time counts for the annotation in which a kernel was launched, by the raw events."""
     file = RECORDED / "4x1024x1024x16_bf16_warm_eager.json.gz"
     document = json.loads(gzip.decompress(file.read_bytes()))
     events = document["traceEvents"]

@@ -1,4 +1,4 @@
-"""Two runs with the same ops: what else differs, by the flags and the ops' inputs that the traces hold."""
+"""Two runs with the same ops are compared by the flags and the ops' inputs in their traces."""
 
 import json
 
@@ -19,7 +19,7 @@ def product(type_name, m, k, n):
 
 
 def made(tmp_path, name, calls, flags=None):
-    """Three steps with these calls in each: name and args."""
+    """Return three steps with these calls in each: name and args."""
     events = []
     for number in range(3):
         start = 1000 * number
@@ -72,7 +72,7 @@ def test_the_same_ops_of_another_type(tmp_path, capsys):
         ({"size": 64}, None, None),
     ],
 )
-def test_flags_that_differ_of_those_that_both_have(tmp_path, before, after, says):
+def test_shared_flags_with_different_values(tmp_path, before, after, says):
     files = [made(tmp_path, str(number), [("aten::add", {})], one) for number, one in enumerate((before, after))]
     assert changed(*files) == ((says,) if says else ())
 
@@ -90,8 +90,8 @@ def test_inputs_are_compared_call_by_call(tmp_path):
     assert said == "inputs: aten::index fp32 [8, 4], int64 [3], then fp32 [8, 4], int32 [3]"
 
 
-def test_what_an_op_writes_is_no_input_of_it(tmp_path, capsys):
-    """Compiled code calls a product with out=, and torch records that tensor behind those it reads."""
+def test_an_ops_output_is_not_its_input(tmp_path, capsys):
+    """Compiled code calls a product with out=, and torch records that tensor after the inputs."""
     factors, written = [[128, 64, 32], [128, 32, 64]], [128, 64, 64]
     calls = [("aten::bmm", {"Input Dims": dims, "Input type": [BF16] * len(dims)})
              for dims in (factors, [*factors, written], [factors[0], factors[0], written])]  # fmt: skip
@@ -114,8 +114,8 @@ def test_inputs_that_were_not_recorded_do_not_differ(tmp_path, args):
     assert changed(first, other) == changed(other, first) == ()
 
 
-def test_a_gpus_run_against_a_cpus_has_nothing_gone_or_new_on_the_gpu(capsys):
-    """The CPU's trace has no lane of a GPU: that says nothing of what a GPU would do."""
+def test_comparing_a_gpu_with_a_cpu_reports_no_gpu_work_as_gone_or_new(capsys):
+    """The CPU's trace has no GPU lane, which does not show what a GPU would run."""
     name = "01_matmul_add/64_bf16_cold_eager.json.gz"
     files = [str(ROOT / "traces/reference" / machine / name) for machine in ("nvidia-h200", "cpu")]
     for order in (files, files[::-1]):

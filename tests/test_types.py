@@ -1,4 +1,4 @@
-"""Element types in all their spellings, and what torch recorded of an op's inputs."""
+"""Element types in all their spellings, and torch's records of an op's inputs."""
 
 import json
 
@@ -24,8 +24,8 @@ def test_each_type_has_torchs_size_in_every_spelling(dtype):
         assert dtype_of(spelling).bytes == dtype.bytes and dtype_of(spelling).name == dtype.name
 
 
-def test_what_torch_writes_into_a_trace_is_known(tmp_path):
-    """Input type, as this machine's torch records it of one op on each type."""
+def test_torchs_type_names_in_a_trace_are_known(tmp_path):
+    """Input types as this machine's torch records them for one op on each type."""
     made = [torch.ones(2, 3, dtype=dtype) for dtype in TORCHS.values()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as recorded:
         for one in made:
@@ -45,7 +45,7 @@ def test_the_names_in_kernels_are_the_same():
     assert kernel_names.TYPES is WRITTEN
 
 
-def test_inputs_keep_their_places():
+def test_inputs_keep_their_positions():
     args = {
         "Input Dims": [[4, 8], [], [8], [[1], [2]], [2, -1], "x", [3, 5]],
         "Input type": ["c10::BFloat16", "Scalar", "float", "TensorList", "float", 3, "c10::complex<float>"],

@@ -1,4 +1,4 @@
-"""What the reader prints, and what its source says about itself, uses the field's terms."""
+"""The reader's output and its source's text use the field's terms."""
 
 import ast
 import io
@@ -51,7 +51,7 @@ def test_reports_use_the_fields_terms(words, capsys):
 
 
 def texts(value):
-    """All strings in a JSON document, without its keys."""
+    """Return all strings in a JSON document, without its keys."""
     if isinstance(value, dict):
         value = list(value.values())
     return [text for one in value for text in texts(one)] if isinstance(value, list) else [str(value)]
