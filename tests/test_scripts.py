@@ -381,8 +381,8 @@ def test_guess_at_a_terminal(tmp_path):
     assert os.waitpid(pid, 0)[1] == 0
     assert "kernels per step?" not in seen, "a CPU's trace cannot tell"
     _, _, marks = seen.partition("your guesses")
-    assert marks.count("you: no") == answered - 1
+    assert marks.count("your guess: no") == answered - 1
     assert f"{answered - 1} predictions about this run: answer y" in seen
     marks = re.sub(r"\x1b\[[\d;]*m", "", marks)
-    marked = re.findall(r"^  (right|wrong)  .*?you: no; the trace: (yes|no)", marks, re.S | re.M)
+    marked = re.findall(r"^  (right|wrong)  .*?your guess: no; the trace: (yes|no)", marks, re.S | re.M)
     assert marked and all((mark == "right") == (told == "no") for mark, told in marked)

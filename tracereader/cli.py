@@ -246,10 +246,11 @@ def _refuse_beside_html(args) -> None:
 
 
 def _refuse_beside_export(args) -> None:
-    """Raises BadInput for what does not go with --export, and where its file cannot be written."""
+    """Raise BadInput for flags that --export excludes, and for a file that cannot be written."""
     from tracereader.show import export
 
-    for flag in ("json", "open", "only", "all", "lanes", "previous", "against", "markdown", "fail_if", "html", "step"):
+    for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
+                 "html", "step"):  # fmt: skip
         if getattr(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
