@@ -280,7 +280,8 @@ def sdpa_backend(summary: Summary) -> Verdict:
     if not calls:
         return Verdict(False, "no scaled_dot_product_attention in this trace")
     seen = listed(f"{backend} in {counted(number, 'call')}" for backend, number in calls.items())
-    against = [f"{name} refused: {'; '.join(why)}" for name, why in refused(summary).items()]
+    # torch ends some reasons with a period, and the sentences are joined by periods.
+    against = [f"{name} refused: {'; '.join(why).rstrip('.')}" for name, why in refused(summary).items()]
     return Verdict(True, ". ".join([seen, *against]))
 
 

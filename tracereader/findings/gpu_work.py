@@ -36,7 +36,7 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.", teaches=True)
+@finding(TABLE, "one row with most of the GPU time", "This is the hotspot. Start with it.", teaches=True)
 def hotspot(summary: Summary) -> Verdict:
     total = Counter()
     for one in summary.gpu_work:
@@ -218,7 +218,7 @@ def name_says_transposed(summary: Summary) -> Verdict:
 def down_proj_has_another_tile(summary: Summary) -> Verdict:
     gemms = _gemms(summary)
     if len(gemms) != 3:
-        return Verdict(None, f"{len(gemms)} GEMMs a step, not three")
+        return Verdict(None, f"{len(gemms)} GEMMs per step, not three")
     gate, up, down = gemms
     tiles = [one.name_says.get("tile", "unnamed") for one in gemms]
     seen = f"{gate.us:.1f}, {up.us:.1f}, {down.us:.1f} µs on tiles {', '.join(tiles)}"
@@ -320,7 +320,7 @@ def _graph_launches(summary: Summary) -> int:
 @finding(
     CPU,
     "cudaGraphLaunch",
-    "A CUDA graph: one launch replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
+    "One launch of a CUDA graph replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
     "max-autotune).",
     teaches=True,
 )
@@ -346,4 +346,4 @@ def copies_into_graph(summary: Summary) -> Verdict:
         return Verdict(False, "")
     us = sum(one.us for one in copies)
     total = summary.summed_us
-    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step")
+    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work per step")

@@ -435,7 +435,7 @@ def _gaps(summary: Summary) -> list[float]:
 @finding(
     CPU,
     "a gap between the annotation's start and its first op",
-    "Also cold-start cost, before the first op.",
+    "This is also cold-start cost, before the first op.",
     teaches=True,
 )
 def late_first_op(summary: Summary) -> Verdict:
