@@ -1,4 +1,4 @@
-"""Comparisons of several traces: the pace, its reason, the figures and the predictions are checked against raw events."""
+"""Comparisons of traces: pace, reason, figures and predictions are checked against raw events."""
 
 import gzip
 import importlib.util

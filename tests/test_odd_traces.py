@@ -223,7 +223,7 @@ def test_a_step_that_replays_a_graph_is_not_a_capture(written):
 
 
 def test_a_first_wait_for_unrecorded_work_is_reported(written):
-    """A server's GPU is busy with earlier work when the recording begins. Only 128 µs of its idle time are the CPU's."""
+    """A server's GPU is busy with earlier work when the recording begins. The CPU causes 128 µs of its idle time."""
     trace = written(
         event("aten::mm", "cpu_op", 0, 128), event("cudaLaunchKernel", "cuda_runtime", 120, 8, correlation=1),
         event("k", "kernel", 463_000, 9_000, 7, correlation=1, device=0, stream=7),

@@ -300,8 +300,8 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
 @finding(
     GPU,
     "matrix products of few rows, which mostly read weights",
-    "Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more tokens, and "
-    "smaller dtypes read fewer bytes.",
+    "Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more "
+    "tokens, and smaller dtypes read fewer bytes.",
     needs_gpu=True,
     change="larger_batch",
 )
