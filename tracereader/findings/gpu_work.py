@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     counted,
     finding,
     listed,
+    size,
 )
 from tracereader.trace.kernel_names import short
 
@@ -65,7 +66,7 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
     if not asking:
         return Verdict(True, f"none in {_span(summary)}: any query came before the recorded steps")
     first = asking[0]
-    seen = f"{first.occupancy_queries} in step {first.number}"
+    seen = f"{counted(first.occupancy_queries, 'query', 'queries')} in step {first.number}"
     if len(asking) > 1:
         why_not = "the library asks at each launch"
         return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", why_not)
@@ -90,7 +91,7 @@ def occupancy_query(summary: Summary) -> Verdict:
     total = sum(step.occupancy_queries for step in asking)
     where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
     before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
-    seen = f"{total:,} in {'step' if len(asking) == 1 else 'steps'} {where}"
+    seen = f"{counted(total, 'query', 'queries')} in {'step' if len(asking) == 1 else 'steps'} {where}"
     return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
 
@@ -157,7 +158,7 @@ def bias_copy_then_gemm(summary: Summary) -> Verdict:
     copy = next((one for one in work if one.kind == "memcpy"), None)
     seen = listed(kinds)
     if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
-        seen += f"; the copy: {copy.bytes_moved / 2e6:,.3g} MB in {copy.us:.1f} µs"
+        seen += f"; the copy of {size(copy.bytes_moved // 2)} takes {copy.us:.1f} µs"
     return Verdict(kinds == ["memcpy", "GEMM"], seen)
 
 
