@@ -63,7 +63,7 @@ PART_1 = (
            r"nvjet.*|vectorized.*|own, before.*", GPU_ONLY + "there is one lane"),
     Figure("9", "an Activity Buffer Request", RUN_64_ALL, TRACE_64_ALL, "--only predictions",
            "The profiler allocates memory for GPU records once, before the first kernel.",
-           r".*before the first kernel$", GPU_ONLY + "there are no GPU records"),
+           r".*before the first kernel.*", GPU_ONLY + "there are no GPU records"),
     Figure("10", "a gap between matmul and add", RUN_64_ALL, TRACE_64_ALL, "--step 0 --only starts",
            "During the gap the launching thread is in aten::add itself and in its launch, on their first call. There "
            "is no buffer request in it.", r"in the gap before vec.*", GPU_ONLY + "the gap is between kernels"),

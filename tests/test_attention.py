@@ -1,4 +1,4 @@
-"""What the reader says of attention, against the raw events of an H200's traces; and nowhere where there is none."""
+"""The sentences about attention are checked against the raw events of an H200's traces and of other programs."""
 
 import gzip
 import itertools
@@ -30,7 +30,7 @@ def raw(name):
 
 
 def both(name):
-    """A trace as we measure it; of the step spoken of, its ops and, with the op that asked for it, its GPU work."""
+    """Return a trace's summary, the ops of its typical step, and the step's GPU work with the launching ops."""
     ours = summarize(read(path(name)))
     events = [event for event in raw(name)["traceEvents"] if event.get("ph") == "X"]
     mark = next(e for e in events if e["name"] == ours.typical_step and e["cat"] == "user_annotation")
@@ -50,7 +50,7 @@ def us(value):
 
 
 def altered(tmp_path, name, change):
-    """The trace with its document changed, written anew."""
+    """Write the trace with a changed document, and return the file."""
     document = raw(name)
     change(document)
     file = tmp_path / f"{name}.json"
@@ -59,7 +59,7 @@ def altered(tmp_path, name, change):
 
 
 @pytest.mark.parametrize(("name", "pieces"), [("naive", 4), ("inplace", 3), ("math", 7), ("compiled_naive", 1)])
-def test_unfused_attention_by_what_lies_between_its_products(name, pieces):
+def test_unfused_attention_is_the_time_between_its_products(name, pieces):
     ours, _, work = both(name)
     products = [n for n, (e, op) in enumerate(work) if op == "aten::bmm" and e["cat"] == "kernel"]
     between = [e for e, op in work[products[0] + 1 : products[1]] if op != "aten::bmm"]
@@ -72,8 +72,8 @@ def test_unfused_attention_by_what_lies_between_its_products(name, pieces):
 
 
 @pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])
-def test_unfused_attention_on_a_cpu(name):
-    """By the ops' own time between the two products: what no op started later inside covers."""
+def test_unfused_attention_on_a_cpu_is_self_time_of_ops(name):
+    """The time is the self time of ops between the two products, recomputed from their spans."""
     ours, ops, work = both(name)
     first, last = (op for op in ops if op["name"] == "aten::bmm")
     between = [op for op in ops if first["ts"] + first["dur"] <= op["ts"] < last["ts"]]
@@ -82,7 +82,7 @@ def test_unfused_attention_on_a_cpu(name):
         if op["ts"] >= reached:
             roots.append(op)
             reached = op["ts"] + op["dur"]
-    # matmul's op around the second product is open when that starts: only what lies before counts.
+    # The matmul op around the second product is open when the product starts, so only the time before counts.
     open_at_last = [op for op in between if op["ts"] + op["dur"] > last["ts"]]
     inner = [op for op in between if open_at_last and inside(op, open_at_last[0]) and op not in open_at_last]
     within = sum(op["dur"] for op in inner if not any(o is not op and inside(op, o) for o in inner))
@@ -95,7 +95,7 @@ def test_unfused_attention_on_a_cpu(name):
     assert attention.hidden_copy().ask(ours).holds is (name == "cpu_naive")
 
 
-# What torch records of these ops of the naive attention, [8, 16, 1024, 64] in bf16.
+# torch's records of these ops of naive attention, [8, 16, 1024, 64] in bf16.
 Q, SCORES = [8, 16, 1024, 64], [8, 16, 1024, 1024]
 STRIDES = [1024 * 1024 * 16, 1024 * 1024, 1024, 1]
 BF16, BOOL = "c10::BFloat16", "bool"
@@ -124,8 +124,9 @@ def with_shapes(document):
             event["args"] |= {"Input Dims": PRODUCTS[number % 2], "Input type": [BF16, BF16]}
 
 
-def test_how_often_the_scores_are_written_and_read(tmp_path):
-    """Written by the first product, mul, the copy, masked_fill_ and softmax; read by the last four and the second."""
+def test_writes_and_reads_of_the_scores_are_counted(tmp_path):
+    """The first product, mul, the copy, masked_fill_ and softmax write them; the last four and the second product read
+    them."""
     ours = summarize(read(altered(tmp_path, "naive", with_shapes)))
     (found,) = ours.attention.unfused
     matrix = 8 * 16 * 1024 * 1024 * 2
@@ -138,7 +139,7 @@ def test_how_often_the_scores_are_written_and_read(tmp_path):
     assert "the 128 x 1024 x 1024 scores (268.4 MB) are written 5 times and read 5 times: 2.68 GB moved" in seen
 
 
-# What torch records of the math backend's ops on the scores: fp32, with one mask for all heads; where() with its out=.
+# torch's records of the math backend's ops on the scores, in fp32 with one mask for all heads; where() has an out=.
 FP32, ROW, MASK = "float", [8, 16, 1024, 1], [1024, 1024]
 MATH = {
     "aten::scaled_dot_product_attention": ([Q, Q, Q, [], [], []], [BF16] * 3 + ["", "Scalar", "Scalar"]),
@@ -152,8 +153,8 @@ MATH = {
 
 
 @pytest.mark.parametrize("out", [True, False])
-def test_the_math_backends_scores_by_their_types(tmp_path, out):
-    """fp32 but for isneginf's answers, of one byte, and the copy in bf16; what where() gets to write is not read."""
+def test_the_bytes_of_the_math_backends_scores_follow_their_types(tmp_path, out):
+    """All are fp32 except isneginf's results of one byte and the copy in bf16. where() does not read its out=."""
 
     def change(document):
         products = 0
@@ -172,11 +173,11 @@ def test_the_math_backends_scores_by_their_types(tmp_path, out):
     read_by = {"add_": 4, "_softmax": 4, "isneginf": 4, "all": 1, "where": 4, "copy_": 4, "bmm": 4}
     assert (found.scores.written, found.scores.read) == (len(written), len(read_by))
     assert found.scores.moved == elements * (sum(written.values()) + sum(read_by.values()))
-    assert found.scores.at_least == 4 * math.prod(Q) * 2  # as it is called: in bf16
+    assert found.scores.at_least == 4 * math.prod(Q) * 2  # the call's inputs are bf16
 
 
-def test_shared_keys_are_few_bytes_to_a_fused_kernel(tmp_path):
-    """Of two heads of keys for sixteen of queries, that the math backend writes out for each."""
+def test_a_fused_kernel_reads_shared_keys_once(tmp_path):
+    """Two heads of keys serve sixteen heads of queries. The math backend expands them for each query head."""
 
     def change(document):
         with_shapes(document)
@@ -189,13 +190,13 @@ def test_shared_keys_are_few_bytes_to_a_fused_kernel(tmp_path):
     assert found.scores.at_least == 2 * 8 * (16 + 2) * 1024 * 64 * 2
 
 
-# 32 x 1000: logits of something else. A column more: a learned sink, which takes part in the softmax alone.
+# 32 x 1000 are other logits. One more column is a learned sink, which takes part only in the softmax.
 @pytest.mark.parametrize(
     ("of", "holds"),
     [(SCORES, True), ([128, 1024, 1024], True), ([8, 16, 1024, 1025], True), ([32, 1000], False), ([1024, 16], False)],
 )
 @pytest.mark.parametrize("name", ["naive", "cpu_naive"])
-def test_a_softmax_of_something_else_is_no_attention(tmp_path, name, of, holds):
+def test_another_softmax_is_not_attention(tmp_path, name, of, holds):
     def change(document):
         with_shapes(document)
         for event in document["traceEvents"]:
@@ -209,7 +210,7 @@ def test_a_softmax_of_something_else_is_no_attention(tmp_path, name, of, holds):
     assert attention.unfused().ask(ours).holds is holds
 
 
-def test_the_hidden_copy():
+def test_a_hidden_copy_is_found():
     ours, ops, work = both("naive")
     (out_of_place,) = [op for op in ops if op["name"] == "aten::masked_fill"]
     (clone,) = [op for op in ops if op["name"] == "aten::clone" and inside(op, out_of_place)]
@@ -224,8 +225,8 @@ def test_the_hidden_copy():
 
 @pytest.mark.parametrize(("given", "holds"), [(SCORES, True), ([8, 16, 1, 1024], False)])
 @pytest.mark.parametrize("name", ["naive", "cpu_naive"])
-def test_a_result_larger_than_the_input_has_no_room_in_it(tmp_path, name, given, holds):
-    """As masked_fill's where the mask is the larger one: it fills a copy of the input that is repeated to its size."""
+def test_in_place_is_not_proposed_if_the_result_is_larger_than_the_input(tmp_path, name, given, holds):
+    """If masked_fill's mask is larger than the input, it fills an expanded copy of the input."""
 
     def change(document):
         for event in document["traceEvents"]:
@@ -260,12 +261,12 @@ def test_other_hidden_copies_are_counted(tmp_path, others, told):
     )
 
 
-def test_what_the_math_backend_does_unasked():
+def test_the_math_backend_makes_masks_and_casts():
     ours, ops, work = both("math")
     mask = {"aten::fill_", "aten::tril", "aten::where"}
     (ones,) = [op for op in ops if op["name"] == "aten::ones"]
     (softmax,) = [op for op in ops if op["name"] == "aten::_safe_softmax"]
-    # The mask's own: launched before the first product, by these ops.
+    # These ops launch the mask's kernels before the first product.
     first = next(n for n, (_, op) in enumerate(work) if op == "aten::bmm")
     made = [e for e, op in work[:first] if op in mask]
     assert ours.attention.mask_made.pieces == len(made) == 5
@@ -288,7 +289,7 @@ def test_what_the_math_backend_does_unasked():
         assert attention.on_cuda_cores().ask(both(name)[0]).holds is not True
 
 
-def test_one_step_does_not_tell_of_every_step(tmp_path):
+def test_one_step_does_not_show_whether_every_step_makes_a_mask(tmp_path):
     def only_the_second(document):
         events = [e for e in document["traceEvents"] if e.get("ph") == "X"]
         mark = next(e for e in events if e["name"] == "ProfilerStep#3" and e["cat"] == "user_annotation")
@@ -329,8 +330,8 @@ def test_occupancy_of_claims_51_and_55(capsys, name, limit, by):
 
 
 @pytest.mark.parametrize("file", [*REFERENCES, *OTHERS], ids=lambda file: f"{file.parents[1].name}/{file.stem}")
-def test_no_estimate_goes_with_a_blocks_shared_memory(file):
-    """However a kernel is launched: 0% of each with more than 48 KB a block, of no other that fills half the chip."""
+def test_missing_occupancy_estimates_follow_from_shared_memory(file):
+    """It reports 0% for each kernel with more than 48 KB a block, and for no other that fills half the GPU."""
     ours = summarize(read(file))
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     for event in events:
@@ -353,7 +354,7 @@ PLAIN = [file for file in REFERENCES if file.parent.name[:2] in ("01", "02", "03
 
 
 @pytest.mark.parametrize("file", PLAIN, ids=lambda file: f"{file.parents[1].name}/{file.stem}")
-def test_nothing_of_it_where_there_is_no_attention(file):
+def test_reports_without_attention_do_not_mention_it(file):
     ours = summarize(read(file))
     assert (
         ours.attention.unfused,
@@ -378,7 +379,7 @@ REASON = "Flash attention requires last dimension of inputs to be at most 256"
         ({}, False),
     ],
 )
-def test_why_other_backends_were_refused(tmp_path, facts, told):
+def test_reasons_against_other_backends_are_shown(tmp_path, facts, told):
     def stored(document):
         document["lesson"] = {"script": "somebody's", "facts": facts}
 
@@ -407,13 +408,13 @@ PAIRS = 1024 * 1025 // 2
         ("cudnn", recorded(CUDNN, [Q] * 3, [""] * 10 + ["False"]), False, 1024 * 1024),
         ("cudnn", recorded(CUDNN, [Q] * 3, None), None, 1024 * 1024),
         ("cudnn", recorded(CUDNN, [[8, 16, 1, 64], Q, Q], [""] * 10 + ["True"]), None, 1024),
-        # The kernel's name says causal by itself.
+        # The kernel's name says causal.
         ("flash", recorded(FLASH, [[8, 1024, 16, 64]] * 3, None), True, PAIRS),
         ("efficient", recorded("aten::_efficient_attention_forward", [[8, 1024, 16, 64]] * 3, [""] * 9 + ["1"]), True,
          PAIRS),
     ],
 )  # fmt: skip
-def test_flops_of_attention_by_its_mask(tmp_path, capsys, name, change, causal, pairs):
+def test_flops_of_attention_follow_its_mask(tmp_path, capsys, name, change, causal, pairs):
     file = altered(tmp_path, name, change)
     (one,) = [one for one in summarize(read(file)).gpu_work if one.kind == "kernel"]
     assert one.attention.causal is causal
@@ -441,7 +442,7 @@ SWAPPED = [8, 1024, 16, 64]
         ([Q, Q, Q, SUMS, SUMS, *BLOCKS, Q], True, 16),
         ([Q, Q, Q, SUMS, *BLOCKS, Q], False, 16),
         ([Q, [8, 2, 1024, 64], [8, 2, 1024, 64], SUMS, *BLOCKS, Q], True, 2),
-        ([Q, Q, Q, SUMS, *BLOCKS, Q], None, None),  # a mask of which nothing is known
+        ([Q, Q, Q, SUMS, *BLOCKS, Q], None, None),  # an unknown mask
         ([SWAPPED, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),  # another order in memory
         ([Q, SWAPPED, SWAPPED, SUMS, *BLOCKS, Q], True, None),
         ([Q, Q, SUMS, *BLOCKS, Q], True, None),  # key and value are one
@@ -449,7 +450,7 @@ SWAPPED = [8, 1024, 16, 64]
         ([[1024], [1024], [1024]], True, None),
     ],
 )
-def test_what_flex_attention_computed(tmp_path, tensors, causal, heads):
+def test_sizes_of_flex_attention_follow_its_tensors(tmp_path, tensors, causal, heads):
     def change(document):
         recorded(FLEX, tensors, ["1"] * 12)(document)
         known = {"attention": {} if causal is None else {"causal": causal}}
@@ -476,7 +477,7 @@ def test_heads_that_share_keys_and_values(tmp_path, capsys, heads, told):
     assert f"{moved / 1e6:.1f} MB to move at least" in " ".join(shown.split())
 
 
-def test_sizes_that_a_script_stored(tmp_path):
+def test_stored_sizes_of_a_script_are_used(tmp_path):
     known = {"batch": 8, "heads": 16, "seq": 1024, "head_dim": 64, "causal": True}
 
     def stored(facts):
@@ -504,11 +505,11 @@ def closing_table(capsys, *arguments):
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_closing_table(monkeypatch, capsys, width):
-    """Times and kernels by the raw events, a run in each column; no table is too wide."""
+def test_the_closing_table_equals_the_raw_events(monkeypatch, capsys, width):
+    """Each run is a column. Times and kernels equal the raw events, and no table is too wide."""
     monkeypatch.setenv("COLUMNS", str(width))
     screen = closing_table(capsys)
-    # In a pipe of 140 columns a sentence is one line, however long.
+    # In a pipe of 140 columns a sentence stays on one line.
     assert max(len(line) for line in screen.splitlines() if width == 80 or not line.startswith("run ")) <= width
     flat = " ".join(screen.split())
     busy, kernels = [], []
@@ -529,8 +530,8 @@ def test_the_closing_table(monkeypatch, capsys, width):
     assert "aten::_softmax" in closing_table(capsys, "--only", "chain")
 
 
-def test_memory_of_a_run(tmp_path, capsys):
-    """As a script stored it; else the most of the profiler's own events, the GPU's before the CPU's."""
+def test_memory_of_a_run_is_stored_or_profiled(tmp_path, capsys):
+    """The stored peak is used first, then the maximum of the profiler's GPU events, then of its CPU events."""
 
     def stored(document):
         document["lesson"] = {"script": "x", "facts": {"peak_bytes": 554_000_000}}
@@ -549,12 +550,12 @@ def test_memory_of_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])
-def test_memory_by_the_profilers_own_events(name):
+def test_memory_equals_the_profilers_events(name):
     totals = [e["args"]["Total Allocated"] for e in raw(name)["traceEvents"] if e.get("name") == "[memory]"]
     assert totals and summarize(read(path(name))).source.peak_bytes == max(totals) > 0
 
 
-def test_changes_name_what_costs_most():
+def test_changes_name_the_costliest_work():
     def named(name):
         trace = read(path(name))
         return [one.change for one in opportunities(trace, summarize(trace))]

@@ -1,4 +1,4 @@
-"""Changes that remove work which a step may not need, against the raw events of the trace."""
+"""Changes that remove avoidable work are checked against the raw events of the trace."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ TESTS = OTHERS[0].parent
 LLM = H200 / "05_llm"
 AUTOTUNED = H200 / "01_matmul_add/4096_bf16_warm_compile_max-autotune.json.gz"
 MLP_COMPILED = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_compile.json.gz"
-# Of an H200's bandwidth, what a kernel that only reads reaches.
+# The share of an H200's bandwidth that a kernel reaches if it only reads.
 GB_S = 0.85 * 4800
 
 
@@ -38,14 +38,14 @@ def inside(events, outer):
 
 
 def launched(events, outer):
-    """The GPU work launched in a slice, by correlation."""
+    """Return the GPU work launched in a slice, by correlation."""
     calls = {e["args"].get("correlation") for e in inside(events, outer) if e.get("cat", "").startswith("cuda_")}
     return [e for e in events if e.get("cat") in GPU and e["args"]["correlation"] in calls]
 
 
 @pytest.fixture
 def case_of(tmp_path):
-    """case_of(path, edit): what changes are proposed from. edit: changes the document of the trace first."""
+    """Return the function case_of(path, edit) -> Case. edit: changes the trace's document first."""
 
     def case(path, edit=None):
         if edit:
@@ -63,7 +63,7 @@ def proposed(case):
     return {one.change: one for one in opportunities(case.trace, case.summary)}
 
 
-def test_copies_into_a_cuda_graph_cost_a_gpu_bound_step_their_time(case_of):
+def test_removing_copies_into_a_cuda_graph_saves_their_time_in_a_gpu_bound_step(case_of):
     events = slices(raw(AUTOTUNED))
     marks = raw_steps(events)
     copies = [e for e in inside(events, marks[1]) if e["name"] == "aten::_foreach_copy_"]
@@ -74,7 +74,7 @@ def test_copies_into_a_cuda_graph_cost_a_gpu_bound_step_their_time(case_of):
     assert "static_inputs" not in proposed(case_of(H200 / "01_matmul_add/4096_bf16_warm_compile.json.gz"))
 
 
-def test_skipped_guards_save_most_of_the_lookups_of_a_step_that_waits_for_the_cpu(case_of):
+def test_skipping_guards_saves_most_of_the_lookups_in_an_overhead_bound_step(case_of):
     path = LLM / "1x512_bf16_warm_compile_gqa_tune_max-autotune.json.gz"
     events = slices(raw(path))
     lookups = [e for mark in raw_steps(events) for e in inside(events, mark) if "Cache Lookup" in e["name"]]
@@ -83,17 +83,17 @@ def test_skipped_guards_save_most_of_the_lookups_of_a_step_that_waits_for_the_cp
     assert one.basis == "bound" and one.saves_us == pytest.approx(0.8 * each, rel=0.2)
 
 
-def test_skipped_guards_save_nothing_where_the_step_waits_for_the_gpu(case_of):
+def test_skipping_guards_saves_nothing_in_a_gpu_bound_step(case_of):
     assert "skip_guards" not in proposed(case_of(CHANGES / "products/compile.json.gz"))
 
 
-def test_guards_of_a_step_that_compiles_are_not_to_be_skipped(case_of):
+def test_skipping_guards_is_not_proposed_for_a_step_that_compiles(case_of):
     assert changes.skip_guards(case_of(MLP_COMPILED)) is not None
     assert changes.skip_guards(case_of(MLP_COMPILED, compiles_in_every_step)) is None
 
 
 def later(document, mark, us):
-    """Everything from shortly after a step's start on comes so much later, and the step takes so much longer."""
+    """Delay everything after the start of a step, so that the step takes longer by the same time."""
     for e in document["traceEvents"]:
         if e.get("ts", 0) > mark["ts"] + 5:
             e["ts"] += us
@@ -107,14 +107,14 @@ def compiles_in_every_step(document, us=40_000):
         document["traceEvents"].append(call | {"pid": mark["pid"], "tid": mark["tid"]})
 
 
-def test_compilation_in_every_step_costs_its_time(case_of):
+def test_avoiding_compilation_in_every_step_saves_its_time(case_of):
     one = proposed(case_of(MLP_COMPILED, compiles_in_every_step))["recompile"]
     assert one.basis == "replay" and one.saves_us == pytest.approx(39_990, rel=0.01)
     assert one.evidence == "the step compiles with torch.compile: 40.0 ms"
     assert "recompile" not in proposed(case_of(MLP_COMPILED))
 
 
-def test_compilation_in_one_step_of_three_costs_the_typical_step_nothing(case_of):
+def test_compilation_in_one_step_of_three_does_not_change_the_typical_step(case_of):
     def in_the_first(document):
         mark = raw_steps(document["traceEvents"])[0]
         later(document, mark, 40_000)
@@ -129,13 +129,13 @@ MASK = ("aten::ones", "aten::tril")
 
 
 def of_the_program(document):
-    """The ops of SDPA's math are called by the program itself."""
+    """Edit the trace so that the program itself calls the ops of SDPA's math backend."""
     for e in document["traceEvents"]:
         if e["name"] == "aten::_scaled_dot_product_attention_math":
             e["name"] = "attention of one's own"
 
 
-def test_a_mask_made_in_every_step_costs_its_kernels_where_the_step_waits_for_the_gpu(case_of):
+def test_making_the_mask_once_saves_its_kernels_in_a_gpu_bound_step(case_of):
     events = slices(raw(MATH))
     mark = raw_steps(events)[1]
     made = [e for e in inside(events, mark) if e["name"] in MASK]
@@ -149,7 +149,7 @@ def test_a_mask_made_in_every_step_costs_its_kernels_where_the_step_waits_for_th
 
 
 def forward_alone(document):
-    """Inference: what autograd's thread and the optimizer do is gone, with the work that they launch."""
+    """Turn training into inference: remove autograd's thread, the optimizer, and the work that they launch."""
     events = slices(document)
     (main,) = {mark["tid"] for mark in raw_steps(events)}
     gone = {id(e) for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver") and e["tid"] != main}
@@ -167,7 +167,7 @@ AUTOCAST = CHANGES / "encoder/bf16.json.gz"
 
 
 def weight_casts(events, mark):
-    """The casts in aten::linear of its weight and bias, by their shapes."""
+    """Return the casts of weight and bias in aten::linear, by their shapes."""
     found, events = [], raw_work(events, mark) + inside(events, mark)
     for linear in [e for e in events if e["name"] == "aten::linear"]:
         given, *weights = linear["args"]["Input Dims"]
@@ -180,11 +180,11 @@ def weight_casts(events, mark):
     return found
 
 
-def test_weights_cast_in_every_step_cost_the_casts_of_an_inference(case_of):
+def test_casting_weights_once_saves_the_casts_in_inference(case_of):
     events = slices(raw(AUTOCAST))
     marks = raw_steps(events)
     casts = weight_casts(events, marks[1])
-    assert len(casts) == 8 * 8  # of eight layers: four weights and their biases
+    assert len(casts) == 8 * 8  # eight layers have four weights and four biases each
     case = case_of(AUTOCAST, forward_alone)
     one = proposed(case)["cast_weights"]
     assert one.basis == "replay" and one.evidence.startswith("64 casts of weights and biases")
@@ -192,7 +192,7 @@ def test_weights_cast_in_every_step_cost_the_casts_of_an_inference(case_of):
     assert 0.7 * min(each) < one.saves_us < 1.3 * max(each), "the forward pass waits for launches"
 
 
-def test_weights_that_are_trained_have_to_be_cast_in_every_step(case_of):
+def test_casting_weights_once_is_not_proposed_in_training(case_of):
     assert changes.cast_weights(case_of(AUTOCAST)) is None
 
 
@@ -201,7 +201,7 @@ ROWS, VOCABULARY, HIDDEN = 512, 151_936, 1024
 
 
 def head_of(path, graph, trace):
-    """The time of the product with the vocabulary in each step (µs), as the graph has it."""
+    """Return the time (µs) of the product with the vocabulary in each step of the graph."""
     heads = [
         work for step in trace.steps for work in step.work
         if work.launch is not None and [HIDDEN, VOCABULARY] in (work.launch.parent.args.get("Input Dims") or [])
@@ -211,7 +211,7 @@ def head_of(path, graph, trace):
 
 
 def ops_after_the_head(*ops):
-    """These ops, each with a kernel, at the end of every step: a name and the shape of its input."""
+    """Append ops, each with a kernel, to the end of every step. ops: the name and the shape of the input of each."""
 
     def edit(document):
         events = document["traceEvents"]
@@ -247,7 +247,7 @@ SELECTS = (
 )
 
 
-def test_logits_of_all_tokens_of_which_one_is_read(case_of):
+def test_logits_of_one_token_are_proposed_if_only_one_is_read(case_of):
     case = case_of(PREFILL, ops_after_the_head(*SELECTS))
     proposal = changes.last_logits(case)
     assert proposal is not None and "makes 512 rows of 151,936 logits" in proposal.evidence
@@ -255,24 +255,24 @@ def test_logits_of_all_tokens_of_which_one_is_read(case_of):
     before, after = (head_of(PREFILL, graph, case.trace) for graph in (case.graph, proposal.graph))
     reads_us = 2 * VOCABULARY * HIDDEN / GB_S / 1e3
     assert min(before) > 200 and after == pytest.approx([reads_us] * len(after), rel=0.05)
-    # This step waits for launches, and the change gains it nothing.
+    # This step waits for launches, so the change saves nothing.
     assert "last_logits" not in proposed(case)
 
 
-def test_logits_of_which_all_are_read_are_needed(case_of):
+def test_logits_are_kept_if_all_are_read(case_of):
     everything = (("aten::argmax", [1, ROWS, VOCABULARY], True),)
     assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None
     assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*SELECTS, *everything))) is None
     assert changes.last_logits(case_of(PREFILL)) is None, "nothing shows what reads them"
 
 
-def test_attention_to_the_filled_half_of_a_cache_takes_half_the_time(case_of):
+def test_attention_over_the_filled_half_of_a_cache_takes_half_the_time(case_of):
     path = LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz"
     case = case_of(path)
     proposal = changes.shorter_cache(case)
     filled = 512 / 1024
     events = slices(raw(path))
-    # The copies of keys and values, and what scaled_dot_product_attention launches.
+    # The copies of keys and values, and the kernels of scaled_dot_product_attention.
     attends = [e for e in inside(events, raw_steps(events)[0]) if e["name"] == "aten::scaled_dot_product_attention"]
     kernels = [work for e in attends for work in launched(events, e) if "cudnn_generated" in work["name"]]
     assert len(kernels) == 28
@@ -281,13 +281,13 @@ def test_attention_to_the_filled_half_of_a_cache_takes_half_the_time(case_of):
         if "cudnn_generated" in work.name:
             assert after == pytest.approx(filled * before, rel=0.05)
     assert "84 kernels of attention over 1,024 keys, of which 512 are filled" in proposal.evidence
-    # The GPU waits for launches: less GPU work does not make this step shorter.
+    # The GPU waits for launches, so less GPU work does not make this step shorter.
     assert case.graph.recorded_us == pytest.approx(proposal.graph.step_us(), rel=0.001)
     assert "shorter_cache" not in proposed(case)
 
 
-def test_expanded_keys_in_a_cuda_graph_predict_the_gpu_time_recorded_without_them(case_of):
-    """Of the same model with enable_gqa the CPU's time was longer in that recording: the GPU's spans are compared."""
+def test_sharing_keys_in_a_cuda_graph_predicts_the_recorded_gpu_time(case_of):
+    """The GPU spans are compared, because the CPU took longer in the recording of the model with enable_gqa."""
     events = slices(raw(LLM / "1x512_bf16_warm_compile_gqa_reduce-overhead.json.gz"))
     spans = []
     for mark in raw_steps(events):
@@ -307,8 +307,8 @@ def test_expanded_keys_in_a_cuda_graph_predict_the_gpu_time_recorded_without_the
     ],
     ids=lambda path: path.name,
 )
-def test_a_change_of_gpu_work_alone_is_not_proposed_where_the_step_waits_for_launches(path, case_of):
-    """The step is as long on the CPU as from start to start: no GPU work decides it."""
+def test_a_change_of_gpu_work_alone_is_not_proposed_for_an_overhead_bound_step(path, case_of):
+    """The CPU time of the step equals the time from start to start, so GPU work does not decide it."""
     events = slices(raw(path))
     marks = raw_steps(events)
     work = [raw_work(events, mark) for mark in marks]
@@ -319,7 +319,7 @@ def test_a_change_of_gpu_work_alone_is_not_proposed_where_the_step_waits_for_lau
     assert not of_the_gpu & set(proposed(case_of(path)))
 
 
-def test_every_change_says_what_it_assumes():
+def test_the_docs_list_the_assumptions_of_every_change():
     """docs/opportunities.md has a row for each change."""
     source = (ROOT / "docs/opportunities.py").read_text()
     for change in CHANGES_OF_A_REPORT:
@@ -327,7 +327,7 @@ def test_every_change_says_what_it_assumes():
 
 
 def short_steps(launches, first_us, tmp_path):
-    """A file of four steps: every 20 µs an op launches a kernel of 2 µs, the first one of `first_us`."""
+    """Write a trace of four steps. An op launches a kernel of 2 µs every 20 µs; the first kernel takes `first_us`."""
     events, time, correlation = [], 1000, 0
     for number in range(4):
         start = time
@@ -347,15 +347,15 @@ def short_steps(launches, first_us, tmp_path):
 
 
 def test_a_cuda_graph_of_few_launches_copies_its_inputs(tmp_path, case_of):
-    """20 launches take 400 µs. One launch of them takes 40 µs, the copies 50 µs of CPU time and 2 µs on the GPU."""
+    """20 launches take 400 µs. The graph's launch takes 40 µs; the copies take 50 µs on the CPU and 2 µs on the GPU."""
     one = proposed(case_of(short_steps(20, 1, tmp_path)))["cuda_graph"]
     assert one.basis == "bound" and "20 identical launches per step" in one.evidence
     assert one.step_us == pytest.approx(430, abs=5)
-    # Of the CPU's 430 µs, 392 from the first op that launches to the last one's end are gone.
+    # The change removes 392 of the CPU's 430 µs: from the start of the first launching op to the end of the last one.
     assert one.step_us_after == pytest.approx(430 - 398 + 40 + 50, abs=15)
 
 
-def test_a_cuda_graph_of_few_launches_is_not_proposed_where_copies_cost_more(tmp_path, case_of):
+def test_a_cuda_graph_of_few_launches_is_not_proposed_if_copies_cost_more(tmp_path, case_of):
     assert "cuda_graph" not in proposed(case_of(short_steps(20, 200, tmp_path))), "copies take at most 400 µs"
     assert "cuda_graph" not in proposed(case_of(short_steps(3, 1, tmp_path))), "three launches take 60 µs"
 
@@ -374,8 +374,8 @@ def side(path):
     return compare.Side(summarize(read(path)))
 
 
-def test_a_second_trace_shows_whether_a_change_was_made(tmp_path):
-    """Each change is made in an edited copy of the trace that its report is about; turned around, it is not made."""
+def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path):
+    """An edited copy of the trace makes each change. The comparison in the other direction does not show it."""
 
     def edited(path, name, edit):
         document = raw(path)

@@ -1,4 +1,4 @@
-"""Several traces side by side: the pace, its reason, the figures, and what was predicted, against raw events."""
+"""Comparisons of traces: pace, reason, figures and predictions are checked against raw events."""
 
 import gzip
 import importlib.util
@@ -21,7 +21,7 @@ from tracereader.replay import Refused
 from tracereader.trace import read
 
 LLM = H200 / "05_llm"
-# Steps before and after one change, and that change; where the second run follows none of the proposals, None.
+# Each row has steps before and after one change, and the change; None if the second run follows none of the proposals.
 PAIRS = [
     *PREDICTED,
     ("syncs/item", "remove_sync", "syncs/none"),
@@ -40,7 +40,7 @@ def slices(file):
 
 @cache
 def raw_step_us(name):
-    """The step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU."""
+    """Return the step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU."""
     events = slices(CHANGED / f"{name}.json.gz")
     marks = raw_steps(events)
     busiest = Counter()
@@ -76,7 +76,7 @@ def files(*names):
 
 
 @pytest.mark.parametrize(("before", "change", "after"), PAIRS)
-def test_the_pace_is_that_of_the_raw_events(before, change, after):
+def test_the_pace_equals_that_of_the_raw_events(before, change, after):
     us = [raw_step_us(name) for name in (before, after)]
     for name, raw_us in zip((before, after), us, strict=True):
         assert run(name)[0].summary.recorded_step_us == pytest.approx(raw_us, abs=0.01)
@@ -93,7 +93,7 @@ def test_the_pace_is_that_of_the_raw_events(before, change, after):
 
 
 @pytest.mark.parametrize(("before", "change", "after"), PAIRS)
-def test_whether_the_second_run_does_what_was_proposed(before, change, after):
+def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, change, after):
     side, proposed = run(before)
     found = made.checked(side, proposed, run(after)[0])
     assert (found and [one.change for one in found.proposals]) == ([change] if change else None)
@@ -102,18 +102,18 @@ def test_whether_the_second_run_does_what_was_proposed(before, change, after):
         assert made.checked(run(after)[0], proposed, side) is None, "turned around, it was not done"
 
 
-def test_no_run_does_what_was_proposed_of_another_program():
+def test_a_run_of_another_program_follows_no_proposal():
     names = sorted({name for before, _, after in PAIRS for name in (before, after)})
     for before in names:
         for after in names:
             programs = {name.split("/")[0] for name in (before, after)}
-            # gpt2 and trained are a decoder of the same sizes, the second one with a vocabulary that is padded.
+            # gpt2 and trained are decoders of the same sizes, but the second one has a padded vocabulary.
             if len(programs) == 2 and programs != {"gpt2", "trained"}:
                 side, proposed = run(before)
                 assert made.checked(side, proposed, run(after)[0]) is None, f"{before}, {after}"
 
 
-def test_every_change_has_a_judge_or_none_on_purpose():
+def test_every_change_except_small_grids_has_a_judge():
     assert {one.name for one in CHANGES} - set(made.MADE) == {"small_grids"}
     assert all(judge.__doc__.endswith(".") for judge in made.MADE.values())
 
@@ -127,7 +127,7 @@ def test_the_first_lines_are_the_pace_and_the_reason(capsys):
         kernels.append(Counter(one["name"] for one in work if one["cat"] == "kernel"))
         calls.append(len({one["args"]["correlation"] for one in work}))
     counts = [one.total() for one in kernels]
-    assert calls == [143, 1] and counts == [129, 131]  # of the graph, two set memory
+    assert calls == [143, 1] and counts == [129, 131]  # two kernels of the graph set memory
     shared = (kernels[0] & kernels[1]).total()
     eager, graph = (raw_step_us(name) / 1e3 for name in ("vit/eager", "vit/graph"))
     told = (
@@ -164,7 +164,7 @@ def test_the_first_lines_are_the_pace_and_the_reason(capsys):
         ),
     ],
 )
-def test_the_reason_is_what_the_traces_decide(before, after, reason):
+def test_the_reason_follows_from_the_traces(before, after, reason):
     assert reason in "; ".join(faster.reasons(run(before)[0], run(after)[0]))
 
 
@@ -175,7 +175,7 @@ def test_a_reason_needs_the_same_device():
 
 
 def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch):
-    """A measure is a row, a run a column; a row's times have one unit, as raw events have them."""
+    """Measures are rows and runs are columns. The times of a row have one unit and equal the raw events."""
     monkeypatch.setenv("COLUMNS", "80")
     tags = ("eager_active2_shapes", "eager_graph", "compile", "compile_reduce-overhead", "compile_gqa_reduce-overhead")
     paths = [LLM / f"1x512_bf16_warm_{tag}.json.gz" for tag in tags]
@@ -213,8 +213,8 @@ def test_long_tables_have_a_row_for_the_rest(capsys):
     assert sums == pytest.approx(own, abs=0.2)
 
 
-def test_names_that_would_drive_a_terminal_or_be_markup(capsys, tmp_path):
-    """Files', ops', kernels', flags' and devices' names are somebody else's."""
+def test_control_characters_and_markup_in_names_are_escaped(capsys, tmp_path):
+    """The names of files, ops, kernels, flags and devices come from the trace and may hold anything."""
     bad = "\x1b[31m[bold]x[/nothing]\x07"
     paths = []
     for number, us in enumerate((40, 20)):
@@ -238,7 +238,7 @@ def test_names_that_would_drive_a_terminal_or_be_markup(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "0", "1e400", '"2"', "true", "null", "[1]", "{}"])
-def test_a_step_without_the_profiler_that_is_no_time_is_none(tmp_path, value):
+def test_an_invalid_time_without_the_profiler_is_dropped(tmp_path, value):
     mark = json.dumps([event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::add", "cpu_op", 5, 9)])
     file = tmp_path / "trace.json"
     file.write_text(f'{{"unprofiled_step_us": {value}, "traceEvents": {mark}}}')
@@ -248,7 +248,7 @@ def test_a_step_without_the_profiler_that_is_no_time_is_none(tmp_path, value):
 
 
 @pytest.mark.exhaustive
-def test_every_prediction_that_is_off_has_its_reason_on_the_page():
+def test_the_page_explains_every_wrong_prediction():
     spec = importlib.util.spec_from_file_location("opportunities_of_the_page", ROOT / "docs/opportunities.py")
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
@@ -256,7 +256,7 @@ def test_every_prediction_that_is_off_has_its_reason_on_the_page():
     assert {one.name for one in CHANGES} <= set(page.ASSUMES)
 
 
-def test_a_step_that_was_asked_for_has_its_own_busy_time(capsys):
+def test_a_chosen_step_has_its_own_busy_time(capsys):
     pair = files("copies/blocking", "copies/prefetched")
     screen = said(capsys, *pair, "--step", "4")
     busy = []

@@ -1,7 +1,7 @@
-"""Layers, tokens a second and what a decoder's step may do without: each figure against the raw events of real models.
+"""Layers, tokens a second and avoidable work of a decoder's step: each figure is compared with raw events.
 
-tests/traces/models: an H200's, cut to a step or two. Qwen3-0.6B's sizes with random weights (28 layers, 16 heads, 8
-of keys and values), a small Qwen3-MoE (8 layers), BERT-base (12) and a GPT-2 of 6 layers in training.
+tests/traces/models has traces of an H200, cut to a step or two: Qwen3-0.6B's sizes with random weights (28 layers, 16
+heads, 8 heads of keys and values), a small Qwen3-MoE (8 layers), BERT-base (12) and a GPT-2 of 6 layers in training.
 """
 
 import gzip
@@ -29,10 +29,10 @@ from tracereader.trace.facts import run_facts
 
 MODELS = {file.name.split(".")[0]: file for file in references.MODELS}
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# What the model is made of: for each run of equal stretches its times, and pieces where they were counted by hand.
+# The layers of each model: for each run of equal stretches their number, and the activities counted by hand.
 LAYERS = {
     "qwen3_decode_eager": [(28, 66)],
-    "qwen3_decode_compiled": [(27, 19)],  # the first layer computes what all share
+    "qwen3_decode_compiled": [(27, 19)],  # the first layer also computes shared values
     "qwen3_decode_graph": [(27, 19)],
     "qwen3_generate_static": [(28, 66)],
     "qwen3_prefill_logits": [(28, 55)],
@@ -67,7 +67,7 @@ def steps_of(events):
 
 
 def medians(events, step):
-    """Each piece of a step with its time, the median over the steps of the same number of its name."""
+    """Return each activity of a step with its median time over the steps, matched by name and number."""
     times = defaultdict(list)
     numbered = {}
     steps = steps_of(events)
@@ -82,8 +82,8 @@ def medians(events, step):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_are_found_by_the_kernels_names(name):
-    """As many as the model has; the stretches hold the same kernels, one more before or behind would not."""
+def test_the_kernels_names_give_the_layers(name):
+    """Their number is the model's. One more stretch before or after them would have other kernels."""
     ours, events = measured(name), raw(name)
     assert [(one.times, one.pieces) for one in ours.repeats] == LAYERS[name]
     work = medians(events, ours.typical_step)
@@ -102,8 +102,8 @@ def test_layers_are_found_by_the_kernels_names(name):
         assert costs[one.longest - 1] == pytest.approx(max(costs), abs=0.05)
 
 
-def test_nothing_repeats_where_nothing_does():
-    """The rungs without layers; other programs, but for one with four equal products; a decoder's calls shuffled."""
+def test_programs_without_layers_have_no_repeats():
+    """These are scripts without layers, other programs but the one with four equal products, and shuffled calls."""
     flat = [file for file in REFERENCES if file.parent.name < "04_z"]
     found = {file: references.measured(file).repeats for file in [*flat, *OTHERS] if "streams" not in file.name}
     assert len(found) > 50 and not [file for file, some in found.items() if some]
@@ -113,14 +113,14 @@ def test_nothing_repeats_where_nothing_does():
     assert repeated_names(names) is None
 
 
-def test_a_layer_that_differs_parts_the_run():
+def test_a_different_layer_splits_the_run():
     names = [one.name for one in measured("qwen3_decode_eager").gpu_work]
     names.insert(17 + 66 * 20 + 5, "a kernel that no other layer has")
     assert repeated_names(names) == (17, 66, 20)
 
 
-def test_layers_of_tokens():
-    """generate() without steps: tokens repeat, and in each its layers."""
+def test_each_token_of_generate_has_its_layers():
+    """A trace of generate() without steps repeats its tokens, and each token repeats its layers."""
     work = measured("qwen3_decode_eager").gpu_work
     step = read(MODELS["qwen3_decode_eager"]).steps[0].work
     (tokens,) = repeats(list(step) * 5, work * 5)
@@ -128,8 +128,8 @@ def test_layers_of_tokens():
     assert (tokens.inside.times, tokens.inside.pieces) == (28, 66)
 
 
-def test_replays_of_a_graph_repeat_in_any_order(tmp_path, capsys):
-    """Four replays of a recorded graph in which the order differs, as of several streams, with other work between."""
+def test_graph_replays_are_equal_in_any_order_of_activities(tmp_path, capsys):
+    """Four replays of a graph have other orders, as with several streams, and other work runs between them."""
     lot, events = random.Random(18), []
     ((_, _, graph), *_) = steps_of(raw("qwen3_decode_graph")).values()
     (longest, _), *_ = Counter(e["args"]["correlation"] for e in graph).most_common(1)
@@ -145,7 +145,7 @@ def test_replays_of_a_graph_repeat_in_any_order(tmp_path, capsys):
         for e in order:
             events.append({**e, "ts": at, "args": {**e["args"], "correlation": replay + 1}})
             at += e["dur"] + 1
-        for other in range(lot.randrange(1, 9)):  # sampling, of another length each time
+        for other in range(lot.randrange(1, 9)):  # sampling has another length each time
             number = 1000 + 10 * replay + other
             args = {"correlation": number}
             events.append({**call, "name": "cudaLaunchKernel", "ts": at, "dur": 2, "args": args})
@@ -170,8 +170,9 @@ def test_replays_of_a_graph_repeat_in_any_order(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["qwen3_decode_eager", "qwen3_generate_static", "qwen3_prefill_logits"])
-def test_casts_and_copies_of_keys(name):
-    """By time alone: kernels launched in a _to_copy in a to; in a clone in a reshape, two before each attention."""
+def test_casts_and_copies_of_keys_equal_the_raw_events(name):
+    """Casts are kernels launched in a _to_copy in a to. Copies are launched in a clone in a reshape, two before each
+    attention."""
     ours, events = measured(name), raw(name)
     mark, calls, work = steps_of(events)[ours.typical_step]
     cpu = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
@@ -194,7 +195,7 @@ def test_casts_and_copies_of_keys(name):
     copies = [e for e in work if inside(e, "aten::reshape", "aten::clone", "aten::copy_")]
     attention = [x for x in cpu if x["name"] == "aten::scaled_dot_product_attention"]
     assert len(attention) == 28
-    if name == "qwen3_prefill_logits":  # without a mask transformers passes grouped queries through
+    if name == "qwen3_prefill_logits":  # without a mask transformers does not expand the keys
         assert ours.llm.unneeded.expanded is None and not copies
     else:
         assert ours.llm.unneeded.expanded.pieces == len(copies) == 2 * 28
@@ -209,8 +210,8 @@ def _same_type(e, calls, cpu, types):
     return bool(found) and found[0] == found[1]
 
 
-def test_compiled_code_expands_keys_too():
-    """Inductor's kernel that expands and clones, twice before each attention kernel."""
+def test_expanded_keys_are_found_in_compiled_code():
+    """Inductor's kernel expands and clones twice before each attention kernel."""
     for name in ("qwen3_decode_graph", "qwen3_decode_compiled"):
         ours, events = measured(name), raw(name)
         work = steps_of(events)[ours.typical_step][2]
@@ -219,8 +220,8 @@ def test_compiled_code_expands_keys_too():
 
 
 @pytest.mark.parametrize(("name", "rows"), [("qwen3_generate_static", 1), ("qwen3moe_generate", 1)])
-def test_what_reading_weights_takes(name, rows):
-    """Each aten::mm's own shapes, and the time of all that is launched in it."""
+def test_the_time_of_reading_weights_equals_the_raw_events(name, rows):
+    """The expected values are each aten::mm's shapes and the time of all work that it launches."""
     ours, events = measured(name), raw(name)
     mark, calls, _ = steps_of(events)[ours.typical_step]
     products = [
@@ -250,17 +251,17 @@ def see(summary):
 GRAPH = "graph_would_do"
 
 
-def test_a_graph_is_advised_where_it_would_do():
-    """Equal steps that wait for nothing; not of generate(), whose cache grows and which asks for the token."""
+def test_a_cuda_graph_is_proposed_for_equal_steps_without_waits():
+    """It is not proposed for generate(), whose cache grows and which waits for each token."""
     assert "1,877 launches in each of 2 steps" in see(measured("qwen3_decode_eager"))[GRAPH]
     assert GRAPH not in see(measured("qwen3moe_generate"))
     assert GRAPH not in see(measured("qwen3_decode_graph"))
-    assert GRAPH not in see(measured("qwen3_generate_static"))  # one step: nothing to compare
+    assert GRAPH not in see(measured("qwen3_generate_static"))  # one step cannot be compared
     slow_loader = next(file for file in LARGE if "_loader2_workers0" in file.name and "06_" in file.parent.name)
     assert GRAPH not in see(summarize(read(slow_loader)))
 
 
-# What 05_llm stores, for these models: 596,049,920 parameters in bf16; keys and values of 28 layers, 8 heads of 128.
+# 05_llm stores these facts: 596,049,920 parameters in bf16; keys and values of 28 layers with 8 heads of 128.
 KEY_BYTES = 2 * 28 * 8 * 128 * 2
 FACTS = {"phase": "decode", "batch": 1, "tokens": 1, "weight_bytes": 1192099840, "cache_bytes": 521 * KEY_BYTES,
          "cache_bytes_allocated": 524 * KEY_BYTES, "layers": 28, "parameters": 596049920, "gb_s": 4200.0}  # fmt: skip
@@ -275,8 +276,8 @@ def with_facts(name, tmp_path, dtype="bf16", **facts):
     return file
 
 
-def test_tokens_a_second_and_the_roof(tmp_path):
-    """From step to step on the lane that takes longer, an interval that was there; weights and cache read once."""
+def test_tokens_a_second_and_the_roofline_equal_the_raw_events(tmp_path):
+    """The step is the time from step to step on the longer lane. Weights and cache are read once."""
     for name, lane in (("qwen3_decode_eager", "CPU"), ("qwen3_decode_graph", "GPU")):
         ours = summarize(read(with_facts(name, tmp_path))).llm.decoding
         steps = list(steps_of(raw(name)).values())
@@ -301,12 +302,12 @@ def test_tokens_a_second_and_the_roof(tmp_path):
     assert told[2].endswith(f"and read the weights at {rate:.2f} TB/s, {rate / 4.2:.0%} of that bandwidth")
     unmeasured = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, gb_s=None))))
     assert unmeasured[1].endswith("at the data sheet's 4.8 TB/s")
-    # A roof that the step is faster than is none.
+    # A roofline below the measured rate is not shown.
     assert len(decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, weight_bytes=2**40))))) == 1
 
 
-def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
-    """Each weight multiplies and adds once a token: 1,024 of them take longer than reading does."""
+def test_arithmetic_limits_many_sequences(tmp_path):
+    """Each weight multiplies and adds once per token. For 1,024 tokens this takes longer than reading."""
     many = {"batch": 1024, "tokens": 1024}
     summary = summarize(read(with_facts("qwen3_decode_graph", tmp_path, **many)))
     reading, multiplying = (1192099840 + 521 * KEY_BYTES) / 4200e3, 2 * 596049920 * 1024 / 989e6
@@ -319,7 +320,7 @@ def test_the_roof_of_many_sequences_is_arithmetic(tmp_path):
         "the data sheet's 989 TFLOP/s; reading the weights (1.19 GB)"
     )
     assert f"takes {reading:.1f} µs at 4.2 TB/s" in told[1]
-    # Of one sequence reading is the roof; without a known type it is what reading allows.
+    # Reading limits one sequence. Without a known type only the limit of reading is shown.
     assert summarize(read(with_facts("qwen3_decode_graph", tmp_path))).llm.decoding.least_us == pytest.approx(reading)
     for dtype in ("fp32", None):
         unknown = decoding.in_words(summarize(read(with_facts("qwen3_decode_graph", tmp_path, dtype=dtype, **many))))
@@ -332,7 +333,7 @@ COPIES = "triton_poi_fused_clone_expand_scaled_dot_product_attention_5"
 
 
 def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
-    """A made trace: three steps of one graph launch each, a product of 400 µs and attention of 1,000."""
+    """Write a trace of three steps with one graph launch each, a product of 400 µs and attention of 1,000 µs."""
     events = []
     for number in range(3):
         at, called = 2500.0 * number, {"correlation": number + 1}
@@ -356,7 +357,7 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
     return file
 
 
-# Bytes over 1,000 µs: GB are TB/s. The run measured 4.2 TB/s, of 4.8 by the data sheet.
+# In 1,000 µs, each GB is a rate of one TB/s. The run measured 4.2 TB/s; the data sheet has 4.8.
 @pytest.mark.parametrize(
     ("filled", "allocated", "said"),
     [
@@ -368,14 +369,14 @@ def decode_in_a_graph(tmp_path, gap=1.0, copies=False, **facts):
         (2.2, None, "2.20 TB/s, 52% of that bandwidth"),
     ],
 )  # fmt: skip
-def test_how_fast_attention_reads_the_cache(tmp_path, filled, allocated, said):
+def test_the_rate_of_reading_the_cache_is_shown(tmp_path, filled, allocated, said):
     facts = {"cache_bytes": int(filled * 1e9), "cache_bytes_allocated": allocated and int(allocated * 1e9)}
     told = decoding.in_words(summarize(read(decode_in_a_graph(tmp_path, **facts))))
     part = f"the filled part of the cache ({filled:.2f} GB)"
     assert told[-1] == f"attention takes 1.0 ms of a step: if it reads {part} once, its rate is {said}"
 
 
-def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
+def test_no_hint_at_the_empty_cache_if_shapes_show_it(tmp_path, monkeypatch):
     facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
     summary = summarize(read(decode_in_a_graph(tmp_path, **facts)))
     assert "perhaps" in decoding.in_words(summary)[-1]
@@ -384,8 +385,8 @@ def test_no_hint_at_the_empty_rest_where_shapes_tell(tmp_path, monkeypatch):
     assert decoding.in_words(summary)[-1].endswith("2.20 TB/s, 52% of that bandwidth")
 
 
-def test_no_rate_of_attention_where_it_would_be_none(tmp_path):
-    """Beside other kernels; over copies of the keys; where it cannot have read the cache."""
+def test_no_rate_of_attention_is_shown_if_it_would_be_wrong(tmp_path):
+    """Attention overlaps other kernels, reads copies of the keys, or cannot have read the cache."""
     facts = {"cache_bytes": int(2.2e9), "cache_bytes_allocated": int(4.4e9)}
     for changed in ({"gap": -5.0}, {"copies": True}, {"cache_bytes": int(4.9e9)}, {"cache_bytes": 0},
                     {"phase": "prefill"}):  # fmt: skip
@@ -393,7 +394,7 @@ def test_no_rate_of_attention_where_it_would_be_none(tmp_path):
         assert told and not any("attention" in line for line in told), changed
 
 
-def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
+def test_a_cuda_graph_is_not_attributed_to_torch_compile(tmp_path):
     shown = cheatsheet.found(summarize(read(decode_in_a_graph(tmp_path))))
     (graph,) = [one for one, _ in shown if one.name == "graph_replay"]
     assert graph.where == "CPU lane" and "torch.cuda.graph" in graph.means
@@ -403,8 +404,8 @@ def test_a_graph_is_not_said_to_be_torch_compiles(tmp_path):
     "facts",
     [None, 7, [], {"phase": "nap"}, {"batch": 0}, {"batch": "1"}, {"tokens": None}, {"tokens": -1}, {"tokens": 1e999}],
 )
-def test_facts_of_any_shape(facts, tmp_path):
-    """Somebody else's file may hold anything; what is usable is used, and the report is printed all the same."""
+def test_odd_facts_do_not_stop_the_report(facts, tmp_path):
+    """A file may contain anything. Usable facts are used, and the report is printed."""
     told = {**FACTS, **facts} if isinstance(facts, dict) else facts
     assert run_facts({"script": "x", "facts": {"decoding": told}}).decoding is None
     assert run_facts({"script": "x", "facts": facts}).decoding is None
@@ -412,8 +413,8 @@ def test_facts_of_any_shape(facts, tmp_path):
     assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
 
 
-def test_attention_over_an_empty_cache(tmp_path, capsys):
-    """Said where the shapes say that attention went over the whole static cache, and much of it is empty."""
+def test_attention_over_the_empty_part_of_a_cache_is_found(tmp_path, capsys):
+    """The finding needs shapes which show that attention reads the whole static cache, and much of it must be empty."""
     sentence = "empty_cache"
     half = with_facts("qwen3_generate_static", tmp_path, cache_bytes=262 * KEY_BYTES)
     assert see(summarize(read(half)))[sentence].startswith("attention over 524 keys, 262 of them filled")
@@ -424,7 +425,7 @@ def test_attention_over_an_empty_cache(tmp_path, capsys):
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
 
 
-def test_logits_of_every_token(tmp_path):
+def test_logits_of_every_token_are_found_in_prefill(tmp_path):
     sentence = "logits_of_all"
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}
     seen = see(summarize(read(with_facts("qwen3_prefill_logits", tmp_path, **facts))))[sentence]
@@ -434,11 +435,11 @@ def test_logits_of_every_token(tmp_path):
     assert told[1] == (
         "its matrix products have 512 rows; by the data sheet, products of 207 rows or more are limited by arithmetic"
     )
-    assert sentence not in see(measured("qwen3_prefill_logits"))  # nobody says that it is a prefill
+    assert sentence not in see(measured("qwen3_prefill_logits"))  # no fact says that it is a prefill
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, phase="prefill"))))
 
 
-def test_equal_modules_are_one_row():
+def test_equal_modules_share_a_row():
     """BERT-base has 12 layers of six Linears, and a pooler."""
     ours = measured("bert_modules")
     rows = {place.name: place for place in ours.places.by_module_class}

@@ -31,7 +31,7 @@ DDP, FSDP = "ranks/ddp_straggler_rank0", "ranks/fsdp_rank0"
 
 
 def a_longer_last_wait(document):
-    """The cudaDeviceSynchronize after the last step takes 10 ms."""
+    """Make the cudaDeviceSynchronize after the last step take 10 ms."""
     last = max(
         (e for e in document["traceEvents"] if e["name"] == "cudaDeviceSynchronize" and "dur" in e),
         key=lambda e: e["ts"],
@@ -40,7 +40,7 @@ def a_longer_last_wait(document):
 
 
 def said_to_be_prefill(document):
-    """The run's facts name the phase."""
+    """Store the phase in the run's facts."""
     facts = {"phase": "prefill", "batch": 1, "tokens": 512, "weight_bytes": 10**9, "layers": 28}
     document["lesson"] = {"script": "any", "flags": {"dtype": "bf16"}, "guesses": [], "facts": {"decoding": facts}}
 
@@ -68,8 +68,8 @@ def sample(document, counter, every, value):
         document["traceEvents"].append(event)
 
 
-# finding, the parameters of its prediction, a trace that shows it, one that does not. A trace is a name, or a name and
-# an edit of its events, where no committed trace has the case.
+# Each row has a finding, the parameters of its prediction, a trace that shows it, and one that does not. A trace is a
+# name, or a name and an edit of its events if no committed trace has the case.
 TABLE = [
     # figures of steps
     ("regime_is", ("overhead-bound",), SMALL, LARGE),
@@ -169,7 +169,7 @@ OTHER = OTHERS[0].parent
 
 @pytest.fixture(scope="module")
 def shown_in(tmp_path_factory):
-    """shown_in(name) or shown_in((name, edit)) -> Summary."""
+    """Return the function shown_in(name) or shown_in((name, edit)) -> Summary."""
 
     def summary(trace):
         name, edit = trace if isinstance(trace, tuple) else (trace, None)
@@ -186,7 +186,7 @@ def shown_in(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "given", "shows", "does_not"), TABLE, ids=[row[0] for row in TABLE])
-def test_a_trace_shows_it_and_another_does_not(name, given, shows, does_not, shown_in):
+def test_one_trace_shows_a_finding_and_another_does_not(name, given, shows, does_not, shown_in):
     one, showing, other = cheatsheet.FINDINGS[name], shown_in(shows), shown_in(does_not)
     assert one.ask(showing, *given).holds is True
     assert not one.ask(other, *given).holds
@@ -195,19 +195,19 @@ def test_a_trace_shows_it_and_another_does_not(name, given, shows, does_not, sho
         assert one not in [each for each, _ in cheatsheet.found(other)]
 
 
-def test_every_finding_is_in_the_table_once():
+def test_the_table_has_every_finding_once():
     assert sorted(row[0] for row in TABLE) == sorted(cheatsheet.FINDINGS)
 
 
 def test_every_finding_is_listed_by_the_name_of_its_judge():
-    """Were two of one name, the later would hide the earlier."""
+    """Two findings of one name would hide each other."""
     declared = {id(one) for module in cheatsheet.MODULES for one in vars(module).values() if isinstance(one, Finding)}
     assert len(declared) == len(cheatsheet.FINDINGS)
     files = [*(ROOT / "tracereader/findings").glob("*.py")]
     assert sum(file.read_text().count("\n@finding(") for file in files) == len(declared), "a module is not in MODULES"
 
 
-def test_a_finding_has_a_row_of_the_cheatsheet_or_can_be_predicted():
+def test_every_finding_has_a_cheatsheet_row_or_a_prediction():
     for one in cheatsheet.FINDINGS.values():
         assert bool(one.where) == bool(one.see) == bool(one.means), one.name
         assert one.where or one.predicts, f"{one.name} shows nowhere"
@@ -216,7 +216,7 @@ def test_a_finding_has_a_row_of_the_cheatsheet_or_can_be_predicted():
 
 
 @pytest.mark.parametrize(("name", "given"), [row[:2] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_a_prediction_survives_being_written_down(name, given):
+def test_a_prediction_can_be_read_from_its_record(name, given):
     one = cheatsheet.FINDINGS[name]
     if not one.predicts:
         assert not hasattr(expect, name), "a script that imports it could not predict it"
@@ -241,8 +241,8 @@ def test_what_can_be_predicted_follows_from_the_declarations():
         expect.hotspot  # noqa: B018
 
 
-def test_patterns_that_only_teach_are_shown_of_a_numbered_script_alone(shown_in, capsys):
-    """And where all is asked for."""
+def test_patterns_that_only_teach_are_shown_for_numbered_scripts(shown_in, capsys):
+    """Other traces show them with --all or --only patterns."""
     ours, theirs = shown_in(LARGE), shown_in("memory_bound")
     for summary, words, expected in (
         (ours, (), True), (theirs, (), False), (theirs, ("--all",), True), (theirs, ("--only", "patterns"), True),

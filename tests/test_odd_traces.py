@@ -1,4 +1,4 @@
-"""Traces that are odd and valid: labels on several threads, steps of no length, a device without a number."""
+"""Traces that are odd but valid: annotations on several threads, steps of no length, a device without a number."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from tracereader.trace import read
 
 
 def launched(ts, number, device=0, tid=1):
-    """A launch of 2 µs, and its kernel of 10 µs right behind it."""
+    """Return a launch of 2 µs and its kernel of 10 µs directly after it."""
     return [
         event("cudaLaunchKernel", "cuda_runtime", ts, 2, tid, correlation=number),
         event("k", "kernel", ts + 3, 10, 7, correlation=number, device=device, stream=7),
@@ -34,8 +34,8 @@ def written(tmp_path):
     return write
 
 
-def test_a_label_of_another_thread_takes_no_work_from_the_phases(written):
-    """A record_function in a backward hook: autograd's thread runs it while the step's backward is open."""
+def test_an_annotation_of_another_thread_takes_no_work_from_the_phases(written):
+    """Autograd's thread runs the record_function of a backward hook during the step's backward."""
     trace = written(
         event("ProfilerStep#1", "user_annotation", 0, 300), event("forward", "user_annotation", 10, 80),
         event("backward", "user_annotation", 100, 150), event("hook", "user_annotation", 120, 5, 2),
@@ -68,7 +68,7 @@ def test_a_device_without_a_number_is_reported(written, capsys):
     assert "Prefill of one sequence" in capsys.readouterr().out
 
 
-def test_a_label_called_launch_launches_nothing(written):
+def test_an_annotation_named_launch_launches_nothing(written):
     marked = [event("ProfilerStep#1", "user_annotation", 0, 100), event("aten::mm", "cpu_op", 10, 50)]
     trace = written(*marked, event("Launch workers", "user_annotation", 5, 3))
     assert not summarize(read(trace)).source.warnings
@@ -87,7 +87,7 @@ def test_a_device_of_another_kind_has_no_peaks(device, gb_s):
     assert (peaks_of(device) and peaks_of(device).gb_s) == gb_s
 
 
-def test_cached_files_of_a_container_are_free_memory(tmp_path, monkeypatch):
+def test_cached_files_of_a_container_count_as_free_memory(tmp_path, monkeypatch):
     files = {
         "/proc/meminfo": "MemAvailable:   64000000 kB\n", "/sys/fs/cgroup/memory.max": "8000000000\n",
         "/sys/fs/cgroup/memory.current": "7800000000\n",
@@ -100,8 +100,8 @@ def test_cached_files_of_a_container_are_free_memory(tmp_path, monkeypatch):
     assert machine.free_memory() == 64_000_000 * 1024
 
 
-def test_to_start_is_of_the_first_launch(written):
-    """Of two streams the one launched first need not run first."""
+def test_launch_latency_belongs_to_the_first_launch(written):
+    """If a step uses two streams, the activity that is launched first may run second."""
     trace = written(
         event("ProfilerStep#1", "user_annotation", 0, 200),
         event("cudaLaunchKernel", "cuda_runtime", 10, 2, correlation=1),
@@ -113,7 +113,7 @@ def test_to_start_is_of_the_first_launch(written):
     assert step.launch_to_start_us == 50
 
 
-def test_a_folder_leaves_no_file_open(tmp_path):
+def test_reading_a_folder_leaves_no_file_open(tmp_path):
     (tmp_path / "x.json").mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_a_folder_leaves_no_file_open(tmp_path):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_broken_reference_costs_no_report(capsys, monkeypatch, tmp_path):
+def test_a_broken_reference_does_not_stop_the_report(capsys, monkeypatch, tmp_path):
     from tracereader.show import references
 
     trace = Path(__file__).parent.parent / "traces/reference/cpu/01_matmul_add/64_bf16_warm_eager.json.gz"
@@ -137,7 +137,7 @@ def test_milliseconds_in_words(us, said):
     assert ms(us) == said
 
 
-def test_a_signal_that_is_held_comes_though_the_body_fails():
+def test_a_delayed_signal_arrives_even_if_the_body_fails():
     came = []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("now"))
     try:
@@ -150,8 +150,8 @@ def test_a_signal_that_is_held_comes_though_the_body_fails():
     assert came == ["now"]
 
 
-def test_what_torch_labels_in_a_step_is_not_its_label(written):
-    """Optimizer.zero_grad#… comes first and holds no op: the gap is that from the step's start."""
+def test_torchs_own_annotations_are_not_the_steps_annotation(written):
+    """Optimizer.zero_grad#… comes first and contains no op, so the gap is measured from the step's start."""
     trace = written(
         event("ProfilerStep#1", "user_annotation", 0, 100),
         event("Optimizer.zero_grad#Adam.zero_grad", "user_annotation", 2, 5), event("aten::mm", "cpu_op", 30, 50),
@@ -161,8 +161,8 @@ def test_what_torch_labels_in_a_step_is_not_its_label(written):
     assert summary.cpu.label is None and summary.steps[0].label_to_first_op_us == 30
 
 
-def test_two_steps_of_one_name_are_two(written, capsys):
-    """Two loops in one recording count from the same number."""
+def test_two_steps_of_one_name_stay_separate(written, capsys):
+    """Two loops in one recording start to count at the same number."""
     first = [event("ProfilerStep#3", "user_annotation", 0, 50), *launched(10, 1)]
     second = [event("ProfilerStep#3", "user_annotation", 100, 400)]
     second += [one for number in range(2, 7) for one in launched(100 + 50 * number, number)]
@@ -174,8 +174,8 @@ def test_two_steps_of_one_name_are_two(written, capsys):
     assert "5 kernels per step" in said and said.count("cudaLaunchKernel") == 5
 
 
-def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
-    """The step before it launched nothing, and no work lies before: its wait begins where it begins."""
+def test_the_typical_step_can_have_the_first_gpu_work(tmp_path):
+    """The step before launched nothing, and no work is earlier, so the wait begins with the step."""
     events = [event(f"ProfilerStep#{n}", "user_annotation", 100 * n, 90) for n in (1, 2, 3)]
     for n in (2, 3):
         events.append(event("cudaLaunchKernel", "cuda_runtime", 100 * n + 10, 5, correlation=n))
@@ -188,13 +188,13 @@ def test_a_typical_step_whose_work_is_the_first_of_all(tmp_path):
 
 
 def captured(at, count, first=100):
-    """A capture of as many launch calls, each 10 µs, none of which runs anything."""
+    """Return the capture of this many launch calls of 10 µs, which run nothing."""
     calls = ["cudaStreamBeginCapture", *["cudaLaunchKernel"] * count, "cudaStreamEndCapture"]
     return [event(name, "cuda_runtime", at + 10 * n, 8, correlation=first + n) for n, name in enumerate(calls)]
 
 
-def test_a_graphs_capture_launches_nothing(written, capsys):
-    """One launch ran; twenty were recorded, some of them on autograd's thread."""
+def test_the_capture_of_a_graph_launches_nothing(written, capsys):
+    """One launch ran. Twenty were captured, some of them on autograd's thread."""
     step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
     backward = event("cudaLaunchKernel", "cuda_runtime", 130, 5, tid=2, correlation=99)
     trace = written(*step, *launched(10, 1), *captured(100, 19), backward)
@@ -207,7 +207,7 @@ def test_a_graphs_capture_launches_nothing(written, capsys):
     assert "overhead-bound" not in said
 
 
-def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
+def test_a_capture_without_gpu_work_gives_no_warning_of_missing_records(written, capsys):
     step = [event("ProfilerStep#1", "user_annotation", 0, 1000), event("aten::mm", "cpu_op", 5, 50)]
     summary = summarize(read(written(*step, *captured(100, 9))))
     assert summary.waits_for == "capture" and not summary.source.warnings
@@ -215,15 +215,15 @@ def test_a_capture_without_gpu_work_misses_no_records(written, capsys):
     assert summary.source.warnings == (TraceWarning("no_gpu_records"),)
 
 
-def test_a_step_that_replays_is_no_capture(written):
+def test_a_step_that_replays_a_graph_is_not_a_capture(written):
     """The first step captured the graph that the others replay."""
     steps = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 990) for n in (1, 2, 3)]
     summary = summarize(read(written(*steps, *captured(1100, 19), *launched(2100, 1), *launched(3100, 2))))
     assert summary.waits_for == "overhead" and summary.captures is None
 
 
-def test_the_first_wait_for_work_that_is_not_recorded(written):
-    """A server's GPU is busy with earlier work when the recording begins: of its idle time 128 µs are the CPU's."""
+def test_a_first_wait_for_unrecorded_work_is_reported(written):
+    """A server's GPU is busy with earlier work when the recording begins. The CPU causes 128 µs of its idle time."""
     trace = written(
         event("aten::mm", "cpu_op", 0, 128), event("cudaLaunchKernel", "cuda_runtime", 120, 8, correlation=1),
         event("k", "kernel", 463_000, 9_000, 7, correlation=1, device=0, stream=7),

@@ -1,4 +1,4 @@
-"""What a report proposes, against the steps that were recorded after the change."""
+"""The proposals of a report are compared with steps that were recorded after the change."""
 
 import gzip
 import itertools
@@ -25,12 +25,12 @@ from tracereader.trace.document import DEFAULT_LIMIT
 TESTS = Path(__file__).resolve().parent / "traces"
 TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 
-# A recorded step, a change that its report has to propose, and the step that was recorded after that change.
+# Each row has a recorded step, a change that its report must propose, and the step recorded after that change.
 MEASURED = [
     *PREDICTED,
     ("selection/chosen", "remove_sync", "selection/multiplied"),
 ]
-# The first change that a report names, where one change was the best of those recorded.
+# The first change of a report, for steps of which one recorded change was the best.
 FIRST = [
     ("vit/eager", "cuda_graph"),
     ("decode/eager", "cuda_graph"),
@@ -57,15 +57,15 @@ FIRST = [
     ("odd_width/odd", "align_shapes"),
     ("experts/loop", "larger_batch"),
 ]
-# Changes that gained nothing when they were made.
+# Changes that saved nothing in a recording.
 NOTHING_GAINED = [
-    ("vit/eager", "fuse_pointwise"),  # compiled, it is slower: 6.2 ms against 5.8
+    ("vit/eager", "fuse_pointwise"),  # the compiled step is slower: 6.2 ms instead of 5.8
     ("products/eager", "fuse_pointwise"),
     ("syncs/end", "remove_sync"),  # one float() at the end of a step
-    ("unet/contiguous", "channels_last"),  # 7.9 ms against 5.8: group normalization copies to the other layout
-    ("attention32/naive", "fused_attention"),  # in fp32, 0.39 ms against 0.34
+    ("unet/contiguous", "channels_last"),  # 7.9 ms instead of 5.8, because of group normalization
+    ("attention32/naive", "fused_attention"),  # 0.39 ms instead of 0.34 in fp32
 ]
-# Products of which nobody recorded the shapes, and the fused kernels recorded in their place: on the GPU 57 to 178 µs.
+# Traces of products without recorded shapes. The recorded fused kernels take 57 to 178 µs on the GPU.
 WITHOUT_SHAPES = ["attention_naive", "attention_inplace", "attention_math"]
 
 
@@ -83,7 +83,7 @@ def priced_changes(file: Path) -> dict:
 
 @cache
 def recorded_us(name: str) -> float:
-    """The step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU.
+    """Return the step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU.
 
     Of the last step it is its own length. Which activity is of which step follows from the launch's correlation.
     """
@@ -99,7 +99,7 @@ def raw_us(file: Path) -> float:
 
 
 @pytest.mark.parametrize(("before", "change", "after"), MEASURED)
-def test_a_proposed_change_predicts_the_step_recorded_after_it(before, change, after):
+def test_a_proposal_predicts_the_step_recorded_after_the_change(before, change, after):
     one = proposed(before).get(change)
     assert one is not None, f"{change} is not proposed"
     assert one.step_us == pytest.approx(recorded_us(before), rel=0.03)
@@ -109,7 +109,7 @@ def test_a_proposed_change_predicts_the_step_recorded_after_it(before, change, a
 
 
 @pytest.mark.parametrize("name", WITHOUT_SHAPES)
-def test_attention_without_recorded_shapes_is_bound_by_its_products(name):
+def test_without_shapes_the_products_limit_fused_attention(name):
     one = priced_changes(TESTS / f"{name}.json.gz")["fused_attention"]
     fused = [raw_us(TESTS / f"attention_{backend}.json.gz") for backend in ("auto", "cudnn", "flash", "efficient")]
     assert one.basis == "bound"
@@ -128,10 +128,10 @@ def test_expanded_keys_are_named_once():
     assert "56 copies" in found["shared_keys"].evidence and "layout_copies" not in found
 
 
-def test_memory_that_is_allocated_in_every_step_costs_its_calls(tmp_path):
+def test_allocating_memory_in_every_step_costs_the_time_of_the_calls(tmp_path):
     document = json.loads(gzip.decompress((CHANGED / "vit/eager.json.gz").read_bytes()))
     events = document["traceEvents"]
-    # In every step, a pause before the first op that launches becomes a call of cudaMalloc.
+    # In every step, the pause before the first launching op is replaced by a call of cudaMalloc.
     for mark in raw_steps(events):
         for each in events:
             if each.get("ts", 0) > mark["ts"] + 5 and each["ph"] == "X" and each.get("cat") != "ac2g":
@@ -147,7 +147,7 @@ def test_memory_that_is_allocated_in_every_step_costs_its_calls(tmp_path):
     assert "a step calls cudaMalloc once, which takes" in one.evidence
 
 
-def test_python_between_ops_is_named_by_function_where_stacks_are_recorded(tmp_path):
+def test_stacks_name_the_functions_of_python_between_ops(tmp_path):
     document = json.loads(gzip.decompress((CHANGED / "python/loop.json.gz").read_bytes()))
     without = priced_changes(CHANGED / "python/loop.json.gz")["python"]
     assert "count_words" not in without.evidence and "with_stack" in without.how
@@ -165,18 +165,18 @@ def test_python_between_ops_is_named_by_function_where_stacks_are_recorded(tmp_p
     assert one.saves_us == pytest.approx(without.saves_us, rel=0.01)
 
 
-def test_a_compiled_model_is_not_to_be_compiled():
+def test_compiling_is_not_proposed_for_a_compiled_model():
     for name in ("trained/compile", "unet/compile", "encoder/bf16_compile"):
         assert "fuse_pointwise" not in proposed(name)
 
 
 @cache
 def unprofiled_us(name: str) -> float:
-    """The step without the profiler, as the run stored it in its trace."""
+    """Return the step's time without the profiler, as the run stored it in its trace."""
     return json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))["unprofiled_step_us"]
 
 
-# One batched product takes 46 µs in place of 5.8 ms; the prediction keeps 0.1 ms of the Python around the loop.
+# One batched product takes 46 µs instead of 5.8 ms. The prediction keeps 0.1 ms of the Python around the loop.
 UNPROFILED_OFF = {("small/loop", "larger_batch"): (0.5, 4.0)}
 
 
@@ -194,16 +194,16 @@ def test_the_first_opportunity_is_the_best_of_those_recorded(before, change):
 
 
 @pytest.mark.parametrize(("before", "change"), NOTHING_GAINED)
-def test_a_change_that_gained_nothing_is_not_proposed(before, change):
+def test_a_change_that_saved_nothing_is_not_proposed(before, change):
     one = proposed(before).get(change)
     assert one is None or one.saves_us <= 0.05 * one.step_us
 
 
 @pytest.mark.parametrize("file", sorted(CHANGED.rglob("*.json.gz")), ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_opportunities_are_sorted_worth_showing_and_no_longer_than_the_step(file):
+def test_opportunities_are_sorted_and_make_no_step_longer(file):
     trace = read(file)
     found = opportunities(trace, summarize(trace))
-    # All of these runs measured their step without the profiler, and what is saved of that comes first.
+    # All of these runs measured their step without the profiler, so the savings of that step decide the order.
     measured = json.loads(gzip.decompress(file.read_bytes()))["unprofiled_step_us"]
     assert all(one.unprofiled_step_us == pytest.approx(measured) for one in found), "as the report's first line says"
     saved = [1 - one.unprofiled_step_us_after / one.unprofiled_step_us for one in found]
@@ -247,7 +247,7 @@ ODD = {
 @pytest.mark.parametrize(
     "name", ["selection/chosen", "attention/naive", "copies/blocking", "small/loop", "decode/graph"]
 )
-def test_no_change_of_an_odd_trace_fails_or_makes_its_step_longer(tmp_path, name, odd):
+def test_changes_of_odd_traces_neither_fail_nor_make_the_step_longer(tmp_path, name, odd):
     document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
     file = tmp_path / "odd.json"
     file.write_text(json.dumps(document | {"traceEvents": ODD[odd](document["traceEvents"])}))
@@ -265,7 +265,7 @@ def test_no_change_of_an_odd_trace_fails_or_makes_its_step_longer(tmp_path, name
 
 @pytest.fixture
 def edited(tmp_path):
-    """What is proposed of a recorded trace of which each event was changed."""
+    """Return a function that gives the proposals for a recorded trace after a change of each event."""
 
     def priced(name, change):
         document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
@@ -285,12 +285,12 @@ def test_a_wait_for_the_number_of_different_values_cannot_be_dropped(edited):
     assert "remove_sync" not in edited("selection/chosen", renamed("aten::nonzero", "aten::_unique2"))
 
 
-def test_an_optimizer_without_a_fused_form_is_to_be_a_foreach_one(edited):
+def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):
     assert "foreach=True" in edited("optimizer/forloop", renamed("AdamW.step", "RMSprop.step"))["fused_optimizer"].how
     assert "fused_optimizer" not in edited("optimizer/foreach", renamed("AdamW.step", "RMSprop.step"))
 
 
-def test_work_of_two_devices_or_with_collectives_is_no_cuda_graph(edited):
+def test_no_cuda_graph_is_proposed_for_two_devices_or_collectives(edited):
     kernels = itertools.count()
 
     def on_two_devices(one):
@@ -313,19 +313,19 @@ def proposed_to_ranks(run: str) -> dict:
 
 
 @pytest.mark.parametrize(("before", "change"), [("ddp_slow1", "balance_ranks"), ("ddp_bucket10000", "bucket_size")])
-def test_a_change_of_all_ranks_predicts_the_step_recorded_after_it(before, change):
+def test_a_proposal_for_all_ranks_predicts_the_step_recorded_after_the_change(before, change):
     found = proposed_to_ranks(before)
     assert next(iter(found)) == change
     assert found[change].step_us == pytest.approx(max(map(raw_us, ranks_of(before))), rel=0.01)
-    # DistributedDataParallel with its default buckets on two ranks that compute the same.
+    # DistributedDataParallel with its default buckets runs on two ranks that compute the same.
     assert found[change].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.15)
 
 
-def test_ranks_that_lose_little_get_no_proposal():
+def test_ranks_that_lose_little_time_get_no_proposal():
     assert proposed_to_ranks("ddp") == {}
 
 
-def test_the_ranks_of_a_slow_cpu_are_to_be_evened_out():
+def test_balancing_is_proposed_for_ranks_with_a_slow_cpu():
     found = proposed_to_ranks("fsdp")
     assert set(found) == {"balance_ranks"}
     assert "CPU" in found["balance_ranks"].how and found["balance_ranks"].basis == "replay"

@@ -1,4 +1,4 @@
-"""The replay: unchanged it gives back the recorded step, and after a change what the dependencies allow."""
+"""The replay of an unchanged step gives the recorded time, and that of a changed step follows the dependencies."""
 
 import gzip
 import itertools
@@ -47,7 +47,7 @@ SOME = [
 
 
 def raw_step_us(events):
-    """The step's time from the raw events alone; None without GPU work launched in a step."""
+    """Return the step's time from the raw events alone; None if no step launches GPU work."""
     marks = raw_steps(events)
     if not marks:
         return None
@@ -75,7 +75,7 @@ def raw_step_us(events):
     [(TRACES[::8], 12), pytest.param(TRACES, 100, marks=pytest.mark.exhaustive)],
     ids=["some", "all"],
 )
-def test_unchanged_replay_gives_back_the_recorded_step(traces, least):
+def test_the_replay_of_an_unchanged_trace_gives_the_recorded_step(traces, least):
     within, total, refused = 0, 0, {}
     for path in traces:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -95,7 +95,7 @@ def test_unchanged_replay_gives_back_the_recorded_step(traces, least):
 
 @pytest.fixture
 def made(tmp_path):
-    """made(events) -> the trace of these events."""
+    """Return the function made(events) -> Trace."""
 
     def trace_of(*events):
         path = tmp_path / "made.json"
@@ -122,7 +122,7 @@ def step(number, ts, dur):
 
 
 def repeated(one_step, period, steps=4):
-    """The events of steps that are alike: one_step(start, first free correlation)."""
+    """Return the events of equal steps. one_step: takes the number, the start and the first free correlation."""
     return [one for n in range(steps) for one in one_step(n, 1000 + n * period, 100 * n)]
 
 
@@ -149,7 +149,7 @@ def test_overhead_bound_step_is_as_long_as_its_cpu_work(made):
     assert without_cpu_time(graph, spans_of(slow)).step_us() == 50
     assert without_ops(graph, slow).step_us() == 50
     assert with_durations(graph, dict.fromkeys(work_named(graph, "kernel"), 0)).step_us() == 100
-    assert graph.step_us() == 100  # the changes left it as it was
+    assert graph.step_us() == 100  # the changes did not modify the first graph
 
 
 def gpu_bound(n, t, c):
@@ -168,12 +168,12 @@ def test_gpu_bound_step_is_as_long_as_its_kernels(made):
     assert with_durations(graph, dict.fromkeys(work_named(graph, "long"), 100)).step_us() == 150
     assert without_work(graph, work_named(graph, "short")).step_us() == pytest.approx(152, abs=1)
     both = [(list(some.work), 30) for some in graph.trace.steps]
-    # Then the CPU, of whose ops one is gone, is the slower lane.
+    # The CPU is the slower lane then, with one op less.
     assert fused(graph, both).step_us() == pytest.approx(31, abs=1)
 
 
 def synchronized(n, t, c):
-    """The CPU waits for each step's kernel, and then works 60 while the GPU idles."""
+    """Return a step in which the CPU waits for the kernel and then works for 60 µs while the GPU idles."""
     return [
         step(n, t, 180),
         op(t + 2, 10), call(t + 5, c), kernel(t + 12, 100, c),
@@ -181,20 +181,20 @@ def synchronized(n, t, c):
     ]  # fmt: skip
 
 
-def test_synchronization_ends_when_the_work_before_it_does(made):
+def test_synchronization_ends_with_the_work_before_it(made):
     graph = graph_of(made(repeated(synchronized, 180)))
     assert graph.step_us() == 180
     assert with_durations(graph, dict.fromkeys(work_named(graph, "kernel"), 40)).step_us() == 120
     waits = ops_named(graph, "cudaStreamSynchronize")
     assert all(is_wait(one) for one in waits)
-    # The CPU then takes 180 - 96, and the kernel 100 with the gap to the next one.
+    # The CPU then takes 180 - 96, and the kernel takes 100 with the gap to the next one.
     assert without_waits(graph, waits).step_us() == pytest.approx(101.2, abs=0.1)
-    # Without the kernel the wait costs its own call.
+    # Without the kernel the wait takes only the time of its call.
     assert without_work(graph, work_named(graph, "kernel")).step_us() <= 180 - 96 + 3 + 10
 
 
 def two_streams(n, t, c):
-    """A kernel waits for a copy on another stream."""
+    """Return a step in which a kernel waits for a copy on another stream."""
     return [
         step(n, t, 50),
         op(t + 2, 40),
@@ -212,7 +212,7 @@ def test_activity_waits_for_another_stream(made):
     assert graph.step_us() == graph.recorded_us == 210
     copies = work_named(graph, "Memcpy HtoD (Pinned -> Device)")
     assert with_durations(graph, dict.fromkeys(copies, 100)).step_us() == 150
-    # Beside the kernels the copies take 160 and the gap between them.
+    # The copies, which overlap the kernels, take 160 and the gap between them.
     assert overlapped(graph, copies).step_us() == pytest.approx(161.2, abs=2.5)
 
 
@@ -231,7 +231,7 @@ def test_copy_of_pageable_memory_blocks_the_cpu(made):
     assert graph.step_us() == 150
     copies = work_named(graph, "Memcpy HtoD (Pageable -> Device)")
     assert with_durations(graph, dict.fromkeys(copies, 35)).step_us() == 100
-    # On a stream of its own it takes 85 and the gap to the next, and the CPU 150 - 100 + 3.
+    # On a stream of its own the copy takes 85 and the gap to the next one, and the CPU takes 150 - 100 + 3.
     assert overlapped(graph, copies).step_us() == pytest.approx(86.2, abs=0.1)
 
 
@@ -247,7 +247,7 @@ def test_call_of_a_pageable_copy_returns_when_its_last_part_is_staged(made):
     graph = graph_of(made(repeated(large, 1100)))
     copies = graph.trace.work
     assert with_durations(graph, dict.fromkeys(copies, 100)).step_us() == 300
-    # A small one is staged at once: its call returns before the copy starts.
+    # A small copy is staged immediately, so its call returns before the copy starts.
     name = "Memcpy HtoD (Pageable -> Device)"
     staged = [call(1088, 999, 4, "cudaMemcpyAsync"), kernel(1094, 2, 999, name=name, cat="gpu_memcpy")]
     small = graph_of(made(repeated(overhead_bound, 100), staged))
@@ -255,10 +255,10 @@ def test_call_of_a_pageable_copy_returns_when_its_last_part_is_staged(made):
 
 
 def full_queue(number_of_steps=3):
-    """1,000 kernels of 9 µs a step. The CPU launches 600 at once, and then 100 more for each 100 that have ended."""
+    """Return a step of 1,000 kernels of 9 µs. The CPU launches 600 of them, then 100 more whenever 100 have ended."""
     events = [call(1000 + i / 10, i, 0.05) for i in range(600)]
     for i in range(600, 1000 * number_of_steps):
-        ended = 1100 + 10 * (i - 600) - i % 100 * 10 + 9  # when the kernel ended that this hundred waits for
+        ended = 1100 + 10 * (i - 600) - i % 100 * 10 + 9  # the end of the kernel that these hundred launches wait for
         waits = i % 100 == 0
         events.append(call(ended - 900 if waits else ended + i % 100 / 10, i, 900 if waits else 0.05))
     kernels = [kernel(1100 + 10 * i, 9, i) for i in range(1000 * number_of_steps)]
@@ -267,18 +267,18 @@ def full_queue(number_of_steps=3):
     return [*marks, *events, *kernels]
 
 
-def test_full_launch_queue_holds_the_cpu_up(made):
+def test_a_full_launch_queue_delays_the_cpu(made):
     graph = graph_of(made(full_queue()))
     assert graph.step_us() == pytest.approx(10_000)
     half = with_durations(graph, dict.fromkeys(graph.trace.work, 4))
     assert half.step_us() == pytest.approx(5_000)
     starts, _ = half.times()
-    # The CPU launches as much earlier.
+    # The CPU launches earlier by the same time.
     assert starts[half.steps[-1].end] / 1e3 == pytest.approx(graph.at[graph.steps[-1].end] / 2e3, rel=0.05)
 
 
 def backward(n, t, c):
-    """The main thread waits for autograd's, which launches two kernels."""
+    """Return a step in which the main thread waits for autograd's thread, which launches two kernels."""
     return [
         step(n, t, 200),
         op(t + 5, 20), call(t + 10, c), kernel(t + 17, 5, c),
@@ -290,7 +290,7 @@ def backward(n, t, c):
 def test_main_thread_waits_for_the_backward_thread(made):
     graph = graph_of(made(repeated(backward, 200)))
     assert graph.step_us() == 200
-    # The wait of the main thread, 120 long, is no work of its own: without the backward 110 remain less.
+    # The main thread's wait of 120 is not its own work. Without the backward the step is shorter by 110.
     assert without_cpu_time(graph, spans_of(ops_named(graph, "MmBackward0"))).step_us() == 90
     assert without_cpu_time(graph, spans_of(ops_named(graph, "aten::optimize"))).step_us() == 160
 
@@ -319,7 +319,7 @@ def test_launches_become_one_cuda_graph(made):
 
 
 def asked_for(n, t, c):
-    """Eight launches, then a wait for the last kernel, then one more launch."""
+    """Return a step of eight launches, a wait for the last kernel, and one more launch."""
     return [
         step(n, t, 200),
         *(op(t + 10 * i, 9) for i in range(8)),
@@ -332,7 +332,7 @@ def asked_for(n, t, c):
     ]  # fmt: skip
 
 
-def test_cuda_graph_ends_where_the_cpu_waits(made):
+def test_a_cuda_graph_ends_where_the_cpu_waits(made):
     graph = graph_of(made(repeated(asked_for, 200)))
     assert graph.step_us() == 200
     # The graph is done after a latency of 7, 8 * 5 and 7 gaps of 0.45; item's copy after a gap and 2 more, its wait 6
@@ -356,7 +356,7 @@ def test_device_synchronization_waits_for_every_stream(made):
     assert with_durations(graph, dict.fromkeys(work_named(graph, "long"), 20)).step_us() == 300 - 214 + 172
 
 
-def test_event_synchronization_waits_for_no_later_work(made):
+def test_event_synchronization_does_not_wait_for_later_work(made):
     def half_way(n, t, c):
         return [
             step(n, t, 150), op(t + 2, 30),
@@ -370,7 +370,7 @@ def test_event_synchronization_waits_for_no_later_work(made):
     assert with_durations(graph, dict.fromkeys(work_named(graph, "asked"), 40)).step_us() == 130
 
 
-def test_threads_that_work_beside_each_other_do_not_wait_for_each_other(made):
+def test_threads_that_work_in_parallel_do_not_wait_for_each_other(made):
     def beside(n, t, c):
         return [
             step(n, t, 100),
@@ -383,8 +383,8 @@ def test_threads_that_work_beside_each_other_do_not_wait_for_each_other(made):
     assert without_cpu_time(graph, spans_of(ops_named(graph, "other"))).step_us() == 100
 
 
-def test_large_cuda_graphs_launch_is_not_taken_for_a_wait(made):
-    """Its call takes long because the graph is large, not because the queue is full."""
+def test_the_launch_of_a_large_cuda_graph_is_not_a_wait(made):
+    """The call takes long because the graph is large, not because the queue is full."""
 
     def two_graphs(n, t, c):
         begin = 1450 + n * 1120
@@ -406,8 +406,8 @@ def overlapping(n, t, c):
     ]  # fmt: skip
 
 
-def test_kernel_that_starts_before_the_one_before_it_ends(made):
-    """Programmatic dependent launch: it keeps its head start, and never starts before the other one started."""
+def test_a_kernel_can_start_before_the_previous_one_ends(made):
+    """With programmatic dependent launch a kernel keeps its head start, and never starts before the previous kernel."""
     graph = graph_of(made(repeated(overlapping, 30)))
     assert graph.step_us() == 100
     changed = with_durations(graph, dict.fromkeys(work_named(graph, "first"), 2))
@@ -417,34 +417,34 @@ def test_kernel_that_starts_before_the_one_before_it_ends(made):
     assert changed.step_us() < 100 - 50
 
 
-def test_profilers_last_synchronization_is_not_the_steps(made):
+def test_the_profilers_last_synchronization_is_not_part_of_the_step(made):
     marks = repeated(gpu_bound, 40)
     flush = [call(1170, 900, 700, "cudaDeviceSynchronize")]
     assert graph_of(made(marks, flush)).step_us() == 200
-    # Nor of a trace without steps, whose ops end before it begins.
+    # The same holds for a trace without steps, whose ops end before the synchronization begins.
     bare = [one for one in marks if not one["name"].startswith("ProfilerStep")]
     assert graph_of(made(bare, flush)).step_us() == 4 * 200 - 1
 
 
-def test_single_step_counts_its_longer_lane(made):
+def test_a_single_step_takes_the_time_of_its_longer_lane(made):
     assert graph_of(made(gpu_bound(0, 1000, 0))).step_us() == 199
     assert graph_of(made(overhead_bound(0, 1000, 0))).step_us() == 100
 
 
-def test_work_launched_before_the_recording_began(made):
+def test_work_launched_before_the_recording_is_replayed(made):
     early = [kernel(1001, 18, 77777, name="early")]
     graph = graph_of(made(repeated(gpu_bound, 40), early))
     assert graph.step_us() == 200
 
 
-def test_refusals_say_why(made):
+def test_a_refusal_gives_its_reason(made):
     cpu_only = [op(10, 20), op(40, 20)]
     assert graph_of(made(cpu_only)) == Refused(Reason.NO_GPU_WORK)
     no_launches = [op(10, 20), kernel(12, 5, 1), kernel(20, 5, 2)]
     assert graph_of(made([step(0, 5, 90)], no_launches)) == Refused(Reason.NO_LAUNCHES)
 
     def held_up(n, t, c):
-        """Nothing in the trace says why the second kernel starts 800 after its launch."""
+        """Return a step whose second kernel starts 800 after its launch for no recorded reason."""
         return [
             step(n, t, 1000), op(t + 5, 50), call(t + 10, c), kernel(t + 17, 5, c),
             call(t + 30, c + 1), kernel(t + 830, 100, c + 1), call(t + 40, c + 2, 930, "cudaDeviceSynchronize"),
@@ -528,7 +528,7 @@ def test_data_loader_is_priced_as_recorded():
     assert without_cpu_time(slow, spans_of(loading)).step_us() == pytest.approx(fed.recorded_us, rel=0.02)
 
 
-def test_item_at_the_end_of_an_overhead_bound_step_costs_next_to_nothing():
+def test_item_at_the_end_of_an_overhead_bound_step_costs_almost_nothing():
     graph = graph_from(ROOT / "tests" / "traces" / "train_item.json.gz")
     waits = [op for step in graph.trace.steps for op in step.walk() if op.kind == "runtime" and is_wait(op)]
     assert waits
@@ -536,7 +536,7 @@ def test_item_at_the_end_of_an_overhead_bound_step_costs_next_to_nothing():
 
 
 @pytest.mark.parametrize("path", SOME, ids=lambda path: path.name)
-def test_removing_work_makes_nothing_later_and_no_step_longer(path):
+def test_removing_work_delays_no_activity_and_makes_no_step_longer(path):
     graph = graph_from(path)
     ops = [
         op for step in graph.trace.steps for root in step.roots for op in outermost([root], lambda op: op.kind == "op")

@@ -1,4 +1,4 @@
-"""What every report holds: the answer in its first 25 lines, whole tables, and the field's words."""
+"""Every report has the answer in its first 25 lines, whole tables, and the field's words."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def printed(capsys, *words):
 
 @pytest.fixture(scope="module")
 def reports():
-    """Every committed trace's default report at 80 columns, made once."""
+    """Return a function that gives a committed trace's default report at 80 columns. Each report is made once."""
     found = {}
 
     def report(capsys, monkeypatch, trace):
@@ -45,7 +45,7 @@ def reports():
 
 
 def tables(lines):
-    """The rows of each table whose last column is a share or a number, by its head."""
+    """Return the rows of each table by its head."""
     found, head = defaultdict(list), None
     for line in lines:
         if not line:
@@ -76,7 +76,7 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     assert not wide, "it fits 80 columns"
     assert len(lines) <= (
         130 if not summary.source.facts.script else 170
-    )  # a numbered script's has names and the call tree, too
+    )  # a numbered script's report also has names and the call tree
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -99,7 +99,7 @@ def test_no_report_has_a_retired_word(reports, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["vit/eager", "resnet/fp32", "copies/blocking", "gpt2/sdpa"])
 def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
-    """The rows add up to the time from one step's first GPU activity to the next one's, recomputed from the events."""
+    """The rows add up to the time from one step's first GPU activity to the next one's in the raw events."""
     monkeypatch.setenv("COLUMNS", "120")
     trace = CHANGES / f"{name}.json.gz"
     lines = printed(capsys, trace, "--only", "gpu").splitlines()
@@ -119,8 +119,8 @@ def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["encoder/bf16", "syncs/none"])
-def test_a_regime_that_only_recording_makes(capsys, monkeypatch, name):
-    """The program measured its step without the profiler: the GPU is busy for most of that."""
+def test_the_report_says_if_only_recording_makes_the_step_overhead_bound(capsys, monkeypatch, name):
+    """The program measured its step without the profiler, and the GPU is busy for most of that time."""
     trace = CHANGES / f"{name}.json.gz"
     document = json.loads(gzip.decompress(trace.read_bytes()))
     told = " ".join(printed(capsys, trace).split())
@@ -130,7 +130,7 @@ def test_a_regime_that_only_recording_makes(capsys, monkeypatch, name):
     assert re.search(rf"Without the profiler the step takes {without:,.1f} ms, .* GPU-bound\.", told)
 
 
-def test_what_recording_costs_is_estimated_where_it_could_change_the_regime(tmp_path, capsys):
+def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_path, capsys):
     for name, said in (("encoder/bf16", True), ("decode/eager", False)):
         document = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))
         known = document.pop("unprofiled_step_us")
@@ -145,8 +145,8 @@ def test_what_recording_costs_is_estimated_where_it_could_change_the_regime(tmp_
 @pytest.mark.parametrize(
     "file", sampled(sorted(CHANGES.glob("*/*.json.gz"))), ids=lambda path: f"{path.parent.name}/{path.stem}"
 )
-def test_the_range_of_what_recording_costs_holds_for_all_recordings(file):
-    """Of the overhead-bound steps of more than 50 calls, which it was measured on."""
+def test_the_estimated_cost_of_recording_holds_for_all_recordings(file):
+    """It was measured on the overhead-bound steps of more than 50 calls."""
     summary = summarize(read(file))
     calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
     if summary.waits_for != "overhead" or calls <= 50:
@@ -168,7 +168,7 @@ def test_json_has_the_opportunities(capsys):
     assert cpu["opportunities"] == [] and cpu["opportunities_refused"] == "the trace has no GPU work"
 
 
-def test_patterns_that_teach_stay_with_numbered_scripts(capsys):
+def test_patterns_that_teach_appear_only_for_numbered_scripts(capsys):
     ours, theirs = ROOT / "traces/reference/nvidia-h200/05_llm", CHANGES / "vit/eager.json.gz"
     teaches = "without GPU work ("
     assert teaches in " ".join(printed(capsys, next(ours.glob("*eager_active2_shapes.json.gz"))).split())
@@ -188,7 +188,7 @@ def test_a_column_has_one_unit(times, unit, told):
 
 
 def test_steps_without_a_slice_on_the_cpu_are_not_priced(tmp_path, capsys):
-    """A mark of a step and GPU work launched in it, and no slice on any thread."""
+    """The trace has a step and GPU work launched in it, but no slice on any thread."""
     document = json.loads(gzip.decompress((CHANGES / "pointwise/eager.json.gz").read_bytes()))
     marks = raw_steps([e for e in document["traceEvents"] if e.get("ph") == "X"])
     first = marks[0]

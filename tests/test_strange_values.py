@@ -1,4 +1,4 @@
-"""Values in a trace that are no text, or no number: the file is read or refused in one line, and JSON stays strict."""
+"""Invalid text and numbers in a trace: the file is read, or refused in one line, and the JSON output stays strict."""
 
 import gzip
 import json
@@ -18,9 +18,9 @@ from tracereader.trace.decoded import decoded
 
 TRACE = H200 / "02_linear/1024x32x64_bf16_cold_eager.json.gz"
 RANKS = [ROOT / f"tests/traces/ranks/fsdp_rank{rank}.json.gz" for rank in (0, 1)]
-# In a string: a byte that is not UTF-8, half a surrogate pair; the end of a pair that began elsewhere.
+# Invalid parts of a string: a byte that is not UTF-8, half a surrogate pair, the end of a pair that began elsewhere.
 NOT_TEXT = (b"\xff", b"\\ud83d", b"\\udc00")
-# In each of these places the first string after the key gets such a part.
+# For each of these keys, the first string after the key gets such a part.
 LATE = (b'"deviceProperties"', b'"lesson"', b'"flags"', b'"guesses"', b'"cat":"kernel"', b'"cat":"cpu_op"')
 
 
@@ -34,7 +34,7 @@ def strict(text):
 
 
 def put(path, data, keys, part):
-    """The JSON with the part in the first string value behind each key, in a file."""
+    """Write the JSON with the part in the first string after each key, and return the file."""
     data = data.replace(b'": "', b'":"')
     for key in keys:
         place = data.index(b'":"', data.index(key) + len(key)) + 3
@@ -50,7 +50,7 @@ def data():
 
 @pytest.mark.parametrize("part", NOT_TEXT)
 @pytest.mark.parametrize("key", LATE)
-def test_a_value_that_is_no_text_costs_no_traceback(tmp_path, capsys, data, key, part):
+def test_invalid_text_gives_no_traceback(tmp_path, capsys, data, key, part):
     trace = put(tmp_path / "odd.json", data, [key], part)
     status = cli.main([str(trace), "--json"])
     screen = capsys.readouterr()
@@ -58,21 +58,21 @@ def test_a_value_that_is_no_text_costs_no_traceback(tmp_path, capsys, data, key,
     assert status == 2 or strict(screen.out)
 
 
-def test_a_report_of_values_that_are_no_text(tmp_path, capsys, data):
+def test_a_trace_with_invalid_text_has_a_report(tmp_path, capsys, data):
     trace = put(tmp_path / "odd.json", data, LATE, b"\\ud83d")
     assert cli.main([str(trace), "--all"]) == 0
     screen = capsys.readouterr()
     assert "\ufffd" in screen.out and screen.out.encode() and not screen.err
 
 
-def test_one_odd_byte_costs_no_more_than_itself(tmp_path, capsys, data):
+def test_one_invalid_byte_changes_nothing_else(tmp_path, capsys, data):
     trace = put(tmp_path / "odd.json", data, [b'"deviceProperties"'], b"\xff")
     assert cli.main([str(trace), "--json"]) == 0
     assert strict(capsys.readouterr().out)["devices"] == ["\ufffdNVIDIA H200"]
 
 
-def test_an_odd_byte_in_the_args_of_a_kernel_leaves_its_launch(tmp_path, data):
-    """Its correlation and its device are read from the same args."""
+def test_a_kernel_with_an_invalid_byte_in_its_args_keeps_its_launch(tmp_path, data):
+    """The correlation and the device are in the same args."""
     events = json.loads(data)
     kernels = [event for event in events["traceEvents"] if event.get("cat") == "kernel"]
     for event in kernels:
@@ -84,7 +84,7 @@ def test_an_odd_byte_in_the_args_of_a_kernel_leaves_its_launch(tmp_path, data):
 
 
 @pytest.mark.parametrize("part", NOT_TEXT)
-def test_ranks_with_values_that_are_no_text(tmp_path, capsys, part):
+def test_ranks_with_invalid_text_are_reported(tmp_path, capsys, part):
     keys = (b'"distributedInfo"', b'"Process Group Name', b'"dtype', b'"deviceProperties"')
     paths = [put(tmp_path / path.stem, gzip.decompress(path.read_bytes()), keys, part) for path in RANKS]
     assert cli.main([*map(str, paths), "--json"]) == 0
@@ -94,8 +94,8 @@ def test_ranks_with_values_that_are_no_text(tmp_path, capsys, part):
     assert len(strict(gzip.decompress(packed).decode())["traceEvents"]) > 1000
 
 
-def test_ranks_with_numbers_that_are_none_are_merged(tmp_path):
-    """NaN is read, as json reads it, and written as null."""
+def test_ranks_with_nan_are_merged(tmp_path):
+    """NaN is read like Python's json reads it, and written as null."""
     paths = []
     for path in RANKS:
         found = json.loads(gzip.decompress(path.read_bytes()))
@@ -130,7 +130,7 @@ def test_a_prediction_with_a_huge_number_is_dropped(tmp_path, capsys, data):
     assert len(strict(capsys.readouterr().out)["predictions"]) == known
 
 
-def test_a_prediction_that_cannot_be_made_is_dropped_whatever_it_raises():
+def test_a_prediction_that_cannot_be_made_is_dropped_after_any_error():
     def sentence(size):
         raise RecursionError(size)
 
@@ -141,8 +141,8 @@ def test_a_prediction_that_cannot_be_made_is_dropped_whatever_it_raises():
     assert read_record({"guess": "grows", "size": 3}, {"grows": grows}) is None
 
 
-def test_every_prediction_is_made_or_dropped_and_answered():
-    """Each kind of prediction, with values that no script stores."""
+def test_predictions_with_odd_values_are_judged_or_dropped():
+    """Each kind of prediction gets values that no script stores."""
     values = (10**320, -1, 1e308, "", "\ufffd", [], [10**320], [[10**320, "a"]], {}, None, True)
     summary = summarize(read(TRACE))
     for name, one in cheatsheet.PREDICTABLE.items():
@@ -151,7 +151,7 @@ def test_every_prediction_is_made_or_dropped_and_answered():
             assert made is None or isinstance(made.ask(summary), Verdict)
 
 
-def test_what_json_accepts_and_strict_json_does_not():
+def test_values_that_only_lax_json_accepts_are_replaced():
     assert decoded(b'{"a": NaN, "b": [1e999, -Infinity, 2.5], "c": "\\ud800x"}') == {
         "a": None, "b": [None, None, 2.5], "c": "\ufffdx",
     }  # fmt: skip

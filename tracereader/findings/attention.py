@@ -146,8 +146,8 @@ def cast_before_product(summary: Summary) -> Verdict:
     if found is None:
         return Verdict(False, "no fp32 product whose factors were cast to fp32")
     seen = (
-        f"{counted(found.casts, 'cast')} ({duration(found.cast_us)}) for {counted(found.products, 'fp32 product')} "
-        f"({duration(found.products_us)})"
+        f"{counted(found.casts, 'cast')} in {duration(found.cast_us)}, before "
+        f"{counted(found.products, 'fp32 product')} in {duration(found.products_us)}"
     )
     return Verdict(_worth_a_line(summary, found.cast_us), seen)
 
@@ -280,7 +280,8 @@ def sdpa_backend(summary: Summary) -> Verdict:
     if not calls:
         return Verdict(False, "no scaled_dot_product_attention in this trace")
     seen = listed(f"{backend} in {counted(number, 'call')}" for backend, number in calls.items())
-    against = [f"{name} refused: {'; '.join(why)}" for name, why in refused(summary).items()]
+    # torch ends some reasons with a period, and the sentences are joined by periods.
+    against = [f"{name} refused: {'; '.join(why).rstrip('.')}" for name, why in refused(summary).items()]
     return Verdict(True, ". ".join([seen, *against]))
 
 

@@ -173,7 +173,7 @@ def _launches_after_a_wait(summary: Summary) -> bool:
 @finding(
     GPU,
     "keys and values expanded in memory before attention",
-    "Grouped-query attention by copying: each key head is copied once per query head. Attention can take the keys and "
+    "Grouped-query attention copies each key head once per query head. Attention can take the keys and "
     "values without copies (enable_gqa=True).",
     needs_gpu=True,
     change="shared_keys",
@@ -300,8 +300,8 @@ def head_of_all(summary: Summary) -> tuple[GpuWork | None, int]:
 @finding(
     GPU,
     "matrix products of few rows, which mostly read weights",
-    "Their time is bytes over bandwidth, as in decoding. A larger batch reads the weights once for more tokens, and "
-    "smaller dtypes read fewer bytes.",
+    "Their time is the bytes divided by the bandwidth, as in decoding. A larger batch reads the weights once for more "
+    "tokens, and smaller dtypes read fewer bytes.",
     needs_gpu=True,
     change="larger_batch",
 )

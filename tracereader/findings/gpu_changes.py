@@ -70,7 +70,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     kernels = sum(len(chain) for chain, _ in chains)
     return Proposal(
         graph,
-        f"{kernels} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
+        f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
         f"fused, they take at least {duration(after)}",
         "torch.compile(model)",
         assumed=True,
@@ -276,7 +276,7 @@ def tensor_cores(case: Case) -> Proposal | None:
     }
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
-        f"fp32 {listed(sorted(kinds))} on CUDA cores: {len(times)} kernels, {duration(spent)}",
+        f"{listed(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
         "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
         assumed=True,
     )

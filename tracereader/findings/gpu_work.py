@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     counted,
     finding,
     listed,
+    size,
 )
 from tracereader.trace.kernel_names import short
 
@@ -36,7 +37,7 @@ def _gemms(summary: Summary) -> list[GpuWork]:
     return [one for one in summary.gpu_work if one.says.multiplies]
 
 
-@finding(TABLE, "one row with most of the GPU time", "This kernel is the hotspot. Start with it.", teaches=True)
+@finding(TABLE, "one row with most of the GPU time", "This is the hotspot. Start with it.", teaches=True)
 def hotspot(summary: Summary) -> Verdict:
     total = Counter()
     for one in summary.gpu_work:
@@ -65,7 +66,7 @@ def occupancy_asked_once(summary: Summary) -> Verdict:
     if not asking:
         return Verdict(True, f"none in {_span(summary)}: any query came before the recorded steps")
     first = asking[0]
-    seen = f"{first.occupancy_queries} in step {first.number}"
+    seen = f"{counted(first.occupancy_queries, 'query', 'queries')} in step {first.number}"
     if len(asking) > 1:
         why_not = "the library asks at each launch"
         return Verdict(False, f"{seen}, and in {counted(len(asking) - 1, 'later step')}", why_not)
@@ -90,7 +91,7 @@ def occupancy_query(summary: Summary) -> Verdict:
     total = sum(step.occupancy_queries for step in asking)
     where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
     before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
-    seen = f"{total:,} in {'step' if len(asking) == 1 else 'steps'} {where}"
+    seen = f"{counted(total, 'query', 'queries')} in {'step' if len(asking) == 1 else 'steps'} {where}"
     return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
 
@@ -157,7 +158,7 @@ def bias_copy_then_gemm(summary: Summary) -> Verdict:
     copy = next((one for one in work if one.kind == "memcpy"), None)
     seen = listed(kinds)
     if copy is not None and copy.bytes_moved and "DtoD" in copy.name:
-        seen += f"; the copy: {copy.bytes_moved / 2e6:,.3g} MB in {copy.us:.1f} µs"
+        seen += f"; the copy of {size(copy.bytes_moved // 2)} takes {copy.us:.1f} µs"
     return Verdict(kinds == ["memcpy", "GEMM"], seen)
 
 
@@ -218,7 +219,7 @@ def name_says_transposed(summary: Summary) -> Verdict:
 def down_proj_has_another_tile(summary: Summary) -> Verdict:
     gemms = _gemms(summary)
     if len(gemms) != 3:
-        return Verdict(None, f"{len(gemms)} GEMMs a step, not three")
+        return Verdict(None, f"{len(gemms)} GEMMs per step, not three")
     gate, up, down = gemms
     tiles = [one.name_says.get("tile", "unnamed") for one in gemms]
     seen = f"{gate.us:.1f}, {up.us:.1f}, {down.us:.1f} µs on tiles {', '.join(tiles)}"
@@ -320,7 +321,7 @@ def _graph_launches(summary: Summary) -> int:
 @finding(
     CPU,
     "cudaGraphLaunch",
-    "A CUDA graph: one launch replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
+    "One launch of a CUDA graph replays recorded work (torch.cuda.graph, or torch.compile with reduce-overhead or "
     "max-autotune).",
     teaches=True,
 )
@@ -346,4 +347,4 @@ def copies_into_graph(summary: Summary) -> Verdict:
         return Verdict(False, "")
     us = sum(one.us for one in copies)
     total = summary.summed_us
-    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work a step")
+    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work per step")

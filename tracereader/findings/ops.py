@@ -40,7 +40,7 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
 def many_calls(summary: Summary) -> Verdict:
     # The busiest op of the rungs' MLP runs 9 times a step and is not a bottleneck.
     name, op = max(summary.cpu.ops.items(), key=lambda item: item[1].calls, default=("", None))
-    return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls a step" if op else "")
+    return Verdict(op is not None and op.calls > 30, f"{name}: {op.calls:,} calls per step" if op else "")
 
 
 @finding(
@@ -133,7 +133,7 @@ def launch_nothing(summary: Summary, *ops: str) -> Verdict:
 )
 def views_launch_nothing(summary: Summary) -> Verdict:
     counts = Counter(call.name for call in summary.cpu.chain if call.name in VIEWS and not call.reaches_gpu)
-    return Verdict(bool(counts), f"{counts.total():,} calls a step: {', '.join(sorted(counts)[:6])}")
+    return Verdict(bool(counts), f"{counted(counts.total(), 'call')} per step: {', '.join(sorted(counts)[:6])}")
 
 
 @finding(predicts="Dynamo looks up its cache in every call, and every step calls the same graph", claims="15")
@@ -203,8 +203,8 @@ def same_graph_in_all_steps(summary: Summary) -> Verdict:
 @finding(
     COMPILE,
     "Torch-Compiled Region n/1 or higher",
-    "A recompilation: a guard failed, for example because shapes, dtypes or strides changed. Look at the time of the "
-    "first call, too.",
+    "torch.compile recompiled because a guard failed, for example after shapes, dtypes or strides changed. Look at the "
+    "time of the first call, too.",
     change="recompile",
 )
 def recompiled(summary: Summary) -> Verdict:

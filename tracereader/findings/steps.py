@@ -435,7 +435,7 @@ def _gaps(summary: Summary) -> list[float]:
 @finding(
     CPU,
     "a gap between the annotation's start and its first op",
-    "Also cold-start cost, before the first op.",
+    "This is also cold-start cost, before the first op.",
     teaches=True,
 )
 def late_first_op(summary: Summary) -> Verdict:
@@ -465,7 +465,7 @@ def one_buffer_request(summary: Summary) -> Verdict:
     requests = summary.profiler.buffer_requests
     before = [one for one in requests if one.before_first_work]
     seen = counted(len(requests), "request") + (
-        f"; one of {before[0].us:,.0f} µs before the first kernel" if before else ""
+        f"; the one before the first kernel takes {before[0].us:,.0f} µs" if before else ""
     )
     return Verdict(len(requests) == 1 and len(before) == 1, seen)
 

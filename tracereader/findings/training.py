@@ -16,7 +16,7 @@ MUCH_EXPOSED = 0.05
 @finding(
     CPU,
     "forward ops inside backward",
-    "Activation checkpointing: activations that were not kept are recomputed. This trades time for memory.",
+    "Activation checkpointing recomputes activations that were not kept. This trades time for memory.",
     predicts="forward ops run again inside the backward",
     change="no_recompute",
 )
@@ -27,7 +27,7 @@ def recomputation(summary: Summary) -> Verdict:
     where = f"{again.cpu_us:,.1f} µs of CPU time"
     if again.gpu_us:
         where = f"{again.gpu_us:,.1f} µs of GPU time in {activities(again.pieces)}"
-    return Verdict(True, f"{counted(again.calls, 'forward op')} a step, {where}")
+    return Verdict(True, f"{counted(again.calls, 'forward op')} per step, {where}")
 
 
 @finding(
@@ -46,7 +46,7 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
         return Verdict(False, listed(found) if found else "no optimizer in the step")
     most = max(loops, key=lambda one: one.launches)
     seen = (
-        f"{most.name}: {most.launches:,} launches a step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
+        f"{most.name}: {most.launches:,} launches per step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
         f"of GPU time; the GPU is idle for {most.idle_us:,.1f} µs"
     )
     return Verdict(True, seen)
