@@ -11,9 +11,10 @@
 //   head      16 rows x HIDDEN, norm                     residual stream               logits, likeliest token
 //
 // Weights. They depend on nothing, so one warp, the producer, copies them: chunks of 16 KB, in the order in which
-// this block uses them, into a ring of STAGES slots in shared memory. It knows no phases and waits for free slots
-// only. While the block waits for its input, the ring fills up for the phases that follow. The host has laid the
-// weights out so that a chunk is contiguous and each thread finds its operands of mma.m16n8k16 in 16 bytes.
+// this block uses them, into a ring of STAGES slots in shared memory. It waits for free slots, never for data of
+// other blocks. At most WINDOW copies are on their way at a time, since every other read would wait behind them.
+// While the block waits for its input, the ring fills up for the phases that follow. The host has laid the weights
+// out so that a chunk is contiguous and each thread finds its operands of mma.m16n8k16 in 16 bytes.
 //
 // Data between blocks. There is no grid-wide barrier. Readers poll the data itself, and two kinds of 64-bit words
 // tell whether they are there:
@@ -23,13 +24,13 @@
 //   in this one: there are two sets.
 // Both are read and written by relaxed operations of GPU scope on 64 bits. Such operations on the same location are
 // morally strong and single-copy atomic, so payload and tag, or sum and count, never tear (PTX ISA, "Memory
-// Consistency Model"). No other data are handed over inside of a step, so no fence is needed. The cache's new keys
-// and values and the chosen token are read by the next launch, and a kernel sees everything that the kernel before
-// it in the stream wrote.
+// Consistency Model"). No other data are handed over before the choice of the token, so no fence is needed until
+// then. The cache's new keys and values and the chosen token are read by the next launch, and a kernel sees
+// everything that the kernel before it in the stream wrote.
 //
 // No deadlock. A block waits only for phases before its own, each block works through the phases in the same order,
 // and all blocks are resident at the same time: the grid has one block per SM, and a cooperative launch fails
-// otherwise. A wait that lasts a few million polls is given up: the kernel ends, and `state` names the error.
+// otherwise. A wait that lasts a few million polls ends the kernel with an error.
 
 #include "megakernel_plan.cuh"
 
