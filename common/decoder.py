@@ -115,6 +115,15 @@ def by_hand(model: nn.Module, cache: transformers.StaticCache, text, position, o
     return decode_kernels.decoding(model, cache, text, position, overlap)
 
 
+def persistent(model: nn.Module, cache: transformers.StaticCache, text, position, inside: bool) -> Callable:
+    """The decoding step as one kernel; see megakernel.decoding(). Raises BadInput."""
+    if not isinstance(model, qwen3.Qwen3ForCausalLM):
+        raise BadInput(f"--persistent knows the layers of Qwen3, and this is {type(model).__name__}")
+    from common import megakernel
+
+    return megakernel.decoding(model, cache, text, position, inside)
+
+
 def recorded(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Return the step as one CUDA graph. The first call runs and captures it; every call replays it with one launch.
 

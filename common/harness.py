@@ -276,6 +276,7 @@ def save(
     facts: dict | None = None,
     against: str = "eager",
     check: Callable[[torch.Tensor], float] | None = None,
+    lanes: Callable[[Path], None] | None = None,
 ) -> Run:
     """Check the recorded run, and write its trace and table under args.out. Files are written atomically.
 
@@ -305,6 +306,8 @@ def save(
             for file in code_file:
                 file.write_text(f"# run {run_id}: what Inductor generated\n{code}")
             export(prof, trace_file)
+            if lanes:
+                lanes(trace_file)
             finish_trace(trace_file, lesson=lesson)
             check_recording(trace_file, args.device, compiled=args.compile is not None)
             if args.ranks:

@@ -82,6 +82,16 @@ FLAGS = (
         choices=("kernels", "overlap"),
         metavar="MODE",
     ),
+    flag(
+        "--persistent",
+        "decode with one persistent kernel (a megakernel); MODE inside: the trace shows its phases",
+        group=HOW,
+        tag="persistent-{}",
+        nargs="?",
+        const="kernel",
+        choices=("kernel", "inside"),
+        metavar="MODE",
+    ),
     flag("--graph", "record the step into one CUDA graph, and replay it", group=HOW, tag="graph", action="store_true"),
 )
 
@@ -110,6 +120,14 @@ def settled(args):
             args.triton and (args.batch > 1 or not decodes),
             "--triton decodes one sequence in bf16 with a static cache, and nothing else",
         ),
+        (
+            args.persistent and (args.compile or args.triton or args.graph or args.merge or args.attention != "sdpa"),
+            "--persistent computes the step in one kernel of its own: leave out other ways to run it",
+        ),
+        (
+            args.persistent and (args.batch > 4 or not decodes),
+            "--persistent decodes up to 4 sequences in bf16 with a static cache, and nothing else",
+        ),
         (args.logits == "last" and args.phase == "decode", "--logits last is for --phase prefill"),
         (
             args.cache == "static" and tokens > args.cache_len,
@@ -120,8 +138,8 @@ def settled(args):
         if wrong:
             raise BadInput(why)
     needs_gpu = None
-    if args.graph or args.triton:
-        needs_gpu = "--graph and --triton need a GPU, and this run is on the CPU"
+    if args.graph or args.triton or args.persistent:
+        needs_gpu = "--graph, --triton and --persistent need a GPU, and this run is on the CPU"
     elif args.attention == "flex" and args.compile:
         needs_gpu = "--attention flex --compile needs a GPU: on a CPU Inductor finds no kernel for one query"
     if needs_gpu and args.device == "cpu":

@@ -37,6 +37,8 @@ CLIMBS = {
         Row("--triton overlap", "1x512_bf16_warm_eager_triton-overlap_active2"),
         Row("--triton --graph", "1x512_bf16_warm_eager_triton-kernels_graph"),
         Row("--triton overlap --graph", "1x512_bf16_warm_eager_triton-overlap_graph"),
+        Row("--persistent", "1x512_bf16_warm_eager_persistent-kernel"),
+        Row("--persistent inside", "1x512_bf16_warm_eager_persistent-inside"),
     ),
     "climb-tried": (
         Row("--compile reduce-overhead --attention gqa", "1x512_bf16_warm_compile_gqa_reduce-overhead"),

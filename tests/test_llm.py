@@ -177,6 +177,11 @@ def test_a_compiled_prefill_is_compiled_once(folder, run, tmp_path, compile_afre
         ("--triton --compile", "choose one"),
         ("--triton --batch 2", "one sequence"),
         ("--graph --compile reduce-overhead", "records a graph of its own"),
+        ("--persistent --graph", "leave out"),
+        ("--persistent --triton", "leave out"),
+        ("--persistent --batch 5", "up to 4 sequences"),
+        ("--persistent --cache dynamic", "static cache"),
+        ("--persistent --device cpu", "need a GPU"),
         ("--logits last", "--phase prefill"),
         ("--graph --device cpu", "need a GPU"),
         ("--triton --device cpu", "need a GPU"),
@@ -194,11 +199,15 @@ def test_impossible_runs_are_refused_in_one_line(run, capsys, tmp_path, monkeypa
 
 
 def test_merge_and_by_hand_know_one_architecture_only():
-    from common.decoder import by_hand, merge
+    from common.decoder import by_hand, merge, persistent
     from tracereader.command import BadInput
 
     other = torch.nn.Linear(1, 1)
-    for call in (lambda: merge(other), lambda: by_hand(other, None, None, None, False)):
+    for call in (
+        lambda: merge(other),
+        lambda: by_hand(other, None, None, None, False),
+        lambda: persistent(other, None, None, None, False),
+    ):
         with pytest.raises(BadInput, match="this is Linear"):
             call()
 

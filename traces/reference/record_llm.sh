@@ -27,6 +27,8 @@ gpu 05_llm.py --warmup --compile max-autotune-no-cudagraphs --attention gqa --tu
 gpu 05_llm.py --warmup --triton overlap --active 2
 gpu 05_llm.py --warmup --triton --graph
 gpu 05_llm.py --warmup --triton overlap --graph
+gpu 05_llm.py --warmup --persistent
+gpu 05_llm.py --warmup --persistent inside
 gpu 05_llm.py --warmup --batch 32 --active 1
 gpu 05_llm.py --warmup --batch 32 --graph
 gpu 05_llm.py --warmup --batch 32 --compile reduce-overhead --attention gqa

@@ -1,0 +1,193 @@
+"""Rung 5's persistent kernel: how its weights are laid out, what it refuses, and what it notes of itself."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, only_trace
+
+from common import kernel_lanes, megakernel
+from tracereader.command import BadInput, RunFailed
+
+QWEN = {
+    "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 151_936,
+}  # fmt: skip
+
+
+def fragment(lane: int) -> list[tuple[int, int]]:
+    """(row, k) of the eight numbers of a lane's operand A of mma.m16n8k16, as the PTX ISA's figure has them."""
+    group, four = divmod(lane, 4)
+    return [
+        (group + 8 * (n // 2 % 2), 2 * four + n % 2 + 8 * (n // 4))
+        for n in range(8)
+    ]  # fmt: skip
+
+
+def column_of(k: int) -> int:
+    """Which of 16 columns stands at k of a product: any order will do that both operands have."""
+    return k % 8 // 2 * 4 + k // 8 * 2 + k % 2
+
+
+def test_the_order_of_columns_in_a_product_is_one_of_all_sixteen():
+    assert sorted(map(column_of, range(16))) == list(range(16))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_lane_finds_its_operands_in_sixteen_bytes(splits):
+    rows, columns = 32, 1024 * splits
+    weight = torch.arange(rows * columns).reshape(rows, columns)
+    chunks = 2
+    laid_out = megakernel.packed(weight, splits).reshape(splits, rows // 16, chunks, 32, 32, 8)
+    for split, tile, chunk, operand, lane in ((0, 0, 0, 0, 0), (splits - 1, 1, 1, 31, 31), (0, 1, 0, 5, 13)):
+        first = split * 1024 + chunk * 512 + operand * 16
+        wanted = [weight[tile * 16 + row, first + column_of(k)].item() for row, k in fragment(lane)]
+        assert laid_out[split, tile, chunk, operand, lane].tolist() == wanted
+
+
+def test_the_output_projection_is_laid_out_head_by_head():
+    weight = torch.arange(128 * 512).reshape(128, 512)
+    laid_out = megakernel.packed_by_head(weight).reshape(2, 2, 2, 16, 2, 32, 8)  # head, 64 rows, chunk, columns, rows
+    for head, rows, chunk, columns, half, lane in ((0, 0, 0, 0, 0, 0), (1, 1, 1, 15, 1, 31), (1, 0, 1, 3, 0, 9)):
+        top, left = rows * 64 + chunk * 32 + half * 16, head * 256 + columns * 16
+        wanted = [weight[top + row, left + column_of(k)].item() for row, k in fragment(lane)]
+        assert laid_out[head, rows, chunk, columns, half, lane].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "batch", "why"),
+    [
+        ({}, 5, "at most 4"),
+        ({"head_dim": 64}, 1, "128 columns"),
+        ({"num_attention_heads": 32}, 1, "two query heads"),
+        ({"hidden_size": 1280}, 1, "512 divides"),
+        ({"intermediate_size": 3584}, 1, "1024 divides"),
+        ({"vocab_size": 50_257}, 1, "16 divides"),
+    ],
+)
+def test_sizes_that_the_kernel_cannot_compute_are_named(change, batch, why):
+    assert why in megakernel.unfit(SimpleNamespace(**QWEN | change), batch)
+    assert megakernel.unfit(SimpleNamespace(**QWEN), 1) is None
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_ring_and_results_fit_into_the_shared_memory_of_a_block(batch):
+    config, of_h200 = SimpleNamespace(**QWEN), 232_448
+    stages = megakernel.most_stages(of_h200, batch, config)
+    assert stages >= 8 and megakernel.shared_bytes(stages, batch, config) <= of_h200
+    assert megakernel.most_stages(64 * 1024, batch, config) < megakernel.FEWEST_STAGES
+
+
+def test_without_nvrtc_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(BadInput, match="NVRTC"):
+        megakernel.compiled("sm_90", {})
+
+
+def test_it_compiles_for_hopper_without_a_gpu():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    config = SimpleNamespace(**QWEN)
+    sizes = {
+        "HIDDEN": 1024, "INTER": 3072, "HEADS": 16, "KV_HEADS": 8, "LAYERS": 28, "VOCAB": 151_936, "BATCH": 1,
+        "STAGES": 10, "WINDOW": 2, "SHARED": megakernel.shared_bytes(10, 1, config),
+    }  # fmt: skip
+    assert megakernel.compiled("sm_90", sizes).startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match="the host asks for another size"):
+        megakernel.compiled("sm_90", sizes | {"SHARED": 4096})
+
+
+def emulated(*sizes: int) -> str:
+    """In a process of its own, since a kernel that waits for ever would stay in this one."""
+    if not shutil.which("g++"):
+        pytest.skip("there is no g++")
+    program = [sys.executable, str(ROOT / "tests/emulated.py"), *map(str, sizes)]
+    done = subprocess.run(program, env=os.environ.copy(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_plan_computes_eagers_tokens():
+    """Threads of a CPU in the place of the GPU's. Five blocks have several tiles each in most phases."""
+    assert emulated(2, 17, 5) == "batch 2, prompt 17, 5 blocks: eager's tokens\n"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 600, 4), (3, 33, 7), (4, 40, 40)])
+def test_the_plan_computes_eagers_tokens_at_other_sizes(sizes):
+    assert emulated(*sizes).endswith("eager's tokens\n")
+
+
+def test_a_stamp_begins_a_slice_and_ends_the_one_before():
+    stamps = [[1000, 1500, 4000], [1200, 0, 4100]]
+    assert kernel_lanes.slices(stamps, ["wait", "work"]) == [
+        [("wait", 1000, 1500), ("work", 1500, 4000)],
+        [("wait", 1200, 4100)],  # that block had nothing to do, and noted no input
+    ]
+
+
+def test_the_stamps_of_a_layer_are_named_by_phase():
+    names = megakernel.stamp_names(2)
+    assert names[:4] == ["wait: qkv 0", "qkv 0", "wait: attend 0", "attend 0"]
+    assert names[-2:] == ["wait: head", "head"] and len(names) == 2 * (5 * 2 + 1)
+
+
+def test_a_kernels_phases_are_lanes_below_its_last_slice(tmp_path):
+    file = tmp_path / "trace.json"
+    kernels = [
+        {"ph": "X", "cat": "kernel", "name": "decode_step", "ts": ts, "dur": 5, "args": {}} for ts in (10.0, 50.0)
+    ]
+    file.write_text(json.dumps({"traceEvents": kernels, "traceName": "trace.json"}))
+    lanes = kernel_lanes.slices([[1000, 1500, 4000], [1250, 1500, 4100]], ["wait", "work"])
+    kernel_lanes.add(file, "decode_step", lanes)
+    trace = json.loads(file.read_text())
+    assert list(trace)[-1] == "traceName", "finish_trace() writes behind it"
+    added = [event for event in trace["traceEvents"] if event.get("cat") == "inside_kernel"]
+    assert [(one["tid"], one["name"], one["ts"], one["dur"]) for one in added] == [
+        (0, "wait", 50.0, 0.5), (0, "work", 50.5, 2.5), (1, "wait", 50.25, 0.25), (1, "work", 50.5, 2.6),
+    ]  # fmt: skip
+    with pytest.raises(RunFailed, match="no kernel other"):
+        kernel_lanes.add(file, "other", lanes)
+
+
+def test_the_lanes_are_no_gpu_work_to_a_reader(tmp_path):
+    """A kernel's phases are parts of it: counted as work, the GPU would be busy several times over."""
+    from tracereader.trace import read
+
+    reference = ROOT / "traces/reference/nvidia-h200/05_llm/1x512_bf16_warm_eager_persistent-inside.json.gz"
+    trace = read(reference)
+    work = [one for one in trace.work if one.kind == "kernel"]
+    assert {one.name for one in work} == {"decode_step"}
+
+
+WHOLE = ("--warmup", "--layers", "3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags", [("--prompt", "1"), ("--prompt", "33"), ("--prompt", "900"), ("--batch", "2"), ("--batch", "4")]
+)
+def test_one_kernel_a_step_writes_eagers_tokens(run, tmp_path, capsys, flags):
+    assert run("05_llm", *WHOLE, "--persistent", *flags) == 0
+    assert "matches eager: relative error" in capsys.readouterr().out
+    events = only_trace(tmp_path)["traceEvents"]
+    launches = {one["args"]["correlation"] for one in events if one.get("name") == "cuLaunchKernelEx"}
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    assert [one["name"] for one in kernels] == ["decode_step"] * 3
+    assert {one["args"]["correlation"] for one in kernels} <= launches
+
+
+@pytest.mark.gpu
+def test_the_trace_shows_what_the_kernel_does_inside(run, tmp_path):
+    assert run("05_llm", *WHOLE, "--persistent", "inside") == 0
+    events = only_trace(tmp_path)["traceEvents"]
+    kernel = [one for one in events if one.get("cat") == "kernel"][-1]
+    inside = [one for one in events if one.get("cat") == "inside_kernel"]
+    assert {one["name"] for one in inside} <= set(megakernel.stamp_names(3))
+    assert all(
+        one["ts"] >= kernel["ts"] and one["ts"] + one["dur"] <= kernel["ts"] + kernel["dur"] + 10 for one in inside
+    )
