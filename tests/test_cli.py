@@ -540,7 +540,7 @@ def test_patterns_without_a_reference_trace(tmp_path):
         ],
     )
     shown = {one.name: verdict.evidence for one, verdict in cheatsheet.found(measured(file))}
-    assert shown["occupancy_query"] == "1 in step whole trace, before ampere_sgemm_128x64_nn"
+    assert shown["occupancy_query"] == "1 query in the trace, before ampere_sgemm_128x64_nn"
     assert shown["many_calls"] == "aten::add: 39 calls per step"
     sync = shown["sync_idles_the_gpu"]
     # From the kernel's end to the synchronization's, 14 µs, and in the launch after it, 2 µs.

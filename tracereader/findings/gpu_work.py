@@ -91,7 +91,8 @@ def occupancy_query(summary: Summary) -> Verdict:
     total = sum(step.occupancy_queries for step in asking)
     where = listed(step.number for step in asking[:3]) + (" …" if len(asking) > 3 else "")
     before = sorted({short(one.name) for one in summary.gpu_work if one.occupancy_queries})[:3]
-    seen = f"{counted(total, 'query', 'queries')} in {'step' if len(asking) == 1 else 'steps'} {where}"
+    place = f"{'step' if len(asking) == 1 else 'steps'} {where}" if summary.source.has_steps else "the trace"
+    seen = f"{counted(total, 'query', 'queries')} in {place}"
     return Verdict(bool(asking), seen + (f", before {listed(before)}" if before else ""))
 
 
