@@ -61,4 +61,6 @@ PREDICTED = [
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
     ("odd_width/odd", "align_shapes", "odd_width/padded"),
     ("experts/loop", "larger_batch", "experts/batched"),
+    ("logits/all", "last_logits", "logits/last"),
+    ("guards/compile", "skip_guards", "guards/compile_skipped"),
 ]

@@ -483,6 +483,47 @@ def images(variant):
     return graphed(step) if variant == "graph" else step
 
 
+def autocast(variant):
+    """An MLP in inference: autocast casts its fp32 weights in each step, or they are cast once before."""
+    layers = [torch.nn.Linear(4096, 4096) for _ in range(12)]
+    model = torch.nn.Sequential(*layers).cuda().eval()
+    x = torch.randn(512, 4096, device="cuda")
+    if variant == "cast_once":
+        model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+    return torch.no_grad()(torch.autocast("cuda", torch.bfloat16, enabled=variant == "each_step")(lambda: model(x)))
+
+
+def logits(variant):
+    """Prefill of a Llama with a large vocabulary: the logits of all tokens, of which the last are used, or of these."""
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda().to(torch.bfloat16).eval()
+    tokens = torch.randint(128256, (4, 1024), device="cuda")
+    keep = 1 if variant == "last" else 0
+
+    def step():
+        return model(tokens, use_cache=False, logits_to_keep=keep).logits[:, -1].argmax(-1)
+
+    return torch.no_grad()(step)
+
+
+def guards(variant):
+    """A compiled function of few small kernels and many guards, with its guards or without."""
+    parameters = [torch.randn(64, device="cuda") for _ in range(100)]
+
+    def total(x):
+        for one in parameters:
+            x = x + one
+        return x
+
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe} if variant == "compile_skipped" else {}
+    fn = torch.compile(total, options=options)
+    x = torch.randn(64, device="cuda")
+    return torch.no_grad()(lambda: fn(x))
+
+
 WORKLOADS = {
     vit: ("eager", "graph", "compile"),
     pointwise: ("eager", "compile"),
@@ -512,6 +553,10 @@ WORKLOADS = {
     experts: ("loop", "batched"),
     trained: ("eager", "compile"),
     images: ("eager", "graph", "compile"),
+    # Of changes that were written later; the predictions came first here, too.
+    autocast: ("each_step", "cast_once"),
+    logits: ("all", "last"),
+    guards: ("compile", "compile_skipped"),
 }
 
 
