@@ -4,13 +4,14 @@ import gzip
 import itertools
 import json
 import re
+from typing import get_args
 
 import pytest
 from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import reading
-from tracereader.figures.rank import Call, Group, Part, RankTrace, Times
+from tracereader.figures.rank import Call, Group, NotRead, Part, RankTrace, Times
 from tracereader.figures.ranks import joined
 from tracereader.findings import ranks as findings
 from tracereader.show.merged import merged
@@ -515,7 +516,7 @@ def test_in_processes_as_in_one(monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     assert reading.read_ranks([*paths, paths[0].with_name("none.json")], 10**9, None) == (
         at_once[0],
-        {str(paths[0].with_name("none.json")): "no such file"},
+        {str(paths[0].with_name("none.json")): NotRead("unreadable", "no such file")},
     )
 
 
@@ -523,7 +524,13 @@ def test_a_reader_that_is_ended_is_said(monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading.sys, "executable", "/bin/false")  # as one that the system ends for want of memory
     kept, why = reading.read_ranks(RUNS["fsdp"], 10**9, None)
-    assert kept == [] and set(why.values()) == {"the process that read it was killed"}
+    assert kept == [] and set(why.values()) == {NotRead("killed")}
+
+
+def test_each_reason_for_leaving_a_trace_out_has_words():
+    reasons = get_args(NotRead.__annotations__["reason"])
+    told = [findings.why_not_read(NotRead(reason, "its text", 3, 8, 4, 2.5)) for reason in reasons]
+    assert len(told) == 11 and all(told)
 
 
 def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):

@@ -24,6 +24,8 @@ from references import H200, ROOT
 from tracereader import cli, cluster, progress
 from tracereader.command import BadInput
 from tracereader.figures import reading
+from tracereader.figures.rank import NotRead
+from tracereader.findings.ranks import why_not_read
 from tracereader.show import perfetto
 from tracereader.trace import TraceError, remote
 from tracereader.trace.document import located, path_of
@@ -199,10 +201,10 @@ def test_what_lies_nowhere_is_refused(server, memory, capsys):
     for url, says in (
         ("memory://job/none.json", "no such file"),
         ("memory://job/none*.json", "no file there matches"),
-        ("memory://job/empty/", "there is no .json or .json.gz in this folder"),
+        ("memory://job/empty/", "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"),
         (server.url("none.json"), "no such file"),
         (server.url("none*.json"), "no file there matches"),
-        (server.url("empty/"), "there is no .json or .json.gz in this folder"),
+        (server.url("empty/"), "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"),
         (server.url("none/"), "no such file"),
     ):
         assert says in refused(capsys, url)
@@ -529,7 +531,7 @@ def test_what_an_executor_raises_is_named_beside_the_other_ranks():
     paths = [RANKS[0], *(Path(f"/{number}.json") for number in range(1, 6))]
     ranks, why = kept(paths, executor=Fails())
     assert ranks == [0]
-    assert list(why.values()) == [
+    assert [why_not_read(one) for one in why.values()] == [
         "the process that read it has no module tracereader: install the reader there",
         "RuntimeError: a b",
         "the process that read it was killed",
@@ -553,8 +555,8 @@ def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, 
             ranks, why = kept(paths, executor=threads)
             server.over.set()
     assert ranks == [0, 1]
-    (said,) = why.values()
-    assert said.startswith("no answer from what reads it: nothing has arrived for ")
+    (said,) = map(why_not_read, why.values())
+    assert said.startswith("the process that reads it did not answer: nothing has arrived for ")
 
 
 def worker_of(port, processes):
@@ -584,7 +586,7 @@ def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
     paths = [path_of(server.url(f"fsdp_rank{number}.json.gz")) for number in (0, 1)]
-    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): reading.KILLED}))):
+    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): NotRead("killed")}))):
         server.asked.clear()
         server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
         assert kept(paths) == expected
@@ -630,7 +632,7 @@ def test_a_worker_that_dies_is_replaced(dask, server, capsys):
     server.rules |= {"/fsdp_rank0.json.gz": None, "/fsdp_rank2.json.gz": killing(pids, 99)}
     found = json.loads(printed(capsys, *words))
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): reading.KILLED}
+    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): "the process that read it was killed"}
 
 
 def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, monkeypatch):

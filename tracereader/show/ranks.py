@@ -52,8 +52,8 @@ def opened(
     """
     kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
     if not kept:
-        first = next(iter(not_read.items()))
-        raise BadInput(f"no rank can be read: {first[0]}: {first[1]}")
+        path, why = next(iter(not_read.items()))
+        raise BadInput(f"no rank can be read: {path}: {findings.why_not_read(why)}")
     summary = joined(kept, not_read)
     if len(summary.ranks) < 2 and len(kept) > 1 and not forced:
         return None
@@ -86,9 +86,7 @@ def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
 
 def _wanted(summary: RanksSummary, view: View) -> list[str]:
     """The sections that are asked for. Raises BadInput where there is none of them, or not the step."""
-    wanted = [name for name in SECTIONS if view.shows(name)]
-    if not wanted:
-        raise BadInput(f"--only {','.join(view.only)}: a report on ranks has the sections {', '.join(SECTIONS)}")
+    wanted = view.shown_of(SECTIONS, "a report on ranks")
     if view.rank is not None and all(one.rank != view.rank for one in summary.ranks):
         raise BadInput(f"--rank {view.rank}: it is not among the {counted(len(summary.ranks), 'rank')} that were read")
     if view.step is not None and f"{STEP}{view.step}" not in summary.steps:
@@ -106,6 +104,7 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     kept = summary if view.rank is None else _of_one(summary, view.rank)
     document = {"version": VERSION} | msgspec.to_builtins(kept)
     document["ranks"] = [rank_as_builtins(one) for one in kept.ranks]
+    document["not_read"] = {path: findings.why_not_read(why) for path, why in summary.not_read.items()}
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
@@ -215,7 +214,8 @@ def notes(summary: RanksSummary) -> list[str]:
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
         found.append(f"missing: {missing}; who waits for them is not known")
-    found += [f"left out: {shown_path(Path(path))}: {why}" for path, why in list(summary.not_read.items())[:5]]
+    for path, why in list(summary.not_read.items())[:5]:
+        found.append(f"left out: {shown_path(Path(path))}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
     for rank, names in list(summary.other_steps.items())[:3]:

@@ -104,7 +104,8 @@ def located(address: str) -> list[Path]:
     if found is None:
         return [named(address)]
     if not found:
-        raise OSError("no file there matches" if wildcards else "there is no .json or .json.gz in this folder")
+        in_folder = "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"
+        raise OSError("no file there matches" if wildcards else in_folder)
     return [named(one) for one in found if not one.endswith("/")]
 
 

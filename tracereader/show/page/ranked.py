@@ -67,7 +67,7 @@ def page(
         "straggler": straggler.rank if straggler else None,
         "opportunities": None if found is None else data.proposed(found),
         "missing": summary.missing,
-        "not_read": {Path(path).name: why for path, why in summary.not_read.items()},
+        "not_read": {Path(path).name: findings.why_not_read(why) for path, why in summary.not_read.items()},
         "drawn": drawn,
         "collectives_drawn": "of all steps" if collectives is summary.matched else "of that step alone",
         "ranks": [_rank(one, beside) for one in summary.ranks],
