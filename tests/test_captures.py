@@ -101,7 +101,7 @@ SGLANG = ("DecodeCudaGraphRunner_bs_{}_rank0.json", False, "step[DECODE bs=5 g_s
 
 
 @pytest.mark.parametrize(("file", "in_annotation", "executed"), [VLLM, OLDER_VLLM, SGLANG])
-def test_of_several_captured_sizes_the_next_larger_one_ran(file, in_annotation, executed, tmp_path):
+def test_the_next_larger_captured_size_is_the_one_that_ran(file, in_annotation, executed, tmp_path):
     """As these name the capture and the run. Without that, captures of different shapes are not told apart."""
     eager = CHANGES / "decode/eager.json.gz"
     folder = tmp_path / "capture_traces"
@@ -167,7 +167,7 @@ def test_a_model_captured_in_pieces_is_tied_piece_by_piece(tmp_path):
         assert [(one.name, one.pieces) for one in by_module(trace, step)] == [("Layer_0", 1), ("Layer_1", 1)]
 
 
-def test_an_edge_of_a_graph_decides_what_a_node_waits_for(tmp_path):
+def test_an_edge_of_a_graph_decides_which_node_a_node_waits_for(tmp_path):
     """C depends on A alone, although B of a third stream ended later and right before C."""
     events, flow = [], {"cat": "ac2g", "name": "ac2g", "pid": 0}
     for step in range(3):
@@ -196,7 +196,7 @@ STRANGE = (None, True, -1, 2**70, 1e300, "x", "", [], {}, [1], {"a": None})
 
 
 @pytest.mark.parametrize("strange", STRANGE, ids=repr)
-def test_strange_values_in_what_torch_added_leave_the_rest_readable(strange, tmp_path):
+def test_strange_values_in_new_fields_leave_the_rest_readable(strange, tmp_path):
     """Files come from anywhere."""
     args = {"graph id": strange, "graph node id": strange, "original_stream": strange, "annotation": strange}
     events = [event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::mm", "cpu_op", 1, 2)]

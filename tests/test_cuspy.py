@@ -276,7 +276,7 @@ def in_step(call, summary, events):
     return mark["ts"] <= call["ts"] < mark["ts"] + mark["dur"]
 
 
-def test_torchs_exporter_still_writes_what_the_reader_looks_for():
+def test_torchs_exporter_still_writes_the_names_that_the_reader_uses():
     """The names that the reader depends on, in torch's own code."""
     import torch.profiler as profiler
 

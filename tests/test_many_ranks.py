@@ -132,7 +132,7 @@ def test_the_five_that_cost_most_are_shown_and_all_on_demand(capsys, monkeypatch
     assert re.findall(r"^  rank (\d+) on node", text, re.M) == [str(rank) for rank in costliest]
 
 
-def test_ranks_that_do_the_same_cost_nothing():
+def test_equal_ranks_cost_nothing():
     summary = summary_of(256)
     assert findings.costs(summary) == () and findings.straggler(summary) is None
     assert findings.sentences(summary)[0].startswith("no rank loses much time by waiting")
@@ -152,7 +152,7 @@ def test_a_thousand_ranks_fit_one_screen(columns, capsys, monkeypatch):
     assert re.search(r"^rank that has the max .*\b517\b", text, re.M)
 
 
-def test_groups_are_told_apart_and_each_names_whom_it_waits_for(capsys, monkeypatch):
+def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, monkeypatch):
     summary = mesh()
     kinds = {one.name: one for one in findings.group_kinds(summary)}
     assert set(kinds) == {"tensor parallel (mesh_tp)", "data parallel (mesh_dp)"}
@@ -180,7 +180,7 @@ def test_groups_are_told_apart_and_each_names_whom_it_waits_for(capsys, monkeypa
         ("rollout", "rollout of 8 neighbouring ranks"),
     ],
 )
-def test_a_group_is_called_what_its_description_says(description, name):
+def test_the_name_of_a_group_follows_its_description(description, name):
     ranks = made(16, COLLECTIVES, tensor=1 if description == "default_pg" else 8)
     described = [
         msgspec.structs.replace(
@@ -191,7 +191,7 @@ def test_a_group_is_called_what_its_description_says(description, name):
     assert name in {one.name for one in findings.group_kinds(joined(described))}
 
 
-def test_a_group_that_only_torchs_list_names_in_full(tmp_path):
+def test_torchs_list_of_groups_completes_a_truncated_list_of_ranks(tmp_path):
     """A kernel's description truncates a long list of ranks; distributedInfo has it in full."""
 
     def truncated(found, rank):
@@ -244,7 +244,7 @@ def test_one_rank_is_shown_in_full(capsys, monkeypatch):
     assert f"of it for rank {max(for_it, key=for_it.get)}" in waited
 
 
-def test_the_summaries_of_many_ranks_are_small_and_survive_their_way():
+def test_the_encoded_ranks_are_small_and_decode_to_the_same():
     """What a process hands over of one rank grows with its collectives, not with them times its group's ranks."""
     sizes = []
     for collectives in (420, 840):

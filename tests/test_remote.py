@@ -181,7 +181,7 @@ def test_a_page_of_a_url_is_that_of_the_file(server, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("pattern", ["fsdp_rank*.json.gz", "fsdp_rank[01].json.gz", "ranks", "ranks/"])
-def test_folders_and_wildcards_are_what_lies_there(server, memory, capsys, pattern):
+def test_folders_and_wildcards_name_the_traces_there(server, memory, capsys, pattern):
     expected = printed(capsys, *RANKS, "--only", "short")
     if pattern.startswith("ranks"):
         for path in RANKS:
@@ -195,7 +195,7 @@ def test_folders_and_wildcards_are_what_lies_there(server, memory, capsys, patte
         assert printed(capsys, server.url(pattern), "--only", "short") == expected
 
 
-def test_what_lies_nowhere_is_refused(server, memory, capsys):
+def test_a_url_without_a_trace_is_refused(server, memory, capsys):
     memory.pipe_file("/job/empty/notes.txt", b"")
     (server.folder / "empty").mkdir()
     for url, says in (
@@ -318,7 +318,7 @@ def endless(handler, asked):
     return True
 
 
-def test_a_file_without_an_end_is_read_to_the_limit(server, capsys):
+def test_an_endless_file_is_read_to_the_limit(server, capsys):
     server.rules["/x.json"] = endless
     said = refused(capsys, server.url("x.json"), "--limit", 1 << 20)
     assert "it has more than 1,048,576 bytes; --limit raises the limit" in said and server.asked["/x.json"] == 1
@@ -369,13 +369,13 @@ def test_hostile_files_among_ranks_are_named(server, capsys):
         ("zip://x.json::https://somebody:hunter2@host/a.zip?deadbeef", "zip://x.json::https://host/a.zip"),
     ],
 )
-def test_a_name_holds_no_credentials(url, name):
+def test_a_name_contains_no_credentials(url, name):
     path = path_of(url)
     assert str(path) == f"{path}" == remote.without_credentials(url) == name
     assert remote.address_of(path) == remote.address_of(Path(str(path))) == url
 
 
-def test_urls_that_differ_in_their_credentials_have_names_of_their_own():
+def test_urls_that_differ_only_in_their_credentials_have_different_names():
     one, other = (path_of(f"https://host/get?file={number}&sig=x") for number in (0, 1))
     assert (str(one), str(other)) == ("https://host/get", "https://host/get#2")
     assert path_of("https://host/get?file=1&sig=x") == other
@@ -474,7 +474,7 @@ def test_processes_that_download_end_with_the_command(server):
     assert len(gone) == 2 and not alive
 
 
-def test_a_terminal_shows_how_far_a_download_is(server, monkeypatch, capsys):
+def test_a_terminal_shows_the_progress_of_a_download(server, monkeypatch, capsys):
     monkeypatch.setattr(progress, "AFTER_S", 0)
     monkeypatch.setattr(progress, "EVERY_S", 0)
     assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
@@ -503,7 +503,7 @@ def test_ranks_are_read_on_any_executor(tmp_path):
     assert found == expected[0] and why.keys() == {str(broken)}
 
 
-def test_what_an_executor_raises_is_named_beside_the_other_ranks():
+def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
     """The first rank is read; what became of the others is an Executor's own."""
     raised = [
         ModuleNotFoundError("no", name="tracereader"),
@@ -669,7 +669,7 @@ def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
         assert "the scheduler has no worker" in refused(capsys, RANKS[0], "--cluster", empty.scheduler_address)
 
 
-def test_what_does_not_go_with_a_cluster_is_refused(capsys, monkeypatch):
+def test_flags_that_a_cluster_excludes_are_refused(capsys, monkeypatch):
     for flags, says in (
         (("--open",), "--open reads every trace on this machine: leave out --cluster"),
         (("--export", "all.json"), "--export reads every trace on this machine: leave out --cluster"),

@@ -291,7 +291,7 @@ def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
 
 
 def costs(summary: RanksSummary, most: int | None = None) -> tuple[Cost, ...]:
-    """Return the ranks and links that make the steps longer, the costliest first. Fewer than three ranks have no slow one."""
+    """Return the slow ranks and links, the costliest first. Among fewer than three ranks none is called slow."""
     figures = _Usual(summary)
     found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
     found += [Cost((rank,), us, (), None) for rank, us in _beyond(summary, figures).items()]
