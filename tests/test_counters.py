@@ -1,4 +1,4 @@
-"""The section of sampled counters, and what it says of them."""
+"""The section on sampled counters, and its sentences."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""--open and --export: what Perfetto gets; the page, what it refuses, and the hand-over in a real Chromium."""
+"""--open and --export: the copy for Perfetto, the page and its refusals, and the hand-over in a real Chromium."""
 
 import collections
 import contextlib
@@ -34,12 +34,12 @@ def whole_number(number):
 
 
 def whole_ns(us):
-    """Its llround of a double, whose product by 1000 is rounded already."""
+    """Return Perfetto's llround of a double, whose product with 1000 is already rounded."""
     return int(decimal.Decimal(us * 1000.0 if isinstance(us, float) else us * 1000).to_integral_value("ROUND_HALF_UP"))
 
 
 def lost_in_perfetto(events):
-    """The slices that the importer drops, by the rules of its SliceTracker, one track after the other."""
+    """Return the slices that the importer drops, by the rules of its SliceTracker."""
     ordered = sorted(
         (whole_ns(e["ts"]), -whole_ns(e["dur"]), number) for number, e in enumerate(events) if e["ph"] == "X"
     )

@@ -30,7 +30,7 @@ def varint(number):
 
 
 def field(number, value):
-    """A field of protobuf: a whole number, a double, or bytes."""
+    """Return a field of protobuf: a whole number, a double, or bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     if isinstance(value, float):
@@ -69,7 +69,7 @@ def end(time):
 
 
 def slices_of(data):
-    """Name, start and duration in ns, and arguments of each slice."""
+    """Return the name, start and duration (ns) and arguments of each slice."""
     found = json.loads(pftrace.as_json(data, 10**7))["traceEvents"]
     return [
         (one["name"], round(one["ts"] * 1000), round(one["dur"] * 1000), one["args"]) for one in found

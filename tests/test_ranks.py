@@ -1,4 +1,4 @@
-"""Several ranks of one run: every figure against one worked out here from the raw events."""
+"""Several ranks of one run: every figure is compared with one that the test computes from the raw events."""
 
 import gzip
 import itertools
@@ -44,7 +44,7 @@ def end(event):
 
 
 def pieces(spans, but=()):
-    """What some spans cover and others do not, cut at every edge."""
+    """Return the time that some intervals cover and others do not, by cutting at every edge."""
     change = {}
     for which, some in ((0, spans), (1, but)):
         for start, stop in some:
@@ -71,7 +71,7 @@ def marks(events):
 
 
 def worked_out(paths):
-    """By rank: window, compute, exposed communication; and who waited for whom, all from the raw events."""
+    """Return by rank the window, compute and exposed communication, and the waits, all from the raw events."""
     figures, parts = [], []
     for path in paths:
         events = slices(path)
@@ -138,7 +138,7 @@ def test_every_figure_of_a_rank(name, capsys):
 
 
 def test_the_straggler_of_two_h200s(capsys):
-    """Rank 1 multiplies 60 matrices more in its forward pass: 42 times the last, and rank 0 waits 89.25 ms."""
+    """Rank 1 multiplies 60 more matrices in its forward pass. It is last 42 times, and rank 0 waits 89.25 ms."""
     ours = as_json(capsys, *RUNS["ddp_straggler"])
     waiting, slow = ours["ranks"]
     assert (slow["arrived_last"], waiting["arrived_last"], ours["straggler"]) == (42, 0, 1)
@@ -160,7 +160,7 @@ def test_a_cpu_that_launches_late_is_distinguished_from_a_rank_that_computes_mor
 
 
 def without_labels(found):
-    """A trace without labels of its own: torch's are left."""
+    """Return a trace without the program's annotations; torch's remain."""
     torchs = ("ProfilerStep#", "gloo:", "nccl:")
     found["traceEvents"] = [
         e for e in found["traceEvents"] if e.get("cat") != "user_annotation" or e["name"].startswith(torchs)
@@ -169,7 +169,7 @@ def without_labels(found):
 
 @pytest.mark.parametrize("name", [*RUNS, *(one for one in REFERENCES if "slow" in one or "fsdp" in one)])
 def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
-    """Of a step without labels the rank, the reason and the amount are said, too."""
+    """The rank, the reason and the amount are also reported for steps without annotations."""
     ours = as_json(capsys, *(changed(tmp_path, path, without_labels) for path in RUNS.get(name) or REFERENCES[name]))
     slow = ours["straggler"]
     assert not any(step["phases"] for one in ours["ranks"] for step in one["steps"])
@@ -186,7 +186,7 @@ def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
 
 
 def test_a_rank_that_waits_for_its_data_is_named(tmp_path, capsys):
-    """Launches that the DataLoader holds up are no slow launching."""
+    """Launches that the DataLoader delays do not count as late launches."""
     zero, one = RUNS["fsdp"]
     events = slices(zero)
     waits = [(mark["ts"] + 0.001, mark["ts"] + mark["dur"] / 2) for mark in marks(events)]
@@ -208,7 +208,7 @@ def test_a_rank_that_waits_for_its_data_is_named(tmp_path, capsys):
 
 
 def transfers(slow_by):
-    """Eight ranks in four groups of two: 20 all-gathers a group, those of ranks 4 and 5 so many times as long."""
+    """Return eight ranks in four groups of two with 20 all-gathers each. Those of ranks 4 and 5 are slower."""
     parts = {rank: [] for rank in range(8)}
     for seq in range(20):
         for rank in parts:
@@ -261,7 +261,7 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
 
 
 def changed(tmp_path, path, change):
-    """A copy of a trace with something changed."""
+    """Return the path of a changed copy of a trace."""
     found = document(path)
     change(found)
     copy = tmp_path / path.name.removesuffix(".gz")
@@ -282,7 +282,7 @@ def later(us, host=None):
 
 @pytest.mark.parametrize(("host", "ahead"), [("another", 150_000), (None, 150_000), (None, 400)])
 def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, host, ahead):
-    """With the host named, and without: then the stamps themselves show that they are of two clocks."""
+    """The host is named, or the time stamps themselves show that there are two clocks."""
     zero, one = RUNS["ddp_straggler"]
     here = changed(tmp_path, zero, later(0, "this one" if host else None))
     there = changed(tmp_path, one, later(ahead, host))
@@ -299,7 +299,7 @@ def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, 
 
 
 def of_rank(rank, world_size, host, parts):
-    """One rank's trace as it is kept, with these collectives alone: their group, kind, bytes, number, start and end."""
+    """Return the data of a rank with only these collectives: group, kind, bytes, number, start and end."""
     members = list(dict.fromkeys(one[0] for one in parts))
     calls = list(dict.fromkeys(Call(members.index(group), kind, size, "") for group, kind, size, *_ in parts))
     return RankTrace(
@@ -315,7 +315,7 @@ def of_rank(rank, world_size, host, parts):
 
 
 def test_clocks_of_four_hosts_are_aligned_whichever_collectives_they_share():
-    """Two share all with the first; the fourth shares some with one of these alone, and is set by it."""
+    """Two hosts share all collectives with the first. The fourth shares some with only one of these two."""
     ahead = {0: 0, 1: 7_000_000, 2: -3_000_000, 3: 11_000_000}
     parts = {rank: [] for rank in ahead}
     for seq in range(20):
@@ -402,7 +402,7 @@ def test_a_collective_that_one_rank_lacks_shifts_no_other(tmp_path, capsys):
 
 
 def test_sequence_numbers_match_collectives_in_another_order(tmp_path, capsys):
-    """As newer versions of torch record them: a rank that lacks one is no riddle then."""
+    """Newer versions of torch record sequence numbers, which also match if a rank lacks a collective."""
 
     def numbered(drop):
         def change(found):
@@ -423,7 +423,7 @@ def test_sequence_numbers_match_collectives_in_another_order(tmp_path, capsys):
 
 
 def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
-    """Two groups of two, as in a mesh: whoever is late in one is waited for by its own group only."""
+    """There are two groups of two, as in a mesh. Only its own group waits for a late rank."""
 
     def moved(rank, group, ahead):
         def change(found):
@@ -454,7 +454,7 @@ def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
 
 
 def all_named_alike(around):
-    """As by an older NCCL: one name for the kernels of all collectives. around: the slice around each launch then."""
+    """Give all collectives' kernels one name, as an older NCCL does. around: the slice around each launch."""
 
     def change(found):
         for event in found["traceEvents"]:

@@ -1,4 +1,4 @@
-"""Traces behind URLs, and ranks that a cluster's workers read: as from this machine's files, or refused in a line."""
+"""Traces behind URLs, and ranks that a cluster reads, give the reports of local files, or a refusal in one line."""
 
 import collections
 import contextlib
@@ -51,7 +51,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder. rules: by path, what answers in its place, told how often it was asked; false: the folder."""
+    """Serves a folder. rules: by path, a function that gets the request's number and answers, or returns False."""
 
     daemon_threads = True
 
@@ -83,7 +83,7 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """The traces in fsspec's file system in memory, which ends with the test."""
+    """Yield fsspec's file system in memory with the traces. It ends with the test."""
     files = fsspec.filesystem("memory")
     for path in (SMALL, COMPILED, *RANKS):
         files.pipe_file(f"/job/{path.name}", path.read_bytes())
@@ -133,7 +133,7 @@ def refused(capsys, *words):
 
 
 def without_paths(text):
-    """What is printed or written, without the names of the folders and servers that the traces lie in."""
+    """Return a text without the names of the traces' folders and servers."""
     return re.sub(r"(https?://[\w.:]+|memory://job|[\w./-]*fsdp|\.?[\w/.-]*/02_linear|\S*/served)/?", "", text)
 
 
@@ -232,7 +232,7 @@ def test_perfetto_and_a_reference_take_a_url(server, capsys):
     "url", ["https://example.org/runs/trace.json.gz", "hf://buckets/me/trace.json", "s3://b/*.json"]
 )
 def test_without_fsspec_a_url_is_refused_at_once(monkeypatch, capsys, beside, url):
-    """Also as the second of two traces: the first is not read for it."""
+    """A URL is also refused as the second of two traces, before the first is read."""
     for name in ("fsspec", "fsspec.core", "fsspec.registry"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("tracereader.show.report.opened", lambda *_: pytest.fail("the first trace was read"))
@@ -306,7 +306,7 @@ def test_a_server_that_is_silent_or_gone_is_named(server, monkeypatch, capsys):
 
 
 def endless(handler, asked):
-    """Chunks without an end."""
+    """Send chunks without an end."""
     handler.protocol_version = "HTTP/1.1"
     handler.send_response(200)
     handler.send_header("Transfer-Encoding", "chunked")
@@ -335,7 +335,7 @@ def test_a_bomb_behind_a_url_is_refused(server, memory, capsys):
 
 
 def test_hostile_files_among_ranks_are_named(server, capsys):
-    """The others are reported."""
+    """The other ranks are reported."""
     server.rules["/fsdp_rank2.json.gz"] = truncated()
     (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes())
     (server.folder / "fsdp_rank3.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
@@ -424,7 +424,7 @@ def test_a_download_is_bounded_in_memory_and_has_no_name(server, tmp_path, monke
 
 
 def half(begun, size):
-    """A server that announces so many bytes, sends the first ones, says so, and waits."""
+    """Return a rule that announces so many bytes, sends the first ones, signals this, and waits."""
 
     def rule(handler, asked):
         handler.send_response(200)
@@ -446,7 +446,7 @@ def reading_process(*words, **environment):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_download_that_is_ended_leaves_nothing(server, tmp_path, number):
-    """One line, the signal's own status; the server has sent half of the file by then."""
+    """It prints one line and exits with the signal's status, after the server has sent half of the file."""
     begun = threading.Semaphore(0)
     server.rules["/x.json"] = half(begun, 1_000_000)
     tmp = tmp_path / "tmp"
@@ -504,7 +504,7 @@ def test_ranks_are_read_on_any_executor(tmp_path):
 
 
 def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
-    """The first rank is read; what became of the others is an Executor's own."""
+    """The first rank is read, and the Executor fails with the others."""
     raised = [
         ModuleNotFoundError("no", name="tracereader"),
         RuntimeError("a\nb"),
@@ -560,7 +560,7 @@ def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, 
 
 
 def worker_of(port, processes):
-    """The process that has this port open, of some."""
+    """Return which of some processes has this port open."""
     for one in processes:
         with contextlib.suppress(psutil.Error):
             if any(connection.laddr.port == port for connection in psutil.Process(one).net_connections()):
@@ -569,7 +569,7 @@ def worker_of(port, processes):
 
 
 def killing(pids, times):
-    """A server's rule: the process that asks is killed, so many times."""
+    """Return a server's rule that kills the requesting process so many times."""
 
     def rule(handler, asked):
         if asked > times:
@@ -597,7 +597,7 @@ def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def dask():
-    """Two workers on this machine, a process each."""
+    """Yield a cluster of two workers on this machine, each in a process."""
     import dask
     from distributed import LocalCluster
 
@@ -611,7 +611,7 @@ def dask():
 
 
 def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
-    """Hostile files among them are named; the report is that of the same files read here."""
+    """Hostile files are named, and the report equals that of the same files read without a cluster."""
     (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
     server.rules["/fsdp_rank3.json.gz"] = status(403)
     (server.folder / "fsdp_rank3.json.gz").write_bytes(b"")
@@ -622,7 +622,7 @@ def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
 
 @pytest.mark.exhaustive  # Dask starts a worker anew five times
 def test_a_worker_that_dies_is_replaced(dask, server, capsys):
-    """Once: another worker reads its rank. As often as the cluster tries: the rank is named, the others are read."""
+    """After one death another worker reads the rank. After as many as the cluster tolerates, the rank is left out."""
     pids = lambda: [one.pid for one in psutil.Process().children(recursive=True)]  # noqa: E731
     words = (server.url("fsdp*"), "--json", "--cluster", dask.scheduler_address)
     server.rules["/fsdp_rank0.json.gz"] = killing(pids, 1)
