@@ -1,4 +1,4 @@
-"""Kernels of a replayed CUDA graph take op, shapes and module from the graph's capture."""
+"""Kernels of a replayed CUDA graph get their op, shapes and module from the graph's capture."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ WIDTH = "Input Dims"
 
 @pytest.mark.parametrize(("name", "without"), PAIRS)
 def test_a_trace_of_the_step_without_the_graph_names_the_ops_of_the_replay(name, without):
-    """By the order of the launches. The recorded kernels say whether that is right: both traces name them."""
+    """The order of the launches decides. The names of the recorded kernels in both traces show that it is right."""
     graph, eager = CHANGES / name / "graph.json.gz", CHANGES / name / f"{without}.json.gz"
     trace, other = read_with_captures(graph, [eager]), read(eager)
     asked = sorted(((one.launch.start, one) for one in other.steps[-1].work), key=lambda pair: pair[0])
@@ -101,8 +101,8 @@ SGLANG = ("DecodeCudaGraphRunner_bs_{}_rank0.json", False, "step[DECODE bs=5 g_s
 
 
 @pytest.mark.parametrize(("file", "in_annotation", "executed"), [VLLM, OLDER_VLLM, SGLANG])
-def test_of_several_captured_sizes_the_next_larger_one_ran(file, in_annotation, executed, tmp_path):
-    """As these name the capture and the run. Without that, captures of different shapes are not told apart."""
+def test_the_next_larger_captured_size_is_the_one_that_ran(file, in_annotation, executed, tmp_path):
+    """The names of the capture and of the run give the size. Without it, captures of different shapes are not tied."""
     eager = CHANGES / "decode/eager.json.gz"
     folder = tmp_path / "capture_traces"
     folder.mkdir()
@@ -127,7 +127,7 @@ def test_of_several_captured_sizes_the_next_larger_one_ran(file, in_annotation, 
 
 
 def graph_launched(at, correlation, *kernels):
-    """A graph's launch, and its kernels as (name, stream, start, duration, arguments)."""
+    """Return a graph's launch, and its kernels as (name, stream, start, duration, arguments)."""
     yield event("cudaGraphLaunch", "cuda_runtime", at, 5, correlation=correlation)
     for name, stream, start, dur, args in kernels:
         tied = {"correlation": correlation, "device": 0, "stream": stream, **args}
@@ -140,7 +140,7 @@ def write(path, *events):
 
 
 def test_a_model_captured_in_pieces_is_tied_piece_by_piece(tmp_path):
-    """All pieces launch the same; the order of the captures is that of the replays in a step."""
+    """All parts launch the same kernels. The order of the captures is that of the replays in a step."""
     captured = []
     for place, module in enumerate(("Layer_0", "Layer_1")):
         at = 100 * place
@@ -167,8 +167,8 @@ def test_a_model_captured_in_pieces_is_tied_piece_by_piece(tmp_path):
         assert [(one.name, one.pieces) for one in by_module(trace, step)] == [("Layer_0", 1), ("Layer_1", 1)]
 
 
-def test_an_edge_of_a_graph_decides_what_a_node_waits_for(tmp_path):
-    """C depends on A alone, although B of a third stream ended later and right before C."""
+def test_an_edge_of_a_graph_decides_which_node_a_node_waits_for(tmp_path):
+    """C depends only on A, although B of a third stream ended later and right before C."""
     events, flow = [], {"cat": "ac2g", "name": "ac2g", "pid": 0}
     for step in range(3):
         at, number = 1000 * step, (1 << 40) + step
@@ -196,7 +196,7 @@ STRANGE = (None, True, -1, 2**70, 1e300, "x", "", [], {}, [1], {"a": None})
 
 
 @pytest.mark.parametrize("strange", STRANGE, ids=repr)
-def test_strange_values_in_what_torch_added_leave_the_rest_readable(strange, tmp_path):
+def test_strange_values_in_new_fields_leave_the_rest_readable(strange, tmp_path):
     """Files come from anywhere."""
     args = {"graph id": strange, "graph node id": strange, "original_stream": strange, "annotation": strange}
     events = [event("ProfilerStep#0", "user_annotation", 0, 900), event("aten::mm", "cpu_op", 1, 2)]
@@ -261,7 +261,7 @@ def test_nodes_are_ordered_by_their_numbers_whatever_stream_runs_them(tmp_path):
 
 
 def test_capture_and_replay_in_one_file(tmp_path):
-    """A run that is recorded from its first call on holds both."""
+    """A run that is recorded from its first call contains both."""
     graph, eager = (CHANGES / "vit" / f"{name}.json.gz" for name in ("graph", "eager"))
     document = json.loads(gzip.decompress(graph.read_bytes()))
     captured = json.loads(as_capture(eager, tmp_path / "capture.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""The section of sampled counters, and what it says of them."""
+"""The section on sampled counters, and its sentences."""
 
 import gzip
 import json
@@ -37,11 +37,11 @@ def shown(capsys, *flags):
     return capsys.readouterr().out
 
 
-def test_the_section_stands_beside_what_shapes_need(sampled, capsys):
+def test_the_section_compares_counters_with_the_needs_of_shapes(sampled, capsys):
     path = sampled(5.0)
     screen = " ".join(shown(capsys, path, "--only", "counters").split())
     assert "DRAM BW (%) 5.0 5.0 5.0 5.0 5.0 µs" in screen
-    assert "a cache served the rest, or it was not used" in screen
+    assert "a cache served the rest, or the rest was not used" in screen
     summary = summarize(read(path))
     (work,) = (one for one in summary.gpu_work if "GeluCUDA" in one.name)
     needed = work.bytes_moved / work.us / 1e3 / peaks_of("NVIDIA H200").gb_s
@@ -59,7 +59,7 @@ def test_json_has_the_counters_of_a_trace_that_has_samples(sampled, capsys):
     assert "counters: not in this trace" in shown(capsys, SHAPES, "--only", "counters")
 
 
-def test_samples_that_miss_the_steps_say_nothing_of_them(sampled, capsys):
+def test_samples_outside_the_steps_give_no_figures(sampled, capsys):
     path = sampled(40.0)
     document = json.loads(path.read_text())
     for one in document["traceEvents"]:

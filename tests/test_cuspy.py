@@ -1,4 +1,4 @@
-"""What torch 2.15 adds to a trace is read: torch's own exporter writes it from recorded H200 traces' events."""
+"""Traces with torch 2.15's additions are read. torch's own exporter writes them from events of recorded H200 traces."""
 
 import json
 import re
@@ -20,7 +20,7 @@ SAME = (COPIES, GRAPH, ROOT / "tests/traces/streams.json.gz", H200 / "01_matmul_
 
 
 def seen(trace):
-    """All GPU activities, with times of the file's clock."""
+    """Return all GPU activities, with times of the file's clock."""
     zero = trace.zero_us * 1000
     return [
         (
@@ -33,7 +33,7 @@ def seen(trace):
 
 @pytest.mark.parametrize("path", SAME, ids=lambda path: path.parent.name + path.stem)
 def test_a_trace_written_by_torchs_new_exporter_reads_the_same(path, tmp_path, monkeypatch):
-    """It names all copies alike, numbers kinds of memory, and has no GPU annotations, flow ids or occupancies."""
+    """The exporter gives all copies one name, numbers kinds of memory, and writes no GPU annotations or occupancies."""
     before, after = read(path), read(Recorded(path).write(tmp_path / "trace.json", monkeypatch))
     assert sorted(seen(after)) == sorted(seen(before))
     assert [one.name for one in after.steps] == [one.name for one in before.steps]
@@ -124,7 +124,7 @@ def test_annotations_of_a_capture_divide_a_replay(graph_nodes):
 
 @pytest.mark.parametrize("form", ["cuspy", "kineto"])
 def test_recorded_synchronizations_decide_which_stream_waits(form, tmp_path, monkeypatch):
-    """Each step the main stream waits for the copy of the step before. Without records the copy seems to wait."""
+    """In each step the main stream waits for the previous step's copy. Without records the copy seems to wait."""
     recorded = Recorded(COPIES)
     calls = {number: name for kind in CALLS for name, number in recorded.names[kind].items()}
     api = sorted(recorded.rows["cuda_runtime"], key=lambda row: row["start_ns"])
@@ -205,7 +205,7 @@ def test_a_synchronization_of_one_stream_waits_for_that_stream_alone(tmp_path):
 
 
 def samples(us, start, end, value):
-    """Times from start to end (ns), so far apart, and a value by time."""
+    """Return sample times from start to end (ns) at a fixed distance, and a value for each."""
     times = range(start, end, round(us * 1000))
     return list(times), [value(time) for time in times]
 
@@ -276,8 +276,8 @@ def in_step(call, summary, events):
     return mark["ts"] <= call["ts"] < mark["ts"] + mark["dur"]
 
 
-def test_torchs_exporter_still_writes_what_the_reader_looks_for():
-    """The names that the reader depends on, in torch's own code."""
+def test_torchs_exporter_still_writes_the_names_that_the_reader_uses():
+    """torch's code contains the names on which the reader depends."""
     import torch.profiler as profiler
 
     source = (ROOT.__class__(profiler.__file__).parent / "_cuspy/trace.py").read_text()

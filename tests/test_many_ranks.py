@@ -1,4 +1,4 @@
-"""A thousand ranks with known delays: what is late is found by name, and fits one screen."""
+"""A thousand ranks with known delays: the report names the late ranks and fits one screen."""
 
 import gc
 import gzip
@@ -26,7 +26,7 @@ SLOW_HOST = range(64, 72)
 
 @pytest.fixture(autouse=True)
 def _without_garbage_collection():
-    """As the command runs: it would go through millions of live objects again and again."""
+    """Garbage collection is off as in the command, because it would visit millions of live objects again and again."""
     gc.collect()
     gc.disable()
     yield
@@ -44,7 +44,7 @@ def mesh():
 
 
 def shown(summary, capsys, monkeypatch, view=View(only=("short", "gpu", "steps", "work")), columns=120):  # noqa: B008
-    """The report without what to try: that reads the traces of two ranks again."""
+    """Print the report without proposals, because these read the traces of two ranks again."""
     monkeypatch.setenv("COLUMNS", str(columns))
     capsys.readouterr()
     show.explain(summary, [], view)
@@ -69,7 +69,7 @@ def said(text):
 )
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, part, why, tensor, capsys, monkeypatch):
-    """In a mesh, too, where the other ranks of its tensor-parallel group are late for all of theirs."""
+    """This includes a mesh, in which the other ranks of its tensor-parallel group are late in their other groups."""
     summary = summary_of(tensor=tensor, delays={517: Delay(11_000_000, field)})
     assert findings.straggler(summary).rank == 517
     loss = findings.loss(summary)
@@ -84,7 +84,7 @@ def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, part,
 
 
 def test_a_slow_host_is_named_and_none_of_its_ranks_is_the_straggler(capsys, monkeypatch):
-    """If any one of them were faster, the others of the host would be waited for as long."""
+    """If one of the ranks were faster, the others would wait equally long for the remaining ranks of the host."""
     summary = summary_of(delays={rank: Delay(5_000_000) for rank in SLOW_HOST})
     assert findings.straggler(summary) is None
     (host,) = findings.slow_hosts(summary)
@@ -132,7 +132,7 @@ def test_the_five_that_cost_most_are_shown_and_all_on_demand(capsys, monkeypatch
     assert re.findall(r"^  rank (\d+) on node", text, re.M) == [str(rank) for rank in costliest]
 
 
-def test_ranks_that_do_the_same_cost_nothing():
+def test_equal_ranks_cost_nothing():
     summary = summary_of(256)
     assert findings.costs(summary) == () and findings.straggler(summary) is None
     assert findings.sentences(summary)[0].startswith("no rank loses much time by waiting")
@@ -152,7 +152,7 @@ def test_a_thousand_ranks_fit_one_screen(columns, capsys, monkeypatch):
     assert re.search(r"^rank that has the max .*\b517\b", text, re.M)
 
 
-def test_groups_are_told_apart_and_each_names_whom_it_waits_for(capsys, monkeypatch):
+def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, monkeypatch):
     summary = mesh()
     kinds = {one.name: one for one in findings.group_kinds(summary)}
     assert set(kinds) == {"tensor parallel (mesh_tp)", "data parallel (mesh_dp)"}
@@ -180,7 +180,7 @@ def test_groups_are_told_apart_and_each_names_whom_it_waits_for(capsys, monkeypa
         ("rollout", "rollout of 8 neighbouring ranks"),
     ],
 )
-def test_a_group_is_called_what_its_description_says(description, name):
+def test_the_name_of_a_group_follows_its_description(description, name):
     ranks = made(16, COLLECTIVES, tensor=1 if description == "default_pg" else 8)
     described = [
         msgspec.structs.replace(
@@ -191,7 +191,7 @@ def test_a_group_is_called_what_its_description_says(description, name):
     assert name in {one.name for one in findings.group_kinds(joined(described))}
 
 
-def test_a_group_that_only_torchs_list_names_in_full(tmp_path):
+def test_torchs_list_of_groups_completes_a_truncated_list_of_ranks(tmp_path):
     """A kernel's description truncates a long list of ranks; distributedInfo has it in full."""
 
     def truncated(found, rank):
@@ -244,8 +244,8 @@ def test_one_rank_is_shown_in_full(capsys, monkeypatch):
     assert f"of it for rank {max(for_it, key=for_it.get)}" in waited
 
 
-def test_the_summaries_of_many_ranks_are_small_and_survive_their_way():
-    """What a process hands over of one rank grows with its collectives, not with them times its group's ranks."""
+def test_the_encoded_ranks_are_small_and_decode_to_the_same():
+    """A rank's encoded data grows with its collectives, but not with the size of its groups."""
     sizes = []
     for collectives in (420, 840):
         one = made(256, collectives)[0]
@@ -268,7 +268,7 @@ def test_two_thousand_collectives_of_each_of_a_thousand_ranks_are_merged_in_litt
 
 
 def files(folder, run, slow, groups=None, hosts=8, stretched=(), loads=()):
-    """Sixteen traces: those in `slow` are the recorded rank that is late, the others the one that waits.
+    """Write sixteen traces. The ranks in `slow` are copies of the recorded late rank, the others of the waiting rank.
 
     groups: how many ranks a group has. stretched: the ranks whose transfers take three times as long. loads: those
     whose steps begin in the DataLoader.

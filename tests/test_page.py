@@ -1,4 +1,4 @@
-"""--html: one self-contained page. What it may hold, how it is written, and its views in a real Chromium."""
+"""--html writes one self-contained page. The tests cover its content, the writing, and its views in a real Chromium."""
 
 import base64
 import decimal
@@ -40,7 +40,7 @@ def page_of(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Writes the page of some arguments once for all tests that only look at it."""
+    """Write the page of some arguments once for all tests that only read it."""
     written = {}
 
     def page(*arguments):
@@ -56,7 +56,7 @@ def block(page, name):
 
 
 def unpacked(page):
-    """The description of the slices and the columns, read as the format says."""
+    """Return the description of the slices, and the columns, by the format's definition."""
     whole = gzip.decompress(base64.b64decode(block(page, "slices")))
     length = int.from_bytes(whole[:8], "little")
     found, at, columns = json.loads(whole[8 : 8 + length]), 8 + length, {}
@@ -79,7 +79,7 @@ def json_of(capsys, *arguments):
 
 
 def attacked(value, number):
-    """The same document with every string, keys of arguments among them, turned into an attack."""
+    """Return the document with every string, including the arguments' keys, turned into an attack."""
     if isinstance(value, dict):
         return {
             attacked(key, number + 7): attacked(one, number + place) for place, (key, one) in enumerate(value.items())
@@ -113,7 +113,7 @@ def hostile(tmp_path_factory):
 
 
 def test_every_slice_that_the_reader_keeps_is_in_the_page(tmp_path):
-    """From the raw events: names, times and the ties between launches and GPU work."""
+    """Names, times and the ties between launches and GPU work equal those of the raw events."""
     found, columns = unpacked(page_of(tmp_path, SHAPES))
     events = json.loads(gzip.decompress(SHAPES.read_bytes()), parse_float=decimal.Decimal)["traceEvents"]
     kept = [one for one in events if one.get("ph") == "X" and one["cat"] not in ("python_function", "Trace")]
@@ -144,7 +144,7 @@ def test_the_page_is_small(tmp_path):
         assert page_of(tmp_path, trace).stat().st_size <= 2 * trace.stat().st_size + 1_000_000
 
 
-def test_the_policy_names_the_pages_own_script_and_style(tmp_path):
+def test_the_policy_allows_only_the_pages_script_and_style(tmp_path):
     text = page_of(tmp_path, TRAINING).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -168,7 +168,7 @@ def test_no_markup_of_a_trace_is_in_the_page(tmp_path, hostile):
     assert re.fullmatch(r"[A-Za-z0-9+/=]*", block(page, "slices"))
 
 
-def test_what_the_page_holds_is_said(tmp_path, capsys):
+def test_private_content_of_the_page_is_reported(tmp_path, capsys):
     document = json.loads(gzip.decompress(SHAPES.read_bytes()))
     document["host_name"] = "node-17"
     document["traceEvents"][5]["args"] = {"kernel_file": "/home/somebody/torchinductor/abc.py"}
@@ -183,7 +183,7 @@ def test_what_the_page_holds_is_said(tmp_path, capsys):
         assert any("/home/somebody/torchinductor/abc.py" in one for one in holds)
 
 
-def test_stdout_gets_the_page_alone(tmp_path):
+def test_stdout_gets_only_the_page(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tracereader", str(SHAPES), "--html", "-"], cwd=ROOT, capture_output=True, check=True
     )
@@ -206,7 +206,7 @@ def test_only_a_report_is_overwritten(tmp_path, capsys):
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_what_cannot_be_written_is_refused_before_reading(tmp_path, capsys):
+def test_a_target_that_cannot_be_written_is_refused_before_reading(tmp_path, capsys):
     for target, why in (
         (tmp_path, "a folder"),
         (tmp_path / "no/r.html", "no such folder"),
@@ -267,7 +267,7 @@ def chromium(tmp_path_factory):
 
 
 def shown(browser, page, address=""):
-    """Open a page and wait for its timeline; fails where the console says anything or a request leaves."""
+    """Open a page and wait for its timeline. Fails if the console has any message or the page sends a request."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get("about:blank")
@@ -280,7 +280,7 @@ def shown(browser, page, address=""):
 
 
 def settled(browser):
-    """Wait until what was asked to be drawn is drawn."""
+    """Wait until the requested drawing is done."""
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => arguments[0]()))")
 
 
@@ -296,7 +296,7 @@ def text(browser, selector):
 
 
 def values(browser, table, key):
-    """The numbers behind a column, by row: all rows, whatever is shown at first."""
+    """Return the numbers of a column in all rows, including those that are not shown at first."""
     browser.execute_script(
         "const more = document.querySelector(`#${arguments[0]} > button`);"
         "if (!more.hidden && more.textContent.startsWith('show all')) more.click();",
@@ -416,7 +416,7 @@ def test_search_finds_as_many_slices_as_the_trace_has(chromium, pages):
     is_quiet(browser, page)
 
 
-def test_a_selected_kernel_says_what_the_trace_and_the_report_say(chromium, pages, capsys):
+def test_the_details_of_a_kernel_are_those_of_the_trace_and_the_report(chromium, pages, capsys):
     page = pages(SHAPES)
     measured = json_of(capsys, SHAPES)
     one = max((one for one in measured["gpu_work"] if one["product"]), key=lambda one: one["us"])
@@ -433,7 +433,7 @@ def test_a_selected_kernel_says_what_the_trace_and_the_report_say(chromium, page
 
 
 def test_a_step_can_be_linked_to(chromium, pages):
-    """All of it is in view, to the end of the GPU work that was launched in it."""
+    """The whole step is in view, to the end of the GPU work that was launched in it."""
     page = pages(SHAPES)
     events = json.loads(gzip.decompress(SHAPES.read_bytes()))["traceEvents"]
     slices = [one for one in events if one.get("ph") == "X" and one["cat"] not in ("python_function", "Trace")]
@@ -522,7 +522,7 @@ def test_controls_have_names_and_can_be_reached(chromium, pages):
 
 
 def large(target, events):
-    """A trace of at least so many events: copies of one, one after the other."""
+    """Write a trace of at least so many events, from consecutive copies of one trace."""
     document = json.loads(gzip.decompress(SHAPES.read_bytes()))
     original = [one for one in document["traceEvents"] if one.get("ph") == "X"]
     length = max(one["ts"] + one["dur"] for one in original) - min(one["ts"] for one in original) + 1
@@ -543,8 +543,8 @@ def large(target, events):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("events", [100_000, 1_000_000])
-def test_a_large_trace_is_there_at_once(chromium, tmp_path, events):
-    """All of its slices are in the page. Ten seconds: the bar is two, and others may use the machine."""
+def test_a_large_trace_is_drawn_quickly(chromium, tmp_path, events):
+    """All slices are in the page. The goal is two seconds; the limit is ten, because the machine may be busy."""
     trace = tmp_path / "large.json"
     count = large(trace, events)
     page = page_of(tmp_path, trace)
@@ -565,7 +565,7 @@ def test_a_large_trace_is_there_at_once(chromium, tmp_path, events):
 
 
 def test_a_link_can_mark_slices(chromium, pages):
-    """In the step that it names; what is not there has no mark."""
+    """Marks are in the step that the link names. A name without a slice has no mark."""
     browser = shown(chromium, pages(SHAPES), "#step=3&mark=%5Eaten::mm%24&mark=%5Eaten::mm%24,3&mark=idle&mark=nothing")
     assert browser.execute_script("return document.getElementById('canvas').dataset.marks") == "3"
     browser = shown(chromium, pages(SHAPES), "#step=3&mark=%5Eaten::mm%24,4&mark=(")
@@ -574,7 +574,7 @@ def test_a_link_can_mark_slices(chromium, pages):
 
 
 def test_idle_time_is_drawn_in_proportion_to_its_causes(chromium, pages):
-    """Thousands of gaps narrower than a pixel: the colored areas are to each other as the times are."""
+    """With thousands of gaps narrower than a pixel, the colored areas are proportional to the times."""
     page = pages(TRAINING)
     idle = unpacked(page)[0]["idle"]
     expected = sum(idle["launched"][1::2]) / sum(idle["launched"][1::2] + idle["not_launched"][1::2])
@@ -686,7 +686,7 @@ def test_runs_are_compared_by_the_figures_of_json(chromium, pages, capsys, runs)
     is_quiet(browser, page)
 
 
-def test_ranks_are_beside_each_other(chromium, pages, capsys):
+def test_ranks_are_side_by_side(chromium, pages, capsys):
     page = pages(*RANKS)
     measured = json_of(capsys, *RANKS)
     browser = shown(chromium, page)
@@ -831,7 +831,7 @@ def test_a_report_of_the_gallery_has_the_figures_of_its_traces(capsys, name):
 
 
 def test_each_rungs_page_shows_its_step():
-    """In light and dark, below 2 MB together, with a line for each of its marks."""
+    """The pictures exist in light and dark, have less than 2 MB together, and the page has a line for each mark."""
     pictures = sorted((ROOT / "docs/img").glob("step-*.png"))
     assert sum(one.stat().st_size for one in pictures) < 2_000_000
     source = (ROOT / "docs/pictures.py").read_text()
@@ -913,15 +913,15 @@ def test_limits_that_cannot_be_judged_are_refused(capsys):
         assert why in said and said.count("\n") == 1, said
 
 
-def test_memory_is_judged_where_the_traces_tell_it(capsys):
+def test_memory_is_judged_if_the_traces_record_it(capsys):
     assert cli.main([str(MEMORY), str(MEMORY), "--fail-if", "memory > 0 MB"]) == 0
     assert cli.main([str(MEMORY), str(MEMORY), "--fail-if", "memory <= 0%"]) == 1
     assert "(memory <= 0%)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before, after, status", [(EAGER, COMPILED, 0), (COMPILED, EAGER, 1)], ids=("less", "more"))
-def test_what_the_documented_workflow_runs(tmp_path, before, after, status):
-    """The commands of its step `compare`, as the page has them: the report, the comment and the verdict."""
+def test_the_commands_of_the_documented_workflow_run(tmp_path, before, after, status):
+    """The commands of its step `compare` write the report and the comment, and give the exit status."""
     workflow = re.search(r"- name: compare\n +run: \|\n((?: {10}.*\n)+)", (ROOT / "docs/report-page.md").read_text())
     (tmp_path / "before.json").write_bytes(gzip.decompress(before.read_bytes()))
     (tmp_path / "after.json").write_bytes(gzip.decompress(after.read_bytes()))
@@ -939,7 +939,7 @@ def test_what_the_documented_workflow_runs(tmp_path, before, after, status):
 
 
 def test_a_numbered_script_writes_its_page(run, tmp_path):
-    """With what it predicted, and what was seen."""
+    """The page has the script's predictions and the observations."""
     page = tmp_path / "report.html"
     assert run("01_matmul_add", "--size", "8", "--html", str(page)) == 0
     figures = json.loads(block(page, "figures"))
@@ -950,7 +950,7 @@ def test_a_numbered_script_writes_its_page(run, tmp_path):
 
 
 def test_an_opportunitys_kernels_are_those_that_it_changes():
-    """Casts are gone: the kernels named are the casts' of the raw events, and no others."""
+    """The named kernels of the change are exactly the casts of the raw events."""
     from tracereader.figures import summarize
     from tracereader.findings.opportunities import opportunities
     from tracereader.trace import read
@@ -964,7 +964,7 @@ def test_an_opportunitys_kernels_are_those_that_it_changes():
     assert not any("gemm" in name for name in found["fused_optimizer"].kernels)
 
 
-def test_arguments_nested_beyond_reason_do_not_stop_the_page(tmp_path):
+def test_deeply_nested_arguments_do_not_stop_the_page(tmp_path):
     document = json.loads(gzip.decompress(SHAPES.read_bytes()))
     ops = [one for one in document["traceEvents"] if one.get("cat") == "cpu_op"]
     for depth, op in zip((10, 300, 700), ops, strict=False):
@@ -979,7 +979,7 @@ def test_arguments_nested_beyond_reason_do_not_stop_the_page(tmp_path):
     assert found["arguments_left_out"] >= 1
 
 
-def test_arguments_beyond_the_bound_are_left_out_and_said(chromium, tmp_path, monkeypatch):
+def test_arguments_beyond_the_limit_are_left_out_and_counted(chromium, tmp_path, monkeypatch):
     from tracereader.show.page import timeline
 
     monkeypatch.setattr(timeline, "ARGUMENTS_HELD", 2_000)
@@ -996,7 +996,7 @@ def test_arguments_beyond_the_bound_are_left_out_and_said(chromium, tmp_path, mo
     assert f"Arguments of {found['arguments_left_out']:,} slices are left out" in text(browser, ".selected")
 
 
-def test_the_step_that_was_asked_for_is_the_one_shown(chromium, tmp_path, capsys):
+def test_the_requested_step_is_shown(chromium, tmp_path, capsys):
     page = page_of(tmp_path, SHAPES, "--step", "3")
     measured = json_of(capsys, SHAPES, "--step", "3")
     figures = json.loads(block(page, "figures"))
@@ -1009,7 +1009,7 @@ def test_the_step_that_was_asked_for_is_the_one_shown(chromium, tmp_path, capsys
     assert values(browser, "ops-table", "calls") == {name: one["calls"] for name, one in ops.items()}
 
 
-def test_paper_is_white_whatever_the_screen_is(chromium, pages):
+def test_paper_is_white_in_every_theme(chromium, pages):
     screen = {"width": 1280, "height": 400, "deviceScaleFactor": 1, "mobile": False}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     browser = shown(chromium, pages(TRAINING))

@@ -1,4 +1,4 @@
-"""--open and --export: what Perfetto gets; the page, what it refuses, and the hand-over in a real Chromium."""
+"""--open and --export: the copy for Perfetto, the page and its refusals, and the hand-over in a real Chromium."""
 
 import collections
 import contextlib
@@ -34,12 +34,12 @@ def whole_number(number):
 
 
 def whole_ns(us):
-    """Its llround of a double, whose product by 1000 is rounded already."""
+    """Return Perfetto's llround of a double, whose product with 1000 is already rounded."""
     return int(decimal.Decimal(us * 1000.0 if isinstance(us, float) else us * 1000).to_integral_value("ROUND_HALF_UP"))
 
 
 def lost_in_perfetto(events):
-    """The slices that the importer drops, by the rules of its SliceTracker, one track after the other."""
+    """Return the slices that the importer drops, by the rules of its SliceTracker."""
     ordered = sorted(
         (whole_ns(e["ts"]), -whole_ns(e["dur"]), number) for number, e in enumerate(events) if e["ph"] == "X"
     )
@@ -99,7 +99,7 @@ def test_no_slice_of_the_copy_is_lost_in_perfetto(path):
     }
 
 
-def test_arrows_go_where_their_kernels_went():
+def test_arrows_follow_their_kernels():
     raw, copied = events_of(gzip.decompress(OVERLAPPING.read_bytes())), events_of(tracks.copy_of(OVERLAPPING, 10**9)[0])
     found = []
     for events in (raw, copied):
@@ -129,7 +129,7 @@ def slice_at(ts, dur, pid=1, tid=2):
         max_size=25,
     )
 )  # fmt: skip
-def test_whatever_overlaps_nothing_is_lost(events):
+def test_no_slice_is_lost_however_slices_overlap(events):
     content, moved = tracks.on_lanes(json.dumps(events).encode())
     copied = json.loads(content)
     assert lost_in_perfetto(copied) == []
@@ -144,7 +144,7 @@ def test_slices_nested_deeper_than_perfetto_shows_get_a_lane():
     assert moved == 88 and lost_in_perfetto(json.loads(content)) == []
 
 
-def test_open_hands_over_the_copy_and_says_what_is_different(monkeypatch, capsys):
+def test_open_hands_over_the_copy_and_reports_the_moved_slices(monkeypatch, capsys):
     served = []
     monkeypatch.setattr(perfetto, "_browser", lambda url: True)
     monkeypatch.setattr(perfetto, "Server", watched(served))
@@ -337,7 +337,7 @@ def test_it_ends_by_itself(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page_says_so", [True, False])
-def test_it_gives_up_where_perfetto_does_not_answer(monkeypatch, capsys, page_says_so):
+def test_it_gives_up_if_perfetto_does_not_answer(monkeypatch, capsys, page_says_so):
     """The browser has fetched the trace, and no PONG comes: the page says so, or is closed."""
 
     def browse(url):
@@ -362,7 +362,7 @@ def test_it_gives_up_where_perfetto_does_not_answer(monkeypatch, capsys, page_sa
     assert TRACE.name in said
 
 
-def test_without_a_browser_it_says_what_to_type(monkeypatch, capsys):
+def test_without_a_browser_it_prints_the_command(monkeypatch, capsys):
     monkeypatch.setenv("SSH_CONNECTION", "1 2 3 4")
     perfetto.hand_over(TRACE, timeout_s=0.1)
     screen = capsys.readouterr().out
@@ -479,7 +479,7 @@ def test_one_click_in_a_real_browser_hands_the_bytes_over(chromium, tmp_path, pa
         assert json.loads(arrived["bytes"])["traceEvents"]
 
 
-def test_the_page_gives_up_where_perfetto_does_not_answer(chromium):
+def test_the_page_gives_up_if_perfetto_does_not_answer(chromium):
     from selenium.webdriver.common.by import By
 
     browser, _ = chromium

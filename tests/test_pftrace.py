@@ -30,7 +30,7 @@ def varint(number):
 
 
 def field(number, value):
-    """A field of protobuf: a whole number, a double, or bytes."""
+    """Return a field of protobuf: a whole number, a double, or bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     if isinstance(value, float):
@@ -69,7 +69,7 @@ def end(time):
 
 
 def slices_of(data):
-    """Name, start and duration in ns, and arguments of each slice."""
+    """Return the name, start and duration (ns) and arguments of each slice."""
     found = json.loads(pftrace.as_json(data, 10**7))["traceEvents"]
     return [
         (one["name"], round(one["ts"] * 1000), round(one["dur"] * 1000), one["args"]) for one in found
@@ -94,7 +94,7 @@ def test_both_formats_of_one_run_make_the_same_report(tmp_path, capsys):
         assert "aten::addmm" in screens[0]
 
 
-def test_the_format_is_told_by_the_bytes_and_not_by_the_name(tmp_path):
+def test_the_bytes_and_not_the_name_decide_the_format(tmp_path):
     ops = read(WRITTEN).op_names
     for name, data in (
         ("plain.pftrace", BYTES), ("packed.pftrace.gz", gzip.compress(BYTES)), ("wrong.json", BYTES),
@@ -112,7 +112,7 @@ def test_no_text_is_taken_for_packets(text):
     assert not pftrace.is_one(text)
 
 
-def test_an_end_belongs_to_the_begin_that_the_writers_order_says():
+def test_the_writers_order_decides_which_begin_an_end_belongs_to():
     """torch writes the begins of a group and then their ends, in the same order; others write in the order of time."""
     wanted = {("outer", 0, 100, 0), ("first", 10, 20, 0), ("second", 30, 10, 0), ("third", 35, 30, 0)}
     groups = [("outer", 0, 100), ("first", 10, 20), ("second", 30, 10), ("third", 35, 30)]
@@ -152,12 +152,12 @@ def test_stamps_count_from_the_first_clocks(tmp_path):
         (message((1, 77), (4, 7)), None),
     ],
 )
-def test_arguments_are_what_they_are_in_json(value, wanted):
+def test_arguments_are_the_same_as_in_json(value, wanted):
     ((_, _, _, args),) = slices_of(HEAD + TRACK + TABLE + begin(1500, "outer", value) + end(2000))
     assert args == ({"x": wanted} if value[:1] == field(10, "x")[:1] else {"": 7})
 
 
-def test_fields_in_another_order_and_not_known_ones_are_read():
+def test_fields_in_another_order_and_unknown_fields_are_accepted():
     event = message((4, message((4, 5), (10, "n"))), (47, b"12345678"), (10, 1), (3, 1), (11, 2), (9, 1), (99, "?"))
     odd = packet((11, event), (998, "what is this"), (13, 2), (10, 1), (8, 1500))
     assert slices_of(HEAD + TRACK + TABLE + odd + end(1600)) == [("outer", 500, 100, {"n": 5})]

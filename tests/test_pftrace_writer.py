@@ -1,4 +1,4 @@
-"""What torch's own exporter writes as .pftrace is read as the JSON that it writes of the same run."""
+"""A .pftrace file of torch's exporter gives the same report as the exporter's JSON of the same run."""
 
 import collections
 import gzip
@@ -30,7 +30,7 @@ MORE = sorted({*REFERENCES, *LARGE, *OTHERS, *MODELS, *ROOT.glob("traces/referen
 
 
 def reports(file, capsys):
-    """The whole report and the JSON of a trace, without its name."""
+    """Return the whole report and the JSON of a trace, without its name."""
     found = []
     for flag in ("--all", "--json"):
         assert cli.main([str(file), flag]) == 0
@@ -49,7 +49,7 @@ def test_the_reports_of_both_formats_are_the_same(path, tmp_path, capsys):
 
 
 def test_the_formats_of_a_run_on_this_cpu_are_the_same(tmp_path, capsys):
-    """Without the new collector, torch writes JSON under any name, so that a name alone says nothing."""
+    """Without the new collector, torch writes JSON under any name, so the name does not decide the format."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         x = torch.randn(16, 16, requires_grad=True)
         (x @ x).relu().sum().backward()

@@ -1,16 +1,17 @@
-"""Several ranks of one run: every figure against one worked out here from the raw events."""
+"""Several ranks of one run: every figure is compared with one that the test computes from the raw events."""
 
 import gzip
 import itertools
 import json
 import re
+from typing import get_args
 
 import pytest
 from references import ROOT
 
 from tracereader import cli
 from tracereader.figures import reading
-from tracereader.figures.rank import Call, Group, Part, RankTrace, Times
+from tracereader.figures.rank import Call, Group, NotRead, Part, RankTrace, Times
 from tracereader.figures.ranks import joined
 from tracereader.findings import ranks as findings
 from tracereader.show.merged import merged
@@ -43,7 +44,7 @@ def end(event):
 
 
 def pieces(spans, but=()):
-    """What some spans cover and others do not, cut at every edge."""
+    """Return the time that some intervals cover and others do not, by cutting at every edge."""
     change = {}
     for which, some in ((0, spans), (1, but)):
         for start, stop in some:
@@ -70,7 +71,7 @@ def marks(events):
 
 
 def worked_out(paths):
-    """By rank: window, compute, exposed communication; and who waited for whom, all from the raw events."""
+    """Return by rank the window, compute and exposed communication, and the waits, all from the raw events."""
     figures, parts = [], []
     for path in paths:
         events = slices(path)
@@ -137,7 +138,7 @@ def test_every_figure_of_a_rank(name, capsys):
 
 
 def test_the_straggler_of_two_h200s(capsys):
-    """Rank 1 multiplies 60 matrices more in its forward pass: 42 times the last, and rank 0 waits 89.25 ms."""
+    """Rank 1 multiplies 60 more matrices in its forward pass. It is last 42 times, and rank 0 waits 89.25 ms."""
     ours = as_json(capsys, *RUNS["ddp_straggler"])
     waiting, slow = ours["ranks"]
     assert (slow["arrived_last"], waiting["arrived_last"], ours["straggler"]) == (42, 0, 1)
@@ -147,7 +148,7 @@ def test_the_straggler_of_two_h200s(capsys):
     assert why == "rank 1 is slower than rank 0 because it computes 11.1 ms longer per step in forward"
 
 
-def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys):
+def test_a_cpu_that_launches_late_is_distinguished_from_a_rank_that_computes_more(capsys):
     ours = as_json(capsys, *RUNS["fsdp"])
     assert ours["straggler"] == 0
     late = ours["ranks"][0]
@@ -159,7 +160,7 @@ def test_a_cpu_that_launches_late_is_told_from_a_rank_that_computes_more(capsys)
 
 
 def without_labels(found):
-    """A trace without labels of its own: torch's are left."""
+    """Return a trace without the program's annotations; torch's remain."""
     torchs = ("ProfilerStep#", "gloo:", "nccl:")
     found["traceEvents"] = [
         e for e in found["traceEvents"] if e.get("cat") != "user_annotation" or e["name"].startswith(torchs)
@@ -167,8 +168,8 @@ def without_labels(found):
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(one for one in REFERENCES if "slow" in one or "fsdp" in one)])
-def test_the_reason_needs_no_labels(name, tmp_path, capsys):
-    """Of a step without labels the rank, the reason and the amount are said, too."""
+def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
+    """The rank, the reason and the amount are also reported for steps without annotations."""
     ours = as_json(capsys, *(changed(tmp_path, path, without_labels) for path in RUNS.get(name) or REFERENCES[name]))
     slow = ours["straggler"]
     assert not any(step["phases"] for one in ours["ranks"] for step in one["steps"])
@@ -184,8 +185,8 @@ def test_the_reason_needs_no_labels(name, tmp_path, capsys):
     assert sum(said in line for line in ours["in_short"]) == 1
 
 
-def test_a_rank_that_waits_for_its_data_is_told(tmp_path, capsys):
-    """Launches that the DataLoader holds up are no slow launching."""
+def test_a_rank_that_waits_for_its_data_is_named(tmp_path, capsys):
+    """Launches that the DataLoader delays do not count as late launches."""
     zero, one = RUNS["fsdp"]
     events = slices(zero)
     waits = [(mark["ts"] + 0.001, mark["ts"] + mark["dur"] / 2) for mark in marks(events)]
@@ -207,7 +208,7 @@ def test_a_rank_that_waits_for_its_data_is_told(tmp_path, capsys):
 
 
 def transfers(slow_by):
-    """Eight ranks in four groups of two: 20 all-gathers a group, those of ranks 4 and 5 so many times as long."""
+    """Return eight ranks in four groups of two with 20 all-gathers each. Those of ranks 4 and 5 are slower."""
     parts = {rank: [] for rank in range(8)}
     for seq in range(20):
         for rank in parts:
@@ -218,7 +219,7 @@ def transfers(slow_by):
     return joined([of_rank(rank, 8, "one", some) for rank, some in parts.items()])
 
 
-def test_a_slow_link_is_told_by_the_same_messages_of_other_groups():
+def test_a_slow_link_is_found_by_equal_messages_of_other_groups():
     link = findings.slow_link(transfers(30))
     assert (link.ranks, link.kind, link.bytes) == ((4, 5), "all-gather", 10**7)
     took = [30 * 100 + 10 - 5, 100 + 10 - 3]  # from the second rank's start to the end
@@ -231,7 +232,7 @@ def test_a_slow_link_is_told_by_the_same_messages_of_other_groups():
     assert findings.slow_link(transfers(1)) is None
 
 
-def test_bandwidth_by_nccls_definition(capsys):
+def test_bandwidth_follows_nccls_definition(capsys):
     ours = as_json(capsys, *RUNS["fsdp"])
     kernels = [[e for e in slices(path) if e["cat"] == "kernel"] for path in RUNS["fsdp"]]
     named = [[e for e in some if "Collective name" in e["args"]] for some in kernels]
@@ -260,7 +261,7 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
 
 
 def changed(tmp_path, path, change):
-    """A copy of a trace with something changed."""
+    """Return the path of a changed copy of a trace."""
     found = document(path)
     change(found)
     copy = tmp_path / path.name.removesuffix(".gz")
@@ -280,8 +281,8 @@ def later(us, host=None):
 
 
 @pytest.mark.parametrize(("host", "ahead"), [("another", 150_000), (None, 150_000), (None, 400)])
-def test_clocks_of_two_hosts_are_set_by_their_collectives(tmp_path, capsys, host, ahead):
-    """With the host named, and without: then the stamps themselves show that they are of two clocks."""
+def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, host, ahead):
+    """The host is named, or the time stamps themselves show that there are two clocks."""
     zero, one = RUNS["ddp_straggler"]
     here = changed(tmp_path, zero, later(0, "this one" if host else None))
     there = changed(tmp_path, one, later(ahead, host))
@@ -298,7 +299,7 @@ def test_clocks_of_two_hosts_are_set_by_their_collectives(tmp_path, capsys, host
 
 
 def of_rank(rank, world_size, host, parts):
-    """One rank's trace as it is kept, with these collectives alone: their group, kind, bytes, number, start and end."""
+    """Return the data of a rank with only these collectives: group, kind, bytes, number, start and end."""
     members = list(dict.fromkeys(one[0] for one in parts))
     calls = list(dict.fromkeys(Call(members.index(group), kind, size, "") for group, kind, size, *_ in parts))
     return RankTrace(
@@ -313,8 +314,8 @@ def of_rank(rank, world_size, host, parts):
     )  # fmt: skip
 
 
-def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
-    """Two share all with the first; the fourth shares some with one of these alone, and is set by it."""
+def test_clocks_of_four_hosts_are_aligned_whichever_collectives_they_share():
+    """Two hosts share all collectives with the first. The fourth shares some with only one of these two."""
     ahead = {0: 0, 1: 7_000_000, 2: -3_000_000, 3: 11_000_000}
     parts = {rank: [] for rank in ahead}
     for seq in range(20):
@@ -336,7 +337,7 @@ def test_clocks_of_four_hosts_are_set_whichever_collectives_they_share():
         (("--only", "names"), "--only names: a report on ranks has the sections short, try, gpu, steps, work, lanes"),
     ],
 )
-def test_what_the_ranks_do_not_have_is_refused(capsys, flags, asked, said):
+def test_a_rank_step_or_section_that_does_not_exist_is_refused(capsys, flags, asked, said):
     assert cli.main([*map(str, RUNS["fsdp"]), *asked, *flags]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and not shown.out
@@ -349,7 +350,7 @@ def renumbered(rank, of):
     return change
 
 
-def test_a_missing_rank_is_said(tmp_path, capsys):
+def test_a_missing_rank_is_reported(tmp_path, capsys):
     zero, one = (changed(tmp_path, path, renumbered(rank, 3)) for rank, path in enumerate(RUNS["fsdp"]))
     assert cli.main([str(zero), str(one)]) == 0
     shown = capsys.readouterr().out
@@ -360,7 +361,7 @@ def test_a_missing_rank_is_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_truncated_rank_is_said_and_the_rest_read(tmp_path, capsys, packed):
+def test_a_truncated_rank_is_reported_and_the_others_are_read(tmp_path, capsys, packed):
     zero, one = (changed(tmp_path, path, renumbered(rank, 3)) for rank, path in enumerate(RUNS["fsdp"]))
     cut = tmp_path / "cut_rank2.json"
     data = gzip.compress(zero.read_bytes()) if packed else zero.read_bytes()
@@ -371,7 +372,7 @@ def test_a_truncated_rank_is_said_and_the_rest_read(tmp_path, capsys, packed):
     assert ("broken gzip" if packed else "not JSON") in shown
 
 
-def test_ranks_of_another_run_are_said_and_left_out(capsys):
+def test_ranks_of_another_run_are_reported_and_left_out(capsys):
     others = RUNS["ddp_straggler"]
     assert cli.main(["--ranks", str(others[0]), *map(str, RUNS["fsdp"])]) == 0
     shown = capsys.readouterr().out
@@ -379,7 +380,7 @@ def test_ranks_of_another_run_are_said_and_left_out(capsys):
     assert re.search(r"left out: .*ddp_straggler_rank0.*from another run: rank 0 was recorded [\d.]+ s earlier", shown)
 
 
-def test_other_steps_are_said_and_the_common_ones_matched(tmp_path, capsys):
+def test_other_steps_are_reported_and_the_common_steps_are_matched(tmp_path, capsys):
     def without_the_first_step(found):
         found["traceEvents"] = [e for e in found["traceEvents"] if e.get("name") != "ProfilerStep#2"]
 
@@ -400,8 +401,8 @@ def test_a_collective_that_one_rank_lacks_shifts_no_other(tmp_path, capsys):
     assert (ours["collectives"], ours["unmatched"]) == (28, 27)  # the first step's are not guessed at
 
 
-def test_sequence_numbers_match_where_the_order_does_not(tmp_path, capsys):
-    """As newer versions of torch record them: a rank that lacks one is no riddle then."""
+def test_sequence_numbers_match_collectives_in_another_order(tmp_path, capsys):
+    """Newer versions of torch record sequence numbers, which also match if a rank lacks a collective."""
 
     def numbered(drop):
         def change(found):
@@ -422,7 +423,7 @@ def test_sequence_numbers_match_where_the_order_does_not(tmp_path, capsys):
 
 
 def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
-    """Two groups of two, as in a mesh: whoever is late in one is waited for by its own group only."""
+    """There are two groups of two, as in a mesh. Only its own group waits for a late rank."""
 
     def moved(rank, group, ahead):
         def change(found):
@@ -453,7 +454,7 @@ def test_collectives_are_matched_within_their_groups(tmp_path, capsys):
 
 
 def all_named_alike(around):
-    """As by an older NCCL: one name for the kernels of all collectives. around: the slice around each launch then."""
+    """Give all collectives' kernels one name, as an older NCCL does. around: the slice around each launch."""
 
     def change(found):
         for event in found["traceEvents"]:
@@ -475,7 +476,7 @@ def all_named_alike(around):
     ],
     ids=["record_param_comms", "c10d", "nccl"],
 )
-def test_what_a_collective_is_comes_from_around_its_launch(tmp_path, capsys, around, sized):
+def test_the_ops_around_its_launch_describe_a_collective(tmp_path, capsys, around, sized):
     plain = as_json(capsys, *RUNS["fsdp"])
     ours = as_json(capsys, *(changed(tmp_path, path, all_named_alike(around)) for path in RUNS["fsdp"]))
     assert ours["collectives"] == plain["collectives"] == 114
@@ -492,7 +493,7 @@ def test_what_a_collective_is_comes_from_around_its_launch(tmp_path, capsys, aro
         (lambda args: {"name": "nccl:send 0->1", "args": {}}, "send and receive point to point"),
     ],
 )
-def test_kernels_that_nothing_describes_are_no_collectives_and_not_denied(tmp_path, capsys, around, says):
+def test_kernels_without_a_description_are_no_collectives_but_are_reported(tmp_path, capsys, around, says):
     paths = [changed(tmp_path, path, all_named_alike(around)) for path in RUNS["fsdp"]]
     (answer,) = as_json(capsys, *paths)["in_short"]
     assert says in answer and "no collective" not in answer
@@ -509,24 +510,30 @@ def test_other_traces_are_still_compared(tmp_path, capsys):
     assert "per step instead of" in capsys.readouterr().out
 
 
-def test_in_processes_as_in_one(monkeypatch):
+def test_several_processes_return_the_same_as_one(monkeypatch):
     paths = [path for name in ("fsdp", "gloo_ddp_slow") for path in RUNS[name]]
     at_once = reading.read_ranks(paths, 10**9, None)
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     assert reading.read_ranks([*paths, paths[0].with_name("none.json")], 10**9, None) == (
         at_once[0],
-        {str(paths[0].with_name("none.json")): "no such file"},
+        {str(paths[0].with_name("none.json")): NotRead("unreadable", "no such file")},
     )
 
 
-def test_a_reader_that_is_ended_is_said(monkeypatch):
+def test_a_killed_process_is_reported(monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading.sys, "executable", "/bin/false")  # as one that the system ends for want of memory
     kept, why = reading.read_ranks(RUNS["fsdp"], 10**9, None)
-    assert kept == [] and set(why.values()) == {"the process that read it was killed"}
+    assert kept == [] and set(why.values()) == {NotRead("killed")}
 
 
-def test_perfetto_gets_one_trace_with_the_ranks_told_apart(tmp_path):
+def test_each_reason_for_leaving_a_trace_out_has_words():
+    reasons = get_args(NotRead.__annotations__["reason"])
+    told = [findings.why_not_read(NotRead(reason, "its text", 3, 8, 4, 2.5)) for reason in reasons]
+    assert len(told) == 11 and all(told)
+
+
+def test_perfetto_gets_one_trace_in_which_the_ranks_are_distinguished(tmp_path):
     zero, one = RUNS["ddp_straggler"]
     paths = [changed(tmp_path, zero, later(0, "here")), changed(tmp_path, one, later(150_000, "there"))]
     summary, _ = opened(paths, View())

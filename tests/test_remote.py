@@ -1,4 +1,4 @@
-"""Traces behind URLs, and ranks that a cluster's workers read: as from this machine's files, or refused in a line."""
+"""Traces behind URLs, and ranks that a cluster reads, give the reports of local files, or a refusal in one line."""
 
 import collections
 import contextlib
@@ -24,6 +24,8 @@ from references import H200, ROOT
 from tracereader import cli, cluster, progress
 from tracereader.command import BadInput
 from tracereader.figures import reading
+from tracereader.figures.rank import NotRead
+from tracereader.findings.ranks import why_not_read
 from tracereader.show import perfetto
 from tracereader.trace import TraceError, remote
 from tracereader.trace.document import located, path_of
@@ -49,7 +51,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder. rules: by path, what answers in its place, told how often it was asked; false: the folder."""
+    """Serves a folder. rules: by path, a function that gets the request's number and answers, or returns False."""
 
     daemon_threads = True
 
@@ -81,7 +83,7 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """The traces in fsspec's file system in memory, which ends with the test."""
+    """Yield fsspec's file system in memory with the traces. It ends with the test."""
     files = fsspec.filesystem("memory")
     for path in (SMALL, COMPILED, *RANKS):
         files.pipe_file(f"/job/{path.name}", path.read_bytes())
@@ -131,7 +133,7 @@ def refused(capsys, *words):
 
 
 def without_paths(text):
-    """What is printed or written, without the names of the folders and servers that the traces lie in."""
+    """Return a text without the names of the traces' folders and servers."""
     return re.sub(r"(https?://[\w.:]+|memory://job|[\w./-]*fsdp|\.?[\w/.-]*/02_linear|\S*/served)/?", "", text)
 
 
@@ -179,7 +181,7 @@ def test_a_page_of_a_url_is_that_of_the_file(server, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("pattern", ["fsdp_rank*.json.gz", "fsdp_rank[01].json.gz", "ranks", "ranks/"])
-def test_folders_and_wildcards_are_what_lies_there(server, memory, capsys, pattern):
+def test_folders_and_wildcards_name_the_traces_there(server, memory, capsys, pattern):
     expected = printed(capsys, *RANKS, "--only", "short")
     if pattern.startswith("ranks"):
         for path in RANKS:
@@ -193,16 +195,16 @@ def test_folders_and_wildcards_are_what_lies_there(server, memory, capsys, patte
         assert printed(capsys, server.url(pattern), "--only", "short") == expected
 
 
-def test_what_lies_nowhere_is_refused(server, memory, capsys):
+def test_a_url_without_a_trace_is_refused(server, memory, capsys):
     memory.pipe_file("/job/empty/notes.txt", b"")
     (server.folder / "empty").mkdir()
     for url, says in (
         ("memory://job/none.json", "no such file"),
         ("memory://job/none*.json", "no file there matches"),
-        ("memory://job/empty/", "there is no .json or .json.gz in this folder"),
+        ("memory://job/empty/", "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"),
         (server.url("none.json"), "no such file"),
         (server.url("none*.json"), "no file there matches"),
-        (server.url("empty/"), "there is no .json or .json.gz in this folder"),
+        (server.url("empty/"), "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"),
         (server.url("none/"), "no such file"),
     ):
         assert says in refused(capsys, url)
@@ -230,7 +232,7 @@ def test_perfetto_and_a_reference_take_a_url(server, capsys):
     "url", ["https://example.org/runs/trace.json.gz", "hf://buckets/me/trace.json", "s3://b/*.json"]
 )
 def test_without_fsspec_a_url_is_refused_at_once(monkeypatch, capsys, beside, url):
-    """Also as the second of two traces: the first is not read for it."""
+    """A URL is also refused as the second of two traces, before the first is read."""
     for name in ("fsspec", "fsspec.core", "fsspec.registry"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("tracereader.show.report.opened", lambda *_: pytest.fail("the first trace was read"))
@@ -304,7 +306,7 @@ def test_a_server_that_is_silent_or_gone_is_named(server, monkeypatch, capsys):
 
 
 def endless(handler, asked):
-    """Chunks without an end."""
+    """Send chunks without an end."""
     handler.protocol_version = "HTTP/1.1"
     handler.send_response(200)
     handler.send_header("Transfer-Encoding", "chunked")
@@ -316,7 +318,7 @@ def endless(handler, asked):
     return True
 
 
-def test_a_file_without_an_end_is_read_to_the_limit(server, capsys):
+def test_an_endless_file_is_read_to_the_limit(server, capsys):
     server.rules["/x.json"] = endless
     said = refused(capsys, server.url("x.json"), "--limit", 1 << 20)
     assert "it has more than 1,048,576 bytes; --limit raises the limit" in said and server.asked["/x.json"] == 1
@@ -333,7 +335,7 @@ def test_a_bomb_behind_a_url_is_refused(server, memory, capsys):
 
 
 def test_hostile_files_among_ranks_are_named(server, capsys):
-    """The others are reported."""
+    """The other ranks are reported."""
     server.rules["/fsdp_rank2.json.gz"] = truncated()
     (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes())
     (server.folder / "fsdp_rank3.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
@@ -367,13 +369,13 @@ def test_hostile_files_among_ranks_are_named(server, capsys):
         ("zip://x.json::https://somebody:hunter2@host/a.zip?deadbeef", "zip://x.json::https://host/a.zip"),
     ],
 )
-def test_a_name_holds_no_credentials(url, name):
+def test_a_name_contains_no_credentials(url, name):
     path = path_of(url)
     assert str(path) == f"{path}" == remote.without_credentials(url) == name
     assert remote.address_of(path) == remote.address_of(Path(str(path))) == url
 
 
-def test_urls_that_differ_in_their_credentials_have_names_of_their_own():
+def test_urls_that_differ_only_in_their_credentials_have_different_names():
     one, other = (path_of(f"https://host/get?file={number}&sig=x") for number in (0, 1))
     assert (str(one), str(other)) == ("https://host/get", "https://host/get#2")
     assert path_of("https://host/get?file=1&sig=x") == other
@@ -422,7 +424,7 @@ def test_a_download_is_bounded_in_memory_and_has_no_name(server, tmp_path, monke
 
 
 def half(begun, size):
-    """A server that announces so many bytes, sends the first ones, says so, and waits."""
+    """Return a rule that announces so many bytes, sends the first ones, signals this, and waits."""
 
     def rule(handler, asked):
         handler.send_response(200)
@@ -444,7 +446,7 @@ def reading_process(*words, **environment):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_download_that_is_ended_leaves_nothing(server, tmp_path, number):
-    """One line, the signal's own status; the server has sent half of the file by then."""
+    """It prints one line and exits with the signal's status, after the server has sent half of the file."""
     begun = threading.Semaphore(0)
     server.rules["/x.json"] = half(begun, 1_000_000)
     tmp = tmp_path / "tmp"
@@ -472,7 +474,7 @@ def test_processes_that_download_end_with_the_command(server):
     assert len(gone) == 2 and not alive
 
 
-def test_a_terminal_shows_how_far_a_download_is(server, monkeypatch, capsys):
+def test_a_terminal_shows_the_progress_of_a_download(server, monkeypatch, capsys):
     monkeypatch.setattr(progress, "AFTER_S", 0)
     monkeypatch.setattr(progress, "EVERY_S", 0)
     assert cli.main([server.url(SMALL.name), "--only", "short"]) == 0
@@ -501,8 +503,8 @@ def test_ranks_are_read_on_any_executor(tmp_path):
     assert found == expected[0] and why.keys() == {str(broken)}
 
 
-def test_what_an_executor_raises_is_named_beside_the_other_ranks():
-    """The first rank is read; what became of the others is an Executor's own."""
+def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
+    """The first rank is read, and the Executor fails with the others."""
     raised = [
         ModuleNotFoundError("no", name="tracereader"),
         RuntimeError("a\nb"),
@@ -529,7 +531,7 @@ def test_what_an_executor_raises_is_named_beside_the_other_ranks():
     paths = [RANKS[0], *(Path(f"/{number}.json") for number in range(1, 6))]
     ranks, why = kept(paths, executor=Fails())
     assert ranks == [0]
-    assert list(why.values()) == [
+    assert [why_not_read(one) for one in why.values()] == [
         "the process that read it has no module tracereader: install the reader there",
         "RuntimeError: a b",
         "the process that read it was killed",
@@ -553,12 +555,12 @@ def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, 
             ranks, why = kept(paths, executor=threads)
             server.over.set()
     assert ranks == [0, 1]
-    (said,) = why.values()
-    assert said.startswith("no answer from what reads it: nothing has arrived for ")
+    (said,) = map(why_not_read, why.values())
+    assert said.startswith("the process that reads it did not answer: nothing has arrived for ")
 
 
 def worker_of(port, processes):
-    """The process that has this port open, of some."""
+    """Return which of some processes has this port open."""
     for one in processes:
         with contextlib.suppress(psutil.Error):
             if any(connection.laddr.port == port for connection in psutil.Process(one).net_connections()):
@@ -567,7 +569,7 @@ def worker_of(port, processes):
 
 
 def killing(pids, times):
-    """A server's rule: the process that asks is killed, so many times."""
+    """Return a server's rule that kills the requesting process so many times."""
 
     def rule(handler, asked):
         if asked > times:
@@ -584,7 +586,7 @@ def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
     paths = [path_of(server.url(f"fsdp_rank{number}.json.gz")) for number in (0, 1)]
-    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): reading.KILLED}))):
+    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): NotRead("killed")}))):
         server.asked.clear()
         server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
         assert kept(paths) == expected
@@ -595,7 +597,7 @@ def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def dask():
-    """Two workers on this machine, a process each."""
+    """Yield a cluster of two workers on this machine, each in a process."""
     import dask
     from distributed import LocalCluster
 
@@ -609,7 +611,7 @@ def dask():
 
 
 def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
-    """Hostile files among them are named; the report is that of the same files read here."""
+    """Hostile files are named, and the report equals that of the same files read without a cluster."""
     (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
     server.rules["/fsdp_rank3.json.gz"] = status(403)
     (server.folder / "fsdp_rank3.json.gz").write_bytes(b"")
@@ -620,7 +622,7 @@ def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
 
 @pytest.mark.exhaustive  # Dask starts a worker anew five times
 def test_a_worker_that_dies_is_replaced(dask, server, capsys):
-    """Once: another worker reads its rank. As often as the cluster tries: the rank is named, the others are read."""
+    """After one death another worker reads the rank. After as many as the cluster tolerates, the rank is left out."""
     pids = lambda: [one.pid for one in psutil.Process().children(recursive=True)]  # noqa: E731
     words = (server.url("fsdp*"), "--json", "--cluster", dask.scheduler_address)
     server.rules["/fsdp_rank0.json.gz"] = killing(pids, 1)
@@ -630,7 +632,7 @@ def test_a_worker_that_dies_is_replaced(dask, server, capsys):
     server.rules |= {"/fsdp_rank0.json.gz": None, "/fsdp_rank2.json.gz": killing(pids, 99)}
     found = json.loads(printed(capsys, *words))
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): reading.KILLED}
+    assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): "the process that read it was killed"}
 
 
 def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, monkeypatch):
@@ -667,7 +669,7 @@ def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
         assert "the scheduler has no worker" in refused(capsys, RANKS[0], "--cluster", empty.scheduler_address)
 
 
-def test_what_does_not_go_with_a_cluster_is_refused(capsys, monkeypatch):
+def test_flags_that_a_cluster_excludes_are_refused(capsys, monkeypatch):
     for flags, says in (
         (("--open",), "--open reads every trace on this machine: leave out --cluster"),
         (("--export", "all.json"), "--export reads every trace on this machine: leave out --cluster"),

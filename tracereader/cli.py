@@ -165,7 +165,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
 
     first: a list with the first trace, which is removed from it, so that no two traces are in memory at a time.
     """
-    from tracereader.show import report
+    from tracereader.show import comparison, report
     from tracereader.trace.document import DEFAULT_LIMIT
 
     runs = None
@@ -177,12 +177,8 @@ def _compare(args, view, first: list, summary, limits) -> None:
     trace = first.pop()
     summaries, proposed = [summary], []
     for path in args.traces[1:]:
-        if runs is None and not args.markdown and view.shows("short") and (args.previous or not proposed):
-            from tracereader.findings.opportunities import opportunities
-            from tracereader.replay import Refused
-
-            found = opportunities(trace, summary)
-            proposed.append(() if isinstance(found, Refused) else found)
+        if runs is None and not args.markdown and (args.previous or not proposed):
+            proposed.append(comparison.proposed_by(trace, summary, view))
         del trace
         gc.collect()  # frees the trace: parents and children refer to each other
         trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)
@@ -196,8 +192,6 @@ def _compare(args, view, first: list, summary, limits) -> None:
 
         print(markdown.side_by_side(summaries))
     elif runs is None:
-        from tracereader.show import comparison
-
         comparison.side_by_side(summaries, view, args.previous, proposed)
     if limits:
         from tracereader.show.limits import crossed

@@ -7,27 +7,27 @@ from concurrent.futures import Executor
 from tracereader.command import BadInput
 
 MISSING = "--cluster needs Dask: uv sync --extra cluster, or pip install distributed"
-# Seconds until the scheduler has to answer, and until it has to have a worker.
+# Seconds in which the scheduler has to answer, and in which it has to have a worker.
 CONNECT_S, WORKER_S = 10.0, 30.0
 
 
 @contextlib.contextmanager
 def workers_of(address: str) -> Iterator[Executor]:
-    """The workers of the Dask scheduler at an address. Raises BadInput.
+    """Yield the workers of the Dask scheduler at an address. Raises BadInput.
 
-    A task whose worker dies is given to another one, as often as the cluster's own settings say.
+    If a worker dies, its task goes to another one, as often as the cluster's settings allow.
     """
     try:
         from distributed import Client
     except ImportError:
         raise BadInput(MISSING) from None
-    # A Client that fails to connect would be closed again as it is deleted, which takes twice as long and prints.
+    # A Client that fails to connect would be closed again when it is deleted, which takes time and prints.
     quiet = type("QuietClient", (Client,), {"__del__": lambda client: None})
     try:
         if not address:  # Dask would start a cluster of its own
             raise ValueError("it is empty")
         client = quiet(address, timeout=CONNECT_S, set_as_default=False)
-    except Exception as problem:  # of any of Dask's protocols, or in what another server answers
+    except Exception as problem:  # any of Dask's protocols, or another server's answer, may raise anything
         why = f"no such address ({problem})" if isinstance(problem, ValueError) else "no Dask scheduler answers there"
         raise BadInput(f"--cluster {address}: {why}; it looks like tcp://HOST:8786") from None
     try:
@@ -35,6 +35,6 @@ def workers_of(address: str) -> Iterator[Executor]:
             client.wait_for_workers(1, timeout=WORKER_S)
         except TimeoutError:
             raise BadInput(f"--cluster {address}: the scheduler has no worker") from None
-        yield client.get_executor(pure=False)  # a trace may have changed since it was read last
+        yield client.get_executor(pure=False)  # a trace may have changed since the last read
     finally:
         client.close(timeout=CONNECT_S)

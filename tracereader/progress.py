@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a long job is."""
+"""Shows the progress of a long job in one line of a terminal."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tracereader import interrupts
 
-# Shorter waits would only flicker.
+# Seconds before the first text and between texts. Shorter waits would flicker.
 AFTER_S, EVERY_S = 1.5, 0.5
 CLEAR_LINE = "\r\x1b[K"
 

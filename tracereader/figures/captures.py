@@ -1,4 +1,4 @@
-"""What a step records into CUDA graphs. Launch calls during a stream's capture run nothing."""
+"""The CUDA graphs that a step captures. A launch call during a stream's capture runs nothing."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -11,7 +11,7 @@ from tracereader.trace.capture import EDGE, is_launch
 
 
 class Captures(msgspec.Struct, frozen=True):
-    """The captures of some CPU slices: how many, the launch calls that they recorded, and their time (µs)."""
+    """The captures of some CPU slices: their number, the launch calls that they recorded, and their time (µs)."""
 
     graphs: int
     launches: int
@@ -19,20 +19,20 @@ class Captures(msgspec.Struct, frozen=True):
 
 
 def captures(roots: Sequence[Op]) -> Captures | None:
-    """What the slices below some roots capture; None where nothing is captured."""
+    """Return the captures in the slices below some roots; None if there are none."""
     ops = [op for root in roots for op in root.walk()]
     edges = [op for op in ops if op.kind == "runtime" and EDGE.search(op.name)]
     if not edges:
         return None
     stretches, graphs = _stretches(edges, min(op.start for op in ops), max(op.end for op in ops))
     inside = Lengths(stretches)
-    # What was launched meanwhile on a stream that is not captured has its work in the trace.
+    # A launch meanwhile on a stream that is not captured has GPU work in the trace.
     launches = sum(is_launch(op) and not op.work and inside.between(op.start, op.start + 1) > 0 for op in ops)
     return Captures(graphs, launches, length(stretches) / 1e3)
 
 
 def _stretches(edges: Iterable[Op], first: int, last: int) -> tuple[Intervals, int]:
-    """Each capture from its begin to its end on the same thread, merged, and how many; one may be cut at either end."""
+    """Return the merged intervals of the captures, and their number. A capture may be cut off at either end."""
     begun: dict[tuple, int] = {}
     found = []
     for op in sorted(edges, key=attrgetter("start")):

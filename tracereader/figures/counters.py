@@ -1,7 +1,7 @@
-"""What was sampled on the GPU while the steps ran: hardware counters, power, clocks and temperature.
+"""The samples of the GPU while the steps ran: hardware counters, power, clocks and temperature.
 
-torch 2.15 records them (PerformanceMetricsConfig, CuspyConfig.enable_environment_counters). A sample holds from its
-time to the next one's. Other tools and programs may have used the GPU at the same time: a counter is of the device.
+torch 2.15 records them (PerformanceMetricsConfig, CuspyConfig.enable_environment_counters). A sample holds until
+the next one. A counter counts the whole device, so other programs on the GPU at the same time count, too.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from tracereader.figures.hardware import common_peaks
 from tracereader.figures.steps import busy_us, spanned
 from tracereader.trace import Samples, Step, Trace, Work
 
-# What counters measure. torch's newer collector writes the names on the left, Kineto CUPTI's names.
+# The quantities of counters. torch's newer collector writes the first names, and Kineto writes CUPTI's names.
 KINDS = (
     ("sm_active", re.compile(r"SM Active \(%\)|sm__cycles_active\.\w+\.pct_of_peak\w*")),
     ("dram", re.compile(r"(?:DRAM|HBM) BW \(%\)|(?:gpu__dram_throughput|dram__throughput)\.\w+\.pct_of_peak\w*")),
@@ -26,18 +26,18 @@ KINDS = (
     ("sm_mhz", re.compile(r"SM Clock \(MHz\)")),
     ("memory_mhz", re.compile(r"Memory Clock \(MHz\)")),
 )
-# Made of each kernel's duration and the median clock, so it is no measurement.
+# This counter is computed from each kernel's duration and the median clock, so it is no measurement.
 DERIVED = "Cycles (Current Kernel)"
-# A sample holds at most this many of its counter's usual intervals; then some were lost.
+# A sample holds for at most this many of its counter's usual intervals. After a longer gap, samples were lost.
 LOST_AFTER = 1.5
-# Of a span, the share that samples must cover to speak for it.
+# The share of an interval that samples must cover for their mean to stand for it.
 COVERED = 0.5
 
 
 class StepCounters(msgspec.Struct, frozen=True):
     """The time-weighted means of all counters from the start of a step's first GPU activity to the end of its last.
 
-    None where too few samples lie there.
+    A mean is None if too few samples lie there.
     """
 
     name: str
@@ -47,10 +47,11 @@ class StepCounters(msgspec.Struct, frozen=True):
 
 
 class KernelCounters(msgspec.Struct, frozen=True):
-    """An activity of the reported step that is long enough to hold whole samples, over all steps.
+    """A kernel of the reported step that is long enough to contain whole samples, over all steps.
 
-    place: its place in the Summary's gpu_work. samples: those that lie whole in it. sm_active and dram: their means,
-    shares of the peak. dram_by_shapes: the bytes that it has to move, divided by its time and the data sheet's peak.
+    place: the index in the Summary's gpu_work. samples: the number of samples that lie completely in it.
+    sm_active, dram: their means, as shares of the peak.
+    dram_by_shapes: the bytes that the kernel has to move per unit of time, as a share of the data sheet's bandwidth.
     """
 
     place: int
@@ -80,7 +81,7 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 def counters(trace: Trace, chosen: Step, measured: Sequence[GpuWork]) -> Counters | None:
-    """The counters of the busiest device; None of a trace without any. measured: the chosen step's GPU work."""
+    """Return the counters of the busiest device; None if the trace has none. measured: the chosen step's GPU work."""
     if not trace.counters:
         return None
     busy: dict[object, int] = defaultdict(int)
@@ -123,7 +124,7 @@ def _of_step(step: Step, device: object, samples: dict[str, Samples], interval: 
 
 
 def _mean(samples: Samples, start: int, end: int, longest: float) -> float | None:
-    """The mean of a counter from start to end, weighted by how long each sample holds there."""
+    """Return the mean of a counter from start to end, weighted by the time for which each sample holds there."""
     first = max(0, bisect.bisect_right(samples.times, start) - 1)
     until = bisect.bisect_left(samples.times, end)
     covered, summed = 0.0, 0.0
@@ -167,7 +168,7 @@ def _of_kernels(
 
 
 def _inside(samples: Samples, work: Sequence[Work], longest: float) -> list[float]:
-    """The values of the samples that lie whole in some work: from their times to the next ones."""
+    """Return the values of the samples that lie completely in some work, up to the next samples."""
     found = []
     for one in work:
         first = bisect.bisect_left(samples.times, one.start)

@@ -1,6 +1,6 @@
-"""One rank's trace: the times of its steps, and its part in every collective.
+"""The figures of one rank's trace: the times of its steps, and its part in every collective.
 
-It keeps only what joined() in ranks.py needs to compare the ranks, because many are read, each in its own process.
+A RankTrace holds only what joined() in ranks.py needs, because many ranks are read, each in its own process.
 """
 
 import bisect
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
+from typing import Literal
 
 import msgspec
 
@@ -23,23 +24,23 @@ from tracereader.trace.decoded import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import dims_at, dtype_of, shapes_as_recorded, types_of
 
-# The kernel of a send or a receive, where nothing else describes it: older names are those of all collectives.
+# The kernel of a send or a receive, if nothing else describes it. An older NCCL names all collectives' kernels so.
 SENDS = re.compile(r"ncclDevKernel_SendRecv")
 KINDS = (
     ("reducescatter", "reduce-scatter"), ("allreduce", "all-reduce"), ("allgather", "all-gather"),
     ("alltoall", "all-to-all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("gather", "gather"),
     ("scatter", "scatter"), ("reduce", "reduce"),
 )  # fmt: skip
-# Ranks of a group that are kept by number; of a larger group those that have a part in a collective are its members.
+# A group's members are listed up to this number. The members of a larger group are the ranks that have a part in it.
 LISTED = 4096
 _start = attrgetter("start")
 
 
 class Times(msgspec.Struct, frozen=True):
-    """A stretch of one rank's time: compute, exposed communication, exposed copies and idle add up to us.
+    """An interval of one rank's time. Compute, exposed communication, exposed copies and idle time add up to us.
 
-    communication_us: all of it, computed beside or not. idle_not_launched_us and idle_loading_us: of idle, before the
-    CPU launched the next kernel, and while it waited in the DataLoader.
+    communication_us: hidden and exposed communication together. idle_not_launched_us: the idle time before the CPU
+    launched the next kernel. idle_loading_us: the idle time while the CPU waited in the DataLoader.
     """
 
     name: str
@@ -54,19 +55,18 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class RankStep(Times, frozen=True):
-    """One step on the lane that computes: on a GPU from its first kernel to the next step's first.
+    """One step where it is computed: on a GPU, from the step's first kernel to the next step's first kernel.
 
-    phases: its annotations, in order; each from its first kernel to the next annotation's.
+    phases: the step's annotations, in order. Each lasts from its first kernel to the next annotation's first kernel.
     """
 
     phases: tuple[Times, ...] = ()
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A process group. name: with its ranks as the trace lists them, which are truncated where they are many.
+    """A process group. name: torch's name with the list of ranks, which the trace truncates for large groups.
 
-    description: torch's, or the program's own; "" where none is recorded. members: none where the trace does not list
-    them all.
+    description: torch's or the program's; "" if none is recorded. members: empty if the trace does not list them all.
     """
 
     name: str
@@ -76,9 +76,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What the same collective of a step has in common on a rank. group: its index in the rank's groups.
+    """What equal collectives of one step have in common on a rank. group: the index in the rank's groups.
 
-    bytes: as NCCL counts: an all-gather's result, else what goes in.
+    bytes: the message's size as NCCL counts it: the result of an all-gather, the input of other collectives.
     """
 
     group: int
@@ -88,9 +88,9 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one rank did in one collective. Times in ns since 1970, by its own clock.
+    """One rank's part in one collective. Times in ns since 1970, by the rank's own clock.
 
-    call: its index in the rank's calls. A job has millions of these, so they hold numbers alone.
+    call: the index in the rank's calls. A job has millions of parts, so a part holds only numbers.
     """
 
     call: int
@@ -100,14 +100,33 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """What is drawn of a rank's computing in one step: (start, end, phase), in ns since 1970."""
+    """A rank's compute in one step, for drawing: (start, end, phase), in ns since 1970."""
 
     step: str
     pieces: tuple[tuple[int, int, str], ...]
 
 
+class NotRead(msgspec.Struct, frozen=True):
+    """Why the trace of a rank is left out.
+
+    detail: the reader's message (unreadable), a module's name (no_module), an exception's text (failed), or the path of
+    the trace that is kept (same_rank). rank, world_size: of this trace. other_world_size: of the other traces.
+    seconds: between this recording and the others (other_time), or without an answer (no_answer).
+    """
+
+    reason: Literal[
+        "unreadable", "no_rank", "other_world_size", "other_time", "same_rank", "no_answer", "other_version", "dropped",
+        "killed", "no_module", "failed",
+    ]  # fmt: skip
+    detail: str = ""
+    rank: int = 0
+    world_size: int = 0
+    other_world_size: int = 0
+    seconds: float = 0.0
+
+
 class RankTrace(msgspec.Struct, frozen=True):
-    """The data kept of one trace. Times in ns since 1970, by its own clock."""
+    """The data kept of one trace. Times in ns since 1970, by the rank's own clock."""
 
     path: str
     rank: int
@@ -119,20 +138,20 @@ class RankTrace(msgspec.Struct, frozen=True):
     end: int
     total: Times
     steps: tuple[RankStep, ...]
-    left_out: tuple[str, ...]  # steps so much wider that they would hide what the rest is like
+    left_out: tuple[str, ...]  # steps that take so much longer that they would distort the figures
     groups: tuple[Group, ...]
     calls: tuple[Call, ...]
-    parts: tuple[Part, ...]  # by their starts
-    exposed: tuple[int, ...]  # exposed communication: a start, its end, the next start and so on
-    late_us: float  # the part of it before the next kernel's launch
+    parts: tuple[Part, ...]  # in the order of their starts
+    exposed: tuple[int, ...]  # intervals of exposed communication: start, end, start, end and so on
+    late_us: float  # the part of the exposed communication before the next kernel's launch
     hidden: int  # collectives that overlap with compute for at least half of their time
-    unnamed: int  # collectives' kernels of the steps that the trace does not describe
-    unprofiled_step_us: float | None  # a step without the profiler, where the run measured it
+    unnamed: int  # communication kernels of the steps that the trace does not describe
+    unprofiled_step_us: float | None  # a step's time without the profiler, if the run measured it
     lane: Lane | None
 
 
 def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
-    """What is kept of one rank's trace, which has a `rank`. step: the number of the one that is drawn."""
+    """Return the data kept of a rank's trace. The trace must record its rank. step: the number of the step to draw."""
     steps, start, end = window(trace, typical(trace))
     zero = trace.base_ns + trace.zero_us * 1000
     parts = gpu_parts(trace.work, start, end)
@@ -175,7 +194,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
 
 
 class _Cut:
-    """The parts of a window, ready to be asked about any stretch of it."""
+    """The parts of a window, prepared so that the times of any interval in it are found quickly."""
 
     def __init__(self, parts: Parts, loading: Intervals):
         self.of = {
@@ -205,7 +224,7 @@ def _loads(op: Op) -> bool:
 
 
 def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
-    """When the CPU waited for the DataLoader's next batch."""
+    """Return the intervals in which the CPU waited for the DataLoader's next batch."""
     if not any(name.startswith(LOADER) for name in trace.op_names):
         return []
     roots = [root for step in steps for root in step.roots]
@@ -213,9 +232,9 @@ def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
 
 
 def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
-    """A window of a run on the CPU: ops on any thread, collectives on their backend's own threads.
+    """Return the parts of a window of a run on the CPU. Collectives run on threads of their backend.
 
-    Starting a collective, waiting for one and loading the next batch do not count as compute.
+    Ops on all threads count as compute, except starting a collective, waiting for it and loading the next batch.
     """
     computed, handed, communication = defaultdict(list), defaultdict(list), []
     for step in steps:
@@ -224,7 +243,7 @@ def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
             op = pending.pop()
             if op.kind == "label" and collective_on_cpu(op.name):
                 communication.append((op.start, op.end))
-                continue  # what it does inside is the collective's own
+                continue  # slices inside it belong to the collective
             if _loads(op):
                 continue
             if op.kind == "op":
@@ -249,13 +268,13 @@ def _computing(step: Step, device: object) -> list[Work]:
 
 
 def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step, int, int]]:
-    """Each step that computes something, with the stretch of GPU time that is its own."""
+    """Return each step that computes something, with the start and end of its GPU time."""
     found = []
     for step in steps:
         work = _computing(step, device)
         if work:
             found.append((step, max(work[0].start, found[-1][1] if found else work[0].start)))
-    if not found:  # copies or collectives only
+    if not found:  # the steps have only copies or collectives
         return [(step, step.start, step.end) for step in steps]
     last = max((one.end for step in steps for one in step.work if one.device == device), default=end)
     bounds = [start for _, start in found] + [max(last, found[-1][1])]
@@ -266,12 +285,12 @@ Starts = Callable[[Step], list[tuple[int, int]]]
 
 
 def _kernels_by_launch(device: object) -> Starts:
-    """For a step: when each of its kernels that compute was launched, and when it began."""
+    """Return a function that gives, for a step, the launch time and the start of each compute kernel."""
     return lambda step: sorted((one.launch.start, one.start) for one in _computing(step, device) if one.launch)
 
 
 def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
-    """A step's stretch cut at its annotations; with `starts`, at the first kernel that each launched."""
+    """Return a step's interval cut at its annotations; with `starts`, at each annotation's first kernel."""
     labels = phases(step)
     if starts is None:
         bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE_ANNOTATIONS))]
@@ -308,7 +327,7 @@ def _summed(name: str, some: Sequence[Times]) -> Times:
 
 
 def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
-    """Of exposed communication, what lies before the return of the launch call of the next kernel that computes."""
+    """Return the exposed communication that lies before the return of the next compute kernel's launch call."""
     kernels = (one for step in steps for one in step.work if one.kind == "kernel" and one.launch)
     computing = sorted((one for one in kernels if not is_communication(one)), key=_start)
     starts = [one.start for one in computing]
@@ -322,7 +341,7 @@ def _late(exposed: Intervals, steps: Sequence[Step]) -> Intervals:
 
 
 class _Calls:
-    """The groups and calls of one rank, each listed once."""
+    """The groups and calls of one rank, without duplicates."""
 
     def __init__(self, rank: Rank):
         self.rank = rank
@@ -337,7 +356,7 @@ class _Calls:
         return self.found.setdefault(Call(index, kind, bytes, step), len(self.found))
 
     def group(self, args: dict) -> Group | None:
-        """The process group that a kernel's description names; None where its size is not known."""
+        """Return the process group that a kernel's arguments name; None if its size is not known."""
         size, told = args.get("Group size"), args.get("Process Group Ranks")
         whole = not _is_size(size) and _is_one_group(self.rank)
         size = self.rank.world_size if whole else size
@@ -362,7 +381,7 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
             name, args = _described(one)
             kind = kind_of(name)
             if kind is None and (re.match("send|recv", name) or (not name and SENDS.search(one.name))):
-                continue  # between two ranks only: no collective
+                continue  # point to point, so no collective
             group = calls.group(args) if kind is not None else None
             if group is None:
                 yield None
@@ -377,9 +396,10 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
 
 
 def _described(one: Work) -> tuple[str, dict]:
-    """What torch calls the communication of a kernel, and the args that describe it: its own, else by its launch.
+    """Return torch's name of a kernel's communication, and the arguments that describe it.
 
-    The kernel's name does not decide: an older NCCL calls the kernels of all collectives SendRecv.
+    The arguments are the kernel's own, or those of the ops around its launch. The kernel's name does not decide,
+    because an older NCCL calls the kernels of all collectives SendRecv.
     """
     args, name = one.args, ""
     for op in one.launch.above() if one.launch and "Collective name" not in args else ():
@@ -393,12 +413,12 @@ def _described(one: Work) -> tuple[str, dict]:
 
 
 def _is_size(found: object) -> bool:
-    """Whether the value can be a number of ranks or a rank's number."""
+    """Return whether the value can be a number of ranks or a rank's number."""
     return type(found) is int and 0 <= found < 2**31
 
 
 def _is_one_group(rank: Rank) -> bool:
-    """Whether every group of the run is the whole world; of two ranks each is, of more the trace has to list them."""
+    """Return whether every group of the run has all ranks. With more than two ranks the trace must list its groups."""
     return rank.world_size == 2 or (bool(rank.groups) and all(one.size == rank.world_size for one in rank.groups))
 
 
@@ -408,7 +428,7 @@ def _everyone(rank: Rank) -> tuple[int, ...]:
 
 def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
     rank = calls.rank
-    known, members = _is_one_group(rank), _everyone(rank)  # such a slice does not record its group
+    known, members = _is_one_group(rank), _everyone(rank)  # a collective's slice on the CPU does not record its group
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = collective_on_cpu(op.name)
@@ -426,7 +446,7 @@ def _collectives_on_cpu(step: Step) -> Iterator[Op]:
 
 
 def kind_of(name: str) -> str | None:
-    """The collective that a name of torch's or a backend's speaks of; None of a send, a receive or no name."""
+    """Return the kind of collective that torch's or a backend's name means; None for a send, a receive or no name."""
     plain = name.lower().replace("_", "")
     return next((kind for part, kind in KINDS if part in plain), None)
 
@@ -456,7 +476,7 @@ def _bytes_on_cpu(kind: str, args: dict, size: int) -> int | None:
 def _lane(
     stretches: Sequence[tuple[Step, int, int]], number: int | None, zero: int, compute: Intervals, starts: Starts
 ) -> Lane | None:
-    """One step's computing, cut at its phases: of the step asked for, or the middle one."""
+    """Return the compute of step `number`, or of the middle step, cut at its phases; None if there is no such step."""
     chosen = [one for one in stretches if one[0].name == f"{STEP}{number}"]
     if number is None:
         chosen = stretches[len(stretches) // 2 :]
@@ -467,7 +487,7 @@ def _lane(
     for name, left, right in _stretches(step, start, end, starts):
         merged: list[list[int]] = []
         for begin, stop in clipped(compute, left, right):
-            if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than any column
+            if merged and begin - merged[-1][1] < (end - start) / 200:  # narrower than a column of the drawing
                 merged[-1][1] = stop
             else:
                 merged.append([begin, stop])

@@ -1,4 +1,4 @@
-"""Several traces of one run: the times of its ranks, and their matched collectives."""
+"""The figures of several ranks of one run: their times, and their matched collectives."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tracereader.figures.intervals import both, length, minus, union
-from tracereader.figures.rank import Call, Group, Part, RankStep, RankTrace, Times
+from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {
@@ -18,25 +18,28 @@ BUS_FACTOR = {
     "reduce-scatter": lambda n: (n - 1) / n, "all-to-all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
 }  # fmt: skip
-# All ranks leave these at nearly one time, so that clocks can be set by them.
+# All ranks leave these collectives at nearly the same time, so they serve to align the clocks.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
-# ns: on two H200s of one host the ends of one collective lie 24 µs apart at most.
+# ns: on two H200s of one host the ends of one collective are at most 24 µs apart.
 FAR_APART = 100_000
-# ns: clocks of two hosts that are farther apart than this are taken for two runs.
+# ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
 CLOCKS_OFF = 60 * 10**9
 _start = attrgetter("start")
 
 
 class RankFigures(msgspec.Struct, frozen=True):
-    """One rank beside the others. Times in µs. total: of its window.
+    """The figures of one rank, compared with the others. Times in µs.
 
-    waited_for_others_us: in matched collectives, from its own start to that of the last rank to arrive, summed;
-    waiting_us: the same, counted once where several wait at a time; waiting_in_steps_us: that by step, in the order of
-    `steps`, of the collectives that the step launched. waited_exposed_us, together_exposed_us:
-    exposed in these until then, and after. others_waited_us: the waits
-    of all others together, where this rank was last. exposed_in_last_us: in the last collective of each step,
-    not counting the wait. late_us: the part of its exposed communication before the launch of its next kernel.
-    hidden: collectives that overlap with compute for at least half of their time.
+    total: the times of the rank's window.
+    waited_for_others_us: the sum of the waits in matched collectives. A wait lasts from this rank's start to that
+    of the last rank to arrive.
+    waiting_us: the same, but waits that overlap are counted once.
+    waiting_in_steps_us: waiting_us of the collectives that each step launched, in the order of `steps`.
+    waited_exposed_us: the exposed part of the waits. together_exposed_us: the exposed time after the last rank arrived.
+    exposed_in_last_us: the exposed time in the last collective of each step, without the wait.
+    late_us: the part of the exposed communication before the launch of the next kernel.
+    hidden: the number of collectives that overlap with compute for at least half of their time.
+    others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
 
     A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
@@ -61,11 +64,11 @@ class RankFigures(msgspec.Struct, frozen=True):
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """One collective over the ranks. starts_us, took_us, waits_us: by rank, in the order of `ranks`.
+    """One collective over the ranks. starts_us, took_us and waits_us are in the order of `ranks`.
 
-    starts_us: on the common clock, from the first rank's window on. took_us: the wait included. lead_us:
-    between the last rank's arrival and the one before it. transfer_us: from the last arrival to its end, by
-    the last rank's clock. bus_gb_s: None where the message's size or the kind's factor is not known.
+    starts_us: on the common clock, counted from the earliest window's start. took_us: includes the wait.
+    lead_us: the time between the arrivals of the last rank and of the one before it. transfer_us: from the last rank's
+    arrival to its end, by its clock. bus_gb_s: None if the message's size or the kind's factor is not known.
     """
 
     group: str
@@ -84,10 +87,11 @@ class Collective(msgspec.Struct, frozen=True):
 
 
 class GroupTimes(msgspec.Struct, frozen=True):
-    """The matched collectives of one process group. Times in µs, over all its collectives.
+    """The matched collectives of one process group. Times in µs, summed over all its collectives.
 
-    description: torch's or the program's name for what the group is for; "" where none is recorded. waited_us: all
-    ranks' waits together. last: the rank for which most of that was, for_last_us of it, in times_last collectives.
+    description: torch's or the program's name for the group's purpose; "" if none is recorded.
+    waited_us: the waits of all ranks. last: the rank that caused most of the waiting. for_last_us: the waiting that it
+    caused. times_last: the number of collectives in which it was last.
     """
 
     description: str
@@ -102,7 +106,7 @@ class GroupTimes(msgspec.Struct, frozen=True):
 
 
 class KindTimes(msgspec.Struct, frozen=True):
-    """Matched collectives of one kind and message size: medians; longest_wait_us is of the rank that waited longest."""
+    """Medians over the matched collectives of one kind and size. longest_wait_us: of the rank that waits longest."""
 
     kind: str
     bytes: int | None
@@ -111,17 +115,18 @@ class KindTimes(msgspec.Struct, frozen=True):
     longest_wait_us: float
     transfer_us: float
     bus_gb_s: float | None
-    of_best: float | None  # of the best bus bandwidth of any collective here
+    of_best: float | None  # as a share of the best bus bandwidth of any collective in these traces
 
 
 class Clocks(msgspec.Struct, frozen=True):
     """How the ranks' time stamps were aligned.
 
-    ahead_us: by rank, what was taken off its stamps; all zero on one host. apart_us: how far apart the ends of
-    one collective still lie in nine of ten (of kinds that all ranks leave together): closer arrivals cannot be
-    distinguished. None without such collectives. lead_us: between the last arrival in a collective and the one before
-    it, the median. not_aligned: ranks of hosts that share no collective with the
-    first's; their collectives are not matched. hosts: empty where the traces do not name them.
+    ahead_us: by rank, the time subtracted from its stamps; all zero on one host.
+    apart_us: the distance that nine of ten collectives' ends do not exceed after that, over the kinds that all ranks
+    leave together. Closer arrivals cannot be distinguished. None without such collectives.
+    lead_us: the median time between the last arrival in a collective and the arrival before it.
+    not_aligned: the ranks of hosts that share no collective with the first host. Their collectives are not matched.
+    hosts: empty if the traces do not name them.
     """
 
     hosts: tuple[str, ...]
@@ -133,10 +138,11 @@ class Clocks(msgspec.Struct, frozen=True):
 
 
 class RanksSummary(msgspec.Struct, frozen=True):
-    """Everything measured of several traces of one run.
+    """All measurements of several traces of one run.
 
-    unmatched: collectives of a rank that some member of their group, read too, does not have. origin_ns: when the
-    common clock starts, in ns since 1970.
+    unmatched: the number of ranks' parts in collectives that have no counterpart on another rank of their group.
+    unnamed: the number of communication kernels that the traces do not describe.
+    origin_ns: the start of the common clock, in ns since 1970.
     """
 
     world_size: int
@@ -145,9 +151,9 @@ class RanksSummary(msgspec.Struct, frozen=True):
     on_gpu: bool
     ranks: tuple[RankFigures, ...]
     missing: tuple[int, ...]
-    not_read: dict[str, str]  # by path, why
-    steps: tuple[str, ...]  # that all ranks have
-    other_steps: dict[int, tuple[str, ...]]  # that a rank has and another has not
+    not_read: dict[str, NotRead]  # by path
+    steps: tuple[str, ...]  # those of all ranks
+    other_steps: dict[int, tuple[str, ...]]  # by rank, the steps that not all other ranks have
     matched: tuple[Collective, ...]
     unmatched: int
     unnamed: int
@@ -157,11 +163,11 @@ class RanksSummary(msgspec.Struct, frozen=True):
     clocks: Clocks
 
 
-def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -> RanksSummary:
-    """The ranks of one run, compared. not_read: by path, why a trace could not be read.
+def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = None) -> RanksSummary:
+    """Return the summary of the ranks of one run. not_read: by path, why a trace could not be read.
 
-    Traces of other runs are left out, with the reason: another world size, a rank that is already there, or a
-    recording at another time.
+    A trace is left out, with the reason, if its world size differs, if it is the second trace of a rank, or if it was
+    recorded at another time.
     """
     ranks, not_read = _of_one_run(ranks, dict(not_read or {}))
     names = [[step.name for step in one.steps] for one in ranks]
@@ -203,20 +209,20 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, str] | None = None) -
 
 
 def _missing(ranks: Sequence[RankTrace]) -> tuple[int, ...]:
-    """At most a thousand: a file may name any world size."""
+    """Return the ranks without a trace; at most a thousand, because a file may name any world size."""
     present = {one.rank for one in ranks}
     return tuple(rank for rank in range(min(ranks[0].world_size, len(ranks) + 1000)) if rank not in present)
 
 
-def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[list[RankTrace], dict[str, str]]:
+def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tuple[list[RankTrace], dict[str, NotRead]]:
     size, _ = Counter(one.world_size for one in ranks).most_common(1)[0]
     kept: list[RankTrace] = []
     for one in ranks:
         if one.world_size != size:
-            not_read[one.path] = (
-                f"from another run: rank {one.rank} of {one.world_size}, but the others have {size} ranks"
+            not_read[one.path] = NotRead(
+                "other_world_size", rank=one.rank, world_size=one.world_size, other_world_size=size
             )
-    # What was not recorded at one time is not one run.
+    # Traces recorded at different times are of different runs.
     rest = [one for one in ranks if one.path not in not_read]
     clusters: list[list[RankTrace]] = []
     for one in sorted(rest, key=_start):
@@ -230,25 +236,23 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, str]) -> tuple[l
     for one in rest:
         if id(one) not in of_largest:
             apart = min(abs(one.start - other.start) for other in largest) / 1e9
-            not_read[one.path] = (
-                f"from another run: rank {one.rank} was recorded {apart:,.1f} s earlier or later than the others"
-            )
+            not_read[one.path] = NotRead("other_time", rank=one.rank, seconds=apart)
     for one in sorted(largest, key=lambda one: one.rank):
         if kept and kept[-1].rank == one.rank:
-            not_read[one.path] = f"another trace of rank {one.rank}: {kept[-1].path} is read instead"
+            not_read[one.path] = NotRead("same_rank", kept[-1].path, rank=one.rank)
         else:
             kept.append(one)
     return kept, not_read
 
 
 def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
-    """By stamps of one clock, or of two hosts whose clocks are synchronized."""
+    """Return whether two recordings overlap, with a tolerance of CLOCKS_OFF between two hosts."""
     off = CLOCKS_OFF if None not in (one.host, other.host) and one.host != other.host else 0
     return one.start < other.end + off and other.start < one.end + off
 
 
 class _Met(NamedTuple):
-    """A collective that was found on all its ranks: the part of each, in the order of `ranks`."""
+    """A collective that was found on all its ranks. parts: in the order of `ranks`."""
 
     group: Group
     call: Call
@@ -257,10 +261,10 @@ class _Met(NamedTuple):
 
 
 def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
-    """The collectives in the order of their starts, and how many parts lack a counterpart.
+    """Return the collectives in the order of their starts, and the number of parts without a counterpart.
 
-    They are matched by the sequence numbers that newer traces hold; else by their order within a step of one name,
-    where all ranks have the same kinds and sizes in the same order: one that is missing would shift all others.
+    They are matched by the sequence numbers of newer traces. Without these, they are matched by their order within a
+    step, if all ranks have the same kinds and sizes in the same order, because a missing one would shift all others.
     """
     groups: dict[str, dict[int, _Parts]] = {}
     for one in ranks:
@@ -275,7 +279,7 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         group = next(one for one in by_rank[some].groups if one.name == name)
         members = tuple(rank for rank in group.members if rank in by_rank) or tuple(sorted(parts))
         if len(members) < 2:
-            continue  # the others of its group were not read: said of them already
+            continue  # the other ranks of the group were not read, and the report already says so
         rows, alone = _rows([parts.get(rank, _Parts((), [])) for rank in members])
         calls = parts.get(members[0], _Parts((), [])).calls
         found += [_Met(group, calls[row[0].call], members, row) for row in rows]
@@ -291,7 +295,7 @@ class _Parts(NamedTuple):
 
 
 def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
-    """A group's collectives, each with the parts of all ranks; and how many parts lack a counterpart."""
+    """Return a group's collectives as the parts of all ranks, and the number of parts without a counterpart."""
     in_sequence = all(part.seq is not None for one in ranks for part in one.parts)
     keys, alike = [], True
     for one in ranks:
@@ -299,7 +303,7 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
         keys.append([(of_call[part.call], part.seq if in_sequence else None) for part in one.parts])
         alike = alike and keys[-1] == keys[0]
         if alike:
-            keys[-1] = keys[0]  # one list serves all ranks: there may be a thousand
+            keys[-1] = keys[0]  # all ranks share one list, because there may be a thousand ranks
     if alike:
         return list(zip(*(one.parts for one in ranks), strict=True)), 0
     found, alone = [], 0
@@ -319,12 +323,12 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
 
 
 def _alike(call: Call) -> tuple[str, int | None]:
-    """What is the same on all ranks: an all-to-all may take another size on each, a broadcast counts its root's."""
+    """Return the kind, and the size if it is equal on all ranks. It may differ in an all-to-all and in a broadcast."""
     return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter") else None
 
 
 def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
-    """The collectives of the other ranks, where at least two of them are left."""
+    """Return the collectives without these ranks. A collective with fewer than two ranks left is dropped."""
     if not ranks:
         return list(met)
     found = []
@@ -338,19 +342,19 @@ def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
 
 
 def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, dict[int, int]]:
-    """What to take off each rank's stamps (ns), by the ends of the collectives that hosts have in common."""
+    """Return the clocks, and the ns to subtract from each rank's stamps. The ends of common collectives decide."""
     together: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
     for one in met:
         if one.call.kind in LEFT_TOGETHER:
             together[one.ranks].append(one)
     host = {one.rank: one.host for one in ranks}
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
-        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # not recorded: not one clock
+        host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # no host is recorded
     hosts = list(dict.fromkeys(host.values()))
     ahead = {hosts[0]: 0}
     while len(ahead) < len(hosts):
-        # The hosts with the most collectives in common with those that are set already, which mostly is all at
-        # once: each round goes through every collective of every group that has both.
+        # Align the hosts that share most collectives with the aligned hosts. Usually these are all hosts at once, and
+        # a round goes through every collective of every group that has both kinds of hosts.
         apart: dict[str, list[int]] = defaultdict(list)
         for members, some in together.items():
             known = [at for at, rank in enumerate(members) if host[rank] in ahead]
@@ -385,10 +389,10 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, di
 
 
 def _of_two_clocks(together: Mapping[tuple[int, ...], Sequence[_Met]], on_gpu: bool) -> bool:
-    """Whether the time stamps show that they come from different clocks.
+    """Return whether the time stamps show that they come from different clocks.
 
-    In most collectives a rank is done before another begins; or, on GPUs, where all leave one together, a
-    rank's ends are off by far more than on one host.
+    They do if in most collectives one rank ends before another begins. On GPUs, where all ranks leave a collective
+    together, they also do if a rank's ends differ from the others' by far more than on one host.
     """
     every = [one.parts for some in together.values() for one in some]
     impossible = sum(min(part.end for part in parts) < max(part.start for part in parts) for parts in every)
@@ -432,11 +436,11 @@ def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
 
 
 class _Waits:
-    """One rank's part in the matched collectives, in arrays: a job has millions of these."""
+    """One rank's parts in the matched collectives, in arrays, because a job has millions of them."""
 
     def __init__(self):
         self.starts, self.ends = array("q"), array("q")
-        self.until = array("q")  # when the last rank arrived; its start where that is this rank
+        self.until = array("q")  # the last rank's arrival; this rank's start if it is the last
         self.steps: list[str] = []
         self.arrived_last, self.others_us = 0, 0.0
 

@@ -1,4 +1,4 @@
-"""The traces of many ranks: one function reads one rank, on any Executor; here in processes of this machine."""
+"""Reads the traces of many ranks, in processes of this machine or on any Executor. answer() reads one rank."""
 
 import contextlib
 import gc
@@ -19,29 +19,28 @@ import msgspec
 
 from tracereader import interrupts, progress
 from tracereader.command import printable
-from tracereader.figures.rank import RankTrace, of_rank
+from tracereader.figures.rank import NotRead, RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
 from tracereader.trace.document import address_of, opened, path_of, size_of
 
-HEAD = 1 << 18  # bytes in which distributedInfo stands: the profiler writes it before the events
+HEAD = 1 << 18  # bytes that contain distributedInfo, because the profiler writes it before the events
 # Starting a process and importing the reader takes as long as reading about 10 MB of JSON.
 WORTH_A_PROCESS = 40e6
-# Bytes of memory that reading takes per byte of JSON: 9 at most in the traces of two H200s, all told.
+# Bytes of memory that reading takes per byte of JSON. It was at most 9 in the traces of two H200s.
 MEMORY_PER_BYTE, MEMORY_OF_A_PROCESS = 12, 80e6
-# Seconds without an answer after which the ranks that are missing are given up: before the first answer, in which a
-# cluster may still start workers, and after it. A trace of 1 GB takes one to two minutes.
+# Seconds without an answer after which the missing ranks are given up. Before the first answer a cluster may still
+# start workers. A trace of 1 GB takes one to two minutes.
 FIRST_ANSWER_S, NEXT_ANSWER_S = 600.0, 180.0
-# Requests at a time. One takes a tenth of a second, and there may be a thousand URLs.
+# Concurrent requests. A request takes a tenth of a second, and there may be a thousand URLs.
 REQUESTS = 32
-KILLED = "the process that read it was killed"
 T = TypeVar("T")
-# What reads a rank: its path or URL, the limit of JSON, the step that is drawn; what is kept of it, encoded.
+# A function that reads a rank. It takes the path or URL, the limit of JSON and the step to draw, and returns bytes.
 Answer = Callable[[bytes, int, "int | None"], bytes]
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What the first bytes of a file contain. broken: they are not those of a trace."""
+    """The rank that a file's first bytes name. broken: whether they are not those of a trace."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -49,7 +48,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def head(path: Path) -> Head:
-    """Which rank's trace a file is, without reading all of it."""
+    """Return which rank's trace a file is, from its first bytes."""
     try:
         with opened(path, HEAD, whole=False) as file:
             data = file.read(HEAD)
@@ -70,7 +69,7 @@ def head(path: Path) -> Head:
 
 
 def are_ranks(paths: Sequence[Path]) -> bool:
-    """Whether these are the traces of several ranks: each of one of its own, of one world size. Broken ones may be."""
+    """Return whether these are traces of several different ranks with one world size. Broken files are ignored."""
     heads = _of_each(head, paths)
     told = [one for one in heads if not one.broken]
     ranks, sizes = {one.rank for one in told}, {one.world_size for one in told}
@@ -78,7 +77,7 @@ def are_ranks(paths: Sequence[Path]) -> bool:
 
 
 def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
-    """What `ask` says of each path. URLs are asked for many at a time."""
+    """Return the result of `ask` for each path. URLs are requested concurrently."""
     if not any("://" in str(path) for path in paths):
         return [ask(path) for path in paths]
     with ThreadPoolExecutor(REQUESTS) as pool:
@@ -87,11 +86,11 @@ def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
 
 def read_ranks(
     paths: Sequence[Path], limit: int, step: int | None, executor: Executor | None = None
-) -> tuple[list[RankTrace], dict[str, str]]:
-    """What is kept of each trace that can be read; by path, why another cannot.
+) -> tuple[list[RankTrace], dict[str, NotRead]]:
+    """Return what is kept of each trace that can be read; by path, why each of the others cannot.
 
-    executor: where answer() is called for each rank; it must be able to import this module, and to read the paths.
-    None: in processes of this machine, or in this one where more are not worth it.
+    executor: calls answer() for each rank; it must be able to import this module and to read the paths. None: the ranks
+    are read in processes of this machine, or in this process if more would not be faster.
     """
     if executor is not None:
         found = _gathered(executor, answer, paths, limit, step)
@@ -101,23 +100,23 @@ def read_ranks(
     else:
         found = [_one(path, limit, step) for path in paths]
     kept = [one for one in found if isinstance(one, RankTrace)]
-    return kept, {str(path): why for path, why in zip(paths, found, strict=True) if isinstance(why, str)}
+    return kept, {str(path): why for path, why in zip(paths, found, strict=True) if isinstance(why, NotRead)}
 
 
 def _json_bytes(path: Path) -> float:
-    """About how much JSON a file holds."""
+    """Return an estimate of a file's JSON, in bytes."""
     size, packed = size_of(path)
     if size is None:
         return WORTH_A_PROCESS
-    return 20 * size if packed else size  # the profiler's JSON packs to a 14th
+    return 20 * size if packed else size  # gzip makes the profiler's JSON about 14 times smaller
 
 
 def _gathered(
     executor: Executor, ask: Answer, paths: Sequence[Path], limit: int, step: int | None
-) -> list[RankTrace | str]:
-    """What is kept of each trace, or why it cannot be read. Ranks that do not answer in time are given up."""
+) -> list[RankTrace | NotRead]:
+    """Return what is kept of each trace, or why it cannot be read. Ranks that do not answer in time are given up."""
     arrived: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
-    found: list[RankTrace | str | None] = [None] * len(paths)
+    found: list[RankTrace | NotRead | None] = [None] * len(paths)
     pending: dict[int, Future] = {}
     begun = last = time.monotonic()
     with progress.shown() as show:
@@ -135,7 +134,7 @@ def _gathered(
                     continue
                 for number, future in pending.items():
                     future.cancel()
-                    found[number] = f"no answer from what reads it: nothing has arrived for {waited:,.0f} s"
+                    found[number] = NotRead("no_answer", seconds=waited)
                 break
             last = time.monotonic()
             del pending[number]
@@ -144,25 +143,25 @@ def _gathered(
 
 
 def _patience(took_s: float, answers: int) -> float:
-    """How many seconds to wait for the next answer. took_s: until the last one."""
+    """Return the seconds to wait for the next answer. took_s: the time from the start to the last answer."""
     return max(NEXT_ANSWER_S, took_s) if answers else FIRST_ANSWER_S
 
 
-def _decoded(future: Future, path: Path) -> RankTrace | str:
-    """What an Executor answered. The trace is named as it is here."""
+def _decoded(future: Future, path: Path) -> RankTrace | NotRead:
+    """Return an Executor's answer. path: the trace's name on this machine, which replaces the Executor's."""
     try:
-        found = msgspec.msgpack.decode(future.result(), type=RankTrace | str)
+        kept, why_not = msgspec.msgpack.decode(future.result(), type=tuple[RankTrace | None, NotRead | None])
     except msgspec.MsgspecError:
-        return "the process that read it has another version of the reader"
+        return NotRead("other_version")
     except CancelledError:
-        return "the cluster dropped it"
-    except Exception as problem:  # of any Executor, and of what it runs on
+        return NotRead("dropped")
+    except Exception as problem:  # any Executor may raise anything
         if isinstance(problem, BrokenExecutor) or type(problem).__name__ == "KilledWorker":
-            return KILLED
+            return NotRead("killed")
         if isinstance(problem, ModuleNotFoundError):
-            return f"the process that read it has no module {problem.name}: install the reader there"
-        return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
-    return found if isinstance(found, str) else msgspec.structs.replace(found, path=str(path))
+            return NotRead("no_module", str(problem.name))
+        return NotRead("failed", f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+    return why_not or msgspec.structs.replace(kept, path=str(path))
 
 
 def _processes(sizes: Sequence[int]) -> int:
@@ -174,26 +173,27 @@ def _processes(sizes: Sequence[int]) -> int:
     return max(1, min(wanted, int(free / (MEMORY_OF_A_PROCESS + MEMORY_PER_BYTE * max(sizes)))))
 
 
-def _one(path: Path, limit: int, step: int | None) -> RankTrace | str:
-    """What is kept of a trace, or why it cannot be read."""
+def _one(path: Path, limit: int, step: int | None) -> RankTrace | NotRead:
+    """Return what is kept of a trace, or why it cannot be read."""
     try:
         trace = read(path, limit)
         if trace.rank is None:
-            return "it does not record its rank (distributedInfo)"
+            return NotRead("no_rank")
         return of_rank(trace, step)
     except TraceError as problem:
-        return str(problem).removeprefix(f"{path}: ")
+        return NotRead("unreadable", str(problem).removeprefix(f"{path}: "))
     finally:
         trace = None
-        gc.collect()  # parents and children hold each other, and the next rank needs the room
+        gc.collect()  # parents and children refer to each other, and the next rank needs the memory
 
 
 def answer(address: bytes, limit: int, step: int | None) -> bytes:
-    """What is kept of the trace at a path or a URL, or why it cannot be read, encoded. All that an Executor is told."""
+    """Return what is kept of the trace at a path or URL, or why it cannot be read, as bytes. An Executor calls this."""
     collects = gc.isenabled()
-    gc.disable()  # collecting garbage while a trace is built takes as long as building it
+    gc.disable()  # garbage collection while a trace is built takes as long as building it
     try:
-        return msgspec.msgpack.encode(_one(path_of(os.fsdecode(address)), limit, step))
+        found = _one(path_of(os.fsdecode(address)), limit, step)
+        return msgspec.msgpack.encode((None, found) if isinstance(found, NotRead) else (found, None))
     finally:
         if collects:
             gc.enable()
@@ -201,7 +201,7 @@ def answer(address: bytes, limit: int, step: int | None) -> bytes:
 
 @contextlib.contextmanager
 def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
-    """Threads, and a function that gives one rank to a process of this machine, for them to call."""
+    """Yield threads, and the function that they call to have one rank read by a process of this machine."""
     idle: queue.SimpleQueue[_Reader] = queue.SimpleQueue()
     readers = [_Reader() for _ in range(count)]
     for reader in readers:
@@ -226,16 +226,16 @@ def _processes_here(count: int) -> Iterator[tuple[Executor, Answer]]:
             try:
                 yield threads, hand_over
             finally:
-                kill()  # one that was given up, too: its thread waits for it
+                kill()  # also a process that was given up, because its thread waits for it
     finally:
         for reader in readers:
             reader.end()
 
 
 class _Reader:
-    """A process that reads. It ends when this one does, however that ends: its standard input is closed then.
+    """A process that reads ranks. It ends with this process, because its standard input is then closed.
 
-    multiprocessing's would run the caller's script again first, which may import torch.
+    A process of multiprocessing would first run the caller's script again, which may import torch.
     """
 
     def __init__(self):
@@ -244,7 +244,7 @@ class _Reader:
 
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
-        # The current folder must not be imported from; Python 3.10 has no flag to say so.
+        # Nothing may be imported from the current folder. Python 3.10 has no flag for that.
         program = (
             "import sys; sys.path = [sys.argv[1], *filter(None, sys.path)]; "
             "from tracereader.figures.reading import serve; serve()"
@@ -254,14 +254,14 @@ class _Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is answered once, here
+            start_new_session=True,  # only this process answers Ctrl-C
         )
 
     def answer(self, address: bytes, limit: int, step: int | None) -> bytes:
-        """What answer() returns in there. Raises BrokenExecutor where the process is killed; the next one is new."""
+        """Return the process's result of answer(). Raises BrokenExecutor if it is killed. The next call restarts it."""
         if self.process is None:
             self._start()
-        if self.is_over:  # asked last, because kill() may have found no process yet
+        if self.is_over:  # checked after the start, because kill() may have found no process yet
             raise BrokenExecutor
         try:
             self.process.stdin.write(msgspec.json.encode((address, limit, step)) + b"\n")
@@ -276,13 +276,13 @@ class _Reader:
         raise BrokenExecutor
 
     def kill(self) -> None:
-        """Let the process end at once, and no other one read."""
+        """Kill the process, and let no other one start to read."""
         self.is_over = True
         if self.process is not None:
             self.process.kill()
 
     def end(self) -> None:
-        """Stop the process, and let go of it."""
+        """Kill the process and free its resources."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -293,7 +293,7 @@ class _Reader:
 
 
 def serve() -> None:
-    """Read what standard input names, a line each, until it ends."""
+    """Read the rank that each line of standard input names, until the input ends."""
     for line in sys.stdin.buffer:
         found = answer(*msgspec.json.decode(line, type=tuple[bytes, int, int | None]))
         sys.stdout.buffer.write(b"%d\n%b" % (len(found), found))

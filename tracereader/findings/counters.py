@@ -1,4 +1,4 @@
-"""Findings about sampled counters: memory traffic beside what shapes say, and clocks that explain slow steps."""
+"""Findings about sampled counters: memory traffic compared with the shapes, and clocks that explain slow steps."""
 
 from statistics import median
 
@@ -8,18 +8,18 @@ from tracereader.findings.finding import GPU, Verdict, counted, duration, findin
 from tracereader.trace import STEP
 from tracereader.trace.kernel_names import short
 
-# The sampled DRAM throughput and the one that shapes give differ by more than this factor before it is said. Not
-# measured on a GPU: it leaves room for a data sheet's peak that is not the one that CUPTI divides by.
+# The factor from which a difference between the sampled DRAM throughput and that of the shapes is reported. It was not
+# measured on a GPU. It allows for a data sheet's peak that differs from the peak that CUPTI divides by.
 DISAGREES = 1.25
-# Below this share of the peak either figure is too small to compare.
+# If both figures are below this share of the peak, they are too small to compare.
 LEAST = 0.05
-# The same kernels vary by 9% between steps on an H200, and a clock that is not limited by 1 or 2%. The latter was not
-# measured with these counters.
+# On an H200 the same kernels vary by 9% between steps, and a clock that is not limited varies by 1 or 2%. The latter
+# was not measured with these counters.
 SLOWER, CLOCK_FELL = 1.1, 0.97
 
 
 def disagreement(one: KernelCounters) -> float | None:
-    """The sampled DRAM throughput over the one by shapes, where they differ much."""
+    """Return the sampled DRAM throughput divided by that of the shapes; None if they are close or not known."""
     if one.dram is None or one.dram_by_shapes is None or max(one.dram, one.dram_by_shapes) < LEAST:
         return None
     times = one.dram / one.dram_by_shapes
@@ -27,9 +27,10 @@ def disagreement(one: KernelCounters) -> float | None:
 
 
 def compared(one: KernelCounters) -> str:
-    """What the sampled throughput means beside the bytes that a kernel has to move."""
+    """Return the sampled throughput and the one that the shapes need, with the reason for the difference."""
     more = one.dram > one.dram_by_shapes
-    why = "bytes move more than once, or others move, too" if more else "a cache served the rest, or it was not used"
+    repeated = "bytes move more than once, or other bytes move, too"
+    why = repeated if more else "a cache served the rest, or the rest was not used"
     return (
         f"sampled DRAM throughput is {one.dram:.0%} of the peak, and its inputs and outputs, once each, need "
         f"{one.dram_by_shapes:.0%}: {why}"
@@ -55,9 +56,9 @@ def dram_disagrees(summary: Summary) -> Verdict:
 
 
 def slower_at_a_lower_clock(summary: Summary) -> tuple[StepCounters, StepCounters] | None:
-    """The typical step and the one whose GPU time exceeds it most, where the same work ran at a lower SM clock.
+    """Return the typical step and a slower one in which the same work ran at a lower SM clock; None without such steps.
 
-    The typical step has the median GPU time. None where the trace does not show both.
+    The typical step has the median GPU time. The slower step has the longest.
     """
     if summary.counters is None or (name := summary.counters.names.get("sm_mhz")) is None:
         return None

@@ -41,6 +41,8 @@ class Finding:
     needs_gpu: whether only GPU work can show it.
     teaches: whether it explains how to read a trace and suggests no change. A report shows such a finding only for the
     trace of a numbered script, or with --all.
+    said_above: whether the regime or the table of the steps already says it. The usual report then leaves it out of the
+    patterns.
     claims: the numbers of the articles' claims that the finding concerns.
     change: the id of the change that the finding suggests. The replay computes what that change saves.
     """
@@ -53,6 +55,7 @@ class Finding:
     predicts: str | Callable[..., str] = ""
     needs_gpu: bool = False
     teaches: bool = False
+    said_above: bool = False
     claims: str = ""
     change: str = ""
 

@@ -1,4 +1,4 @@
-"""Changes of a run on several GPUs. Deciding on them takes the traces of all ranks."""
+"""The changes of a run on several GPUs. They need the traces of all ranks."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ EVEN_OUT = {
 
 @dataclass(frozen=True)
 class RankCase:
-    """What a proposal is made from: all ranks' figures, and the graph of the one rank that is replayed."""
+    """The input of a proposal: all ranks' figures, and the graph of the rank that is replayed."""
 
     summary: RanksSummary
     rank: RankFigures
@@ -44,7 +44,7 @@ class RankCase:
 
     @cached_property
     def matched(self) -> dict[Work, Collective]:
-        """This rank's kernels of collectives that are matched with the other ranks'."""
+        """Return this rank's communication kernels, each with its collective that is matched over the ranks."""
         number, summary = self.rank.rank, self.summary
         ahead = round(summary.clocks.ahead_us[number] * 1e3)
         zero = self.trace.base_ns + self.trace.zero_us * 1000 - ahead - summary.origin_ns
@@ -63,7 +63,7 @@ class RankCase:
 
 @dataclass(frozen=True)
 class RankChange:
-    """One change of all ranks. replayed: the rank whose replay gives the step after it; None without a reason to."""
+    """One change of all ranks. replayed: returns the rank to replay; None if there is no reason for the change."""
 
     name: str
     title: str
@@ -72,10 +72,10 @@ class RankChange:
 
 
 def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
-    """The changes of all ranks that are worth trying, the largest saving first.
+    """Return the changes of all ranks that are worth trying, the largest saving first.
 
-    Reads the trace of each rank that is replayed again, which is two at most. limit: as of read(), in bytes.
-    Refused where one of them cannot be read on this machine.
+    The trace of each replayed rank, at most two, is read again. limit: the most bytes of JSON, as for read(). Returns
+    Refused if one of these traces cannot be read on this machine.
     """
     by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {}
     for change in RANK_CHANGES if summary.on_gpu and summary.matched else ():
@@ -85,19 +85,19 @@ def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] 
     for path, (rank, changes) in by_rank.items():
         try:
             graph = graph_of(read(Path(path), limit))
-        except TraceError:  # only the workers of a cluster may reach it
+        except TraceError:  # perhaps only the workers of a cluster reach it
             return Refused(Reason.NOT_READ)
         if isinstance(graph, Refused):
             return graph
         case = RankCase(summary, rank, graph)
         found += [priced(change.name, change.title, change.propose(case)) for change in changes]
         del graph, case
-        gc.collect()  # the next rank needs the room
+        gc.collect()  # the next rank needs the memory
     return worth_showing(found)
 
 
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
-    """The rank that waits least for the others and has exposed communication."""
+    """Return the rank that waits least for the others; None if it has little exposed communication."""
     one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
     return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
@@ -121,7 +121,7 @@ def overlap_communication(case: RankCase) -> Proposal | None:
 
 
 def bucket_size(case: RankCase) -> Proposal | None:
-    """One all-reduce of all gradients becomes buckets; only the last bucket is exposed then."""
+    """Return the proposal to reduce gradients in buckets, so that only the last all-reduce is exposed."""
     one = case.rank
     if not one_bucket(case.summary, one):
         return None
@@ -143,14 +143,14 @@ def bucket_size(case: RankCase) -> Proposal | None:
 
 
 def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
-    """The slowest of the other ranks, which waits least. None without a straggler."""
+    """Return the rank that waits least apart from the straggler; None without a straggler."""
     slow = straggler(summary)
     others = [one for one in summary.ranks if one is not slow]
     return min(others, key=lambda one: one.waited_exposed_us) if slow and others else None
 
 
 def balance_ranks(case: RankCase) -> Proposal | None:
-    """Removes the waits for late ranks from all collectives."""
+    """Return the proposal to remove the waits for late ranks from all collectives."""
     slow, why = straggler(case.summary), loss(case.summary)
     times = {
         work: work.us - collective.waits_us[collective.ranks.index(case.rank.rank)]

@@ -1,4 +1,4 @@
-"""What the figures of several ranks mean: who waits for whom, why, and why communication is exposed."""
+"""The findings about several ranks: which rank the others wait for, why, and why communication is exposed."""
 
 import bisect
 import re
@@ -9,30 +9,31 @@ from statistics import fmean, median
 
 import msgspec
 
-from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, Times
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times
 from tracereader.figures.ranks import GroupTimes, RankFigures, RanksSummary
 from tracereader.findings.finding import counted, size
 
-# Share of a rank's time in exposed waiting for other ranks that is worth naming. On two H200s: 31% in FSDP with a CPU
-# that launches late, 8% with a rank that computes more, 0.5% in plain DDP.
+# The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
+# FSDP with a CPU that launches late, 8% with a rank that computes more, and 0.5% in plain DDP.
 MUCH_WAITED = 0.02
-# Share of a step by which a rank, or the transfers of a group, must take longer to be named. What is shorter cannot
-# make another rank wait for a share of its time that is worth naming.
+# The share of a step by which a rank, or the transfers of a group, must take longer to be named. A shorter delay cannot
+# make another rank wait for a share of its time that is named.
 MUCH_LONGER = MUCH_WAITED
-# Share of all waiting that one rank must cause to be named. It caused all of it in the three runs above; where two
-# ranks on two cores of a laptop took turns, 56%.
+# The share of all waiting that one rank must cause to be named. In the three runs above it caused all of it. When two
+# ranks on two cores of a laptop took turns, one caused 56%.
 CAUSES_IT = 2 / 3
 MOST = 0.5
 # A reason is named if it explains at least this share of a rank's extra time.
 A_REASON = 0.2
 # A phase is named alone if it has at least this share of a reason's time.
 NEARLY_ALL = 0.9
-# Times the others' transfers of one message: on two H200s the same message takes up to 1.3 times the median.
+# The factor over the other groups' transfers of one message from which a link is slow. On two H200s the same message
+# takes up to 1.3 times the median.
 MUCH_SLOWER = 2
-# Arrivals closer than this multiple of the clocks' error are not ordered.
+# The order of arrivals that are closer than this multiple of the clocks' error is not decided.
 BEYOND_THE_CLOCKS = 2
-# What a process group is for, by the words of its description: a DeviceMesh's are mesh_tp and so on, Megatron's are
-# TENSOR_MODEL_PARALLEL_GROUP and so on.
+# The purpose of a process group, by the words of its description. A DeviceMesh's descriptions are mesh_tp and so on,
+# Megatron's are TENSOR_MODEL_PARALLEL_GROUP and so on.
 DIMENSIONS = {
     "tp": "tensor", "tensor": "tensor", "pp": "pipeline", "pipeline": "pipeline", "dp": "data", "ddp": "data",
     "fsdp": "data", "data": "data", "ep": "expert", "expert": "expert", "cp": "context", "context": "context",
@@ -41,9 +42,10 @@ DIMENSIONS = {
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A part of a rank's step (a key of PARTS) that is longer than the others'; more_us: by how much per step.
+    """A part of a rank's step (a key of PARTS) that takes longer than on the other ranks. Times in µs.
 
-    phase: has most of the extra time, phase_us of it; None if no phase has most.
+    more_us: the extra time per step. phase: the phase with most of the extra time; None if no phase has most.
+    phase_us: the extra time in that phase.
     """
 
     part: str
@@ -53,7 +55,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a rank is slower than the others. own: without exposed communication; medians per step, in µs."""
+    """Why a rank is slower than the others. Times are medians per step without exposed communication, in µs."""
 
     rank: int
     own_us: float
@@ -64,7 +66,7 @@ class Loss(msgspec.Struct, frozen=True):
 class SlowLink(msgspec.Struct, frozen=True):
     """A group of ranks whose transfers of one kind and size take longer than other groups'. Medians, in µs.
 
-    bus_gb_s: None where the kind has no factor. more_us: what they take longer in all, in a step.
+    bus_gb_s: None if the kind has no factor. more_us: the sum of the extra times per step.
     """
 
     ranks: tuple[int, ...]
@@ -78,10 +80,10 @@ class SlowLink(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What makes the steps longer, in µs per step: a rank's time without exposed communication beyond the median, or
-    a slow link.
+    """A slow rank or a slow link, with the time that it costs per step (µs).
 
-    ranks: one, or those that the link connects. reasons: the rank's, the largest first; none for a link.
+    more_us: for a rank, its time without exposed communication beyond the median of all ranks.
+    ranks: the slow rank, or those that the link connects. reasons: the rank's, the largest first; empty for a link.
     """
 
     ranks: tuple[int, ...]
@@ -93,8 +95,8 @@ class Cost(msgspec.Struct, frozen=True):
 class SlowHost(msgspec.Struct, frozen=True):
     """A host on which at least two ranks, and at least half, take longer than the median of all ranks.
 
-    ranks: those that were read. slow: those of them that take longer, by a median of more_us per step. part: the
-    largest reason (a key of PARTS) of most of them.
+    ranks: the host's ranks that were read. slow: those that take longer. more_us: the median of their extra times per
+    step. part: the part (a key of PARTS) whose median extra time is largest; None if it explains too little.
     """
 
     host: str
@@ -107,9 +109,9 @@ class SlowHost(msgspec.Struct, frozen=True):
 class GroupKind(msgspec.Struct, frozen=True):
     """Process groups with one description, size and distance between their ranks.
 
-    name: in words, with the description. every: the distance between neighbouring ranks; None where it differs.
-    waited_us, transfer_us: of a rank, on average, per step. collectives: of a group, at most. worst: the group with
-    the most waiting.
+    name: in words, with the description. every: the distance between neighbouring ranks; None if it differs.
+    waited_us: the average per rank and step. transfer_us: the average per group and step. collectives: the most of any
+    group. worst: the group with the most waiting.
     """
 
     name: str
@@ -124,21 +126,21 @@ class GroupKind(msgspec.Struct, frozen=True):
 
 
 def share(one: RankFigures, us: float) -> float:
-    """Of a rank's window."""
+    """Return a time (µs) as a share of a rank's window."""
     return us / one.total.us if one.total.us else 0.0
 
 
 def ms(us: float) -> str:
-    """Always in ms, so that the ranks' figures can be compared with each other at a glance."""
+    """Return a time in ms. All figures of ranks have this unit, so that they can be compared at a glance."""
     if 0 < us < 1:
         return "under 0.001 ms"
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 
 def straggler(summary: RanksSummary) -> RankFigures | None:
-    """The rank that the others wait for most, if the waiting costs them enough.
+    """Return the rank that the others wait for most; None if the waiting costs them too little.
 
-    Where the ranks of one process group are waited for by other groups, it is the rank that this group waits for.
+    If other groups wait for one process group, it is the rank that this group waits for.
     """
     total = sum(one.others_waited_us for one in summary.ranks)
     if not total:
@@ -155,7 +157,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
-    """The rank that one group waits for, where the waiting for all of this group is most of all waiting."""
+    """Return the rank that one group waits for, if most of all waiting is for the ranks of this group."""
     by_rank = {one.rank: one for one in summary.ranks}
     found = []
     for group in summary.groups:
@@ -173,27 +175,27 @@ def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | Non
 
 
 def _costs_others(summary: RanksSummary, but: Iterable[int] = ()) -> bool:
-    """Whether any other rank loses much time by waiting."""
+    """Return whether any rank loses much time by waiting. but: the ranks that do not count."""
     left_out = set(but)
     costs = (share(one, one.waited_exposed_us) for one in summary.ranks if one.rank not in left_out)
     return max(costs, default=0.0) > MUCH_WAITED
 
 
 def _told_apart(summary: RanksSummary, lead_us: float | None) -> bool:
-    """Whether the clocks are accurate enough to decide which rank arrives last. lead_us: before the next one."""
+    """Return whether the clocks decide which rank arrives last. lead_us: its time after the arrival before it."""
     apart = summary.clocks.apart_us
     if apart is None or lead_us is None or not (summary.on_gpu or summary.clocks.aligned):
-        return True  # one CPU's clock
+        return True  # all stamps are of one CPU's clock
     return lead_us > BEYOND_THE_CLOCKS * apart
 
 
 def own(one: Times) -> float:
-    """Time without exposed communication."""
+    """Return the time without exposed communication (µs)."""
     return one.us - one.exposed_communication_us
 
 
 def _launching(one: Times) -> float:
-    """Idle time before a launch that no DataLoader holds up."""
+    """Return the idle time before a launch that did not wait for the DataLoader (µs)."""
     return max(0.0, one.idle_not_launched_us - one.idle_loading_us)
 
 
@@ -207,7 +209,7 @@ PARTS: dict[str, Callable[[Times], float]] = {
 
 
 def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Callable[[Times], float]) -> float:
-    """The median over the common steps of a figure, for one phase or for the whole step."""
+    """Return the median of a figure over the common steps, for one phase or for the whole step."""
     found = []
     for step in rank.steps:
         if step.name in summary.steps:
@@ -217,7 +219,7 @@ def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: C
 
 
 def phases(summary: RanksSummary) -> list[str]:
-    """The names of the steps' phases that all ranks have, in order."""
+    """Return the names of the phases that all ranks have, in order."""
     names = [dict.fromkeys(one.name for step in rank.steps for one in step.phases) for rank in summary.ranks]
     return [name for name in names[0] if all(name in some for some in names)] if names else []
 
@@ -229,19 +231,19 @@ class _Usual:
         self.summary, self.found = summary, {}
 
     def of(self, phase: str | None, part: str) -> dict[int, float]:
-        """By rank. part: a key of PARTS, or one of `own` and `us`."""
+        """Return the median by rank. part: a key of PARTS, or one of `own` and `us`."""
         if (phase, part) not in self.found:
             figure = {"own": own, "us": lambda one: one.us}.get(part) or PARTS[part]
             self.found[phase, part] = {one.rank: usual(self.summary, one, phase, figure) for one in self.summary.ranks}
         return self.found[phase, part]
 
     def more(self, rank: int, phase: str | None, part: str) -> float:
-        """A rank's figure beyond the median of the other ranks."""
+        """Return a rank's figure minus the median of the other ranks."""
         found = self.of(phase, part)
         return found[rank] - median(us for other, us in found.items() if other != rank)
 
     def reasons(self, rank: int, longer: float) -> tuple[Reason, ...]:
-        """Why a rank takes so much longer, the largest reason first."""
+        """Return the reasons why a rank takes longer, the largest first. longer: its extra time per step (µs)."""
         reasons = []
         for part in PARTS:
             if (us := self.more(rank, None, part)) > A_REASON * longer:
@@ -253,13 +255,13 @@ class _Usual:
 
 
 def loss(summary: RanksSummary) -> Loss | None:
-    """Why the rank that the others wait for is slower; None if no rank or no reason is clear."""
+    """Return why the rank that the others wait for is slower; None if no rank or no reason is clear."""
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
     figures = _Usual(summary)
     longer = figures.more(slow.rank, None, "own")
-    # Its extra time explains the waiting only if it is about as long.
+    # The rank's extra time explains the waiting only if both are about equally long.
     waited = max(one.waited_exposed_us for one in summary.ranks if one is not slow) / max(1, len(summary.steps))
     if longer <= max(MOST * waited, MUCH_LONGER * figures.of(None, "us")[slow.rank]):
         return None
@@ -268,7 +270,7 @@ def loss(summary: RanksSummary) -> Loss | None:
 
 
 def _most_often_last(summary: RanksSummary) -> RankFigures | None:
-    """The rank that is last in most collectives. The others may compute in the meantime."""
+    """Return the rank that is last in most collectives. The other ranks may compute meanwhile."""
     if len(summary.ranks) < 2 or not summary.matched or not _told_apart(summary, summary.clocks.lead_us):
         return None
     often = max(summary.ranks, key=lambda one: one.arrived_last)
@@ -277,9 +279,9 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
 
 
 def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
-    """By rank, how much longer than the median its step takes without exposed communication; small amounts left out.
+    """Return by rank the extra time of its step over the median, without exposed communication and small amounts.
 
-    Empty where no rank loses much time by waiting.
+    The result is empty if no rank loses much time by waiting.
     """
     if len(summary.ranks) < 3 or not summary.steps or not _costs_others(summary):
         return {}
@@ -289,7 +291,7 @@ def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
 
 
 def costs(summary: RanksSummary, most: int | None = None) -> tuple[Cost, ...]:
-    """The ranks and links that make the steps longer, the costliest first; of three ranks or more."""
+    """Return the slow ranks and links, the costliest first. Among fewer than three ranks none is called slow."""
     figures = _Usual(summary)
     found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
     found += [Cost((rank,), us, (), None) for rank, us in _beyond(summary, figures).items()]
@@ -301,7 +303,7 @@ def costs(summary: RanksSummary, most: int | None = None) -> tuple[Cost, ...]:
 
 
 def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
-    """The hosts with several slow ranks, the slowest first; none where there is one host alone."""
+    """Return the hosts with several slow ranks, the slowest first; none if there is only one host."""
     figures = _Usual(summary)
     beyond, on = _beyond(summary, figures), defaultdict(list)
     for one in summary.ranks:
@@ -319,7 +321,7 @@ def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
 
 
 def _hosts_that_are_late(summary: RanksSummary) -> tuple[SlowHost, ...]:
-    """The slow hosts, if most waiting is for their ranks."""
+    """Return the slow hosts, if most waiting is for their ranks."""
     hosts = slow_hosts(summary)
     theirs = {rank for one in hosts for rank in one.ranks}
     late = [one for one in summary.ranks if one.rank in theirs and one.arrived_last]
@@ -331,12 +333,12 @@ def _hosts_that_are_late(summary: RanksSummary) -> tuple[SlowHost, ...]:
 
 
 def slow_link(summary: RanksSummary) -> SlowLink | None:
-    """The group that loses most by transfers slower than the same messages of other groups; None without one."""
+    """Return the group that loses most by slow transfers; None if there is none."""
     return next(iter(slow_links(summary)), None)
 
 
 def slow_links(summary: RanksSummary) -> list[SlowLink]:
-    """The groups whose transfers are slower than the same messages of other groups, with what costs each most."""
+    """Return the groups with slower transfers than other groups' equal messages, each with its costliest message."""
     same: dict[tuple, dict[tuple, list]] = {}
     for one in summary.matched:
         if one.bytes:
@@ -362,7 +364,7 @@ def slow_links(summary: RanksSummary) -> list[SlowLink]:
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of sorted values but one of them, at once: there may be hundreds of groups."""
+    """Return the median of sorted values without one of them. A new sort would be slow with hundreds of groups."""
     at, count = bisect.bisect_left(ordered, one), len(ordered) - 1
     return median(ordered[index + (index >= at)] for index in {(count - 1) // 2, count // 2})
 
@@ -373,7 +375,7 @@ def _rate(some: Iterable) -> float | None:
 
 
 def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
-    """The process groups by what they are for, those with the most waiting first."""
+    """Return the kinds of process groups, those with the most waiting first."""
     same: dict[tuple, list[GroupTimes]] = defaultdict(list)
     for one in summary.groups:
         apart = {right - left for left, right in pairwise(one.ranks)}
@@ -409,7 +411,7 @@ def _group_name(description: str, size: int, every: int | None, is_world: bool) 
 
 
 def sentences(summary: RanksSummary) -> list[str]:
-    """The answer's sentences: who waits for whom, where time is lost, and what communication costs."""
+    """Return the sentences of "in short": who waits for whom, why time is lost, and the cost of communication."""
     if not summary.matched:
         return [_nothing_matched(summary)]
     slow = straggler(summary)
@@ -418,7 +420,7 @@ def sentences(summary: RanksSummary) -> list[str]:
     if (why := loss(summary)) and not hosts:
         found.insert(1, _why(why, summary))
     if link := slow_link(summary):
-        # Where no rank or host is late by itself, the link is why ranks wait for each other.
+        # If no rank or host is late by itself, ranks wait for each other because of the link.
         found.insert(len(found) if slow or hosts else 0, _of_link(link))
     return [*found, *_exposed(summary)]
 
@@ -496,10 +498,38 @@ HOST_SAYS = {
 
 
 def listed(some: Sequence, most: int = 8) -> str:
-    """The first ones by name, and how many more there are."""
+    """Return the first names, and the number of the others."""
     if len(some) > most:
         return f"{', '.join(map(str, some[:most]))} and {len(some) - most:,} more"
     return " and ".join(filter(None, (", ".join(map(str, some[:-1])), str(some[-1]))))
+
+
+def why_not_read(one: NotRead) -> str:
+    """Return why a rank's trace is left out, in words."""
+    match one.reason:
+        case "unreadable" | "failed":
+            return one.detail
+        case "no_rank":
+            return "it does not record its rank (distributedInfo)"
+        case "other_world_size":
+            others = f"the others have {one.other_world_size} ranks"
+            return f"from another run: rank {one.rank} of {one.world_size}, but {others}"
+        case "other_time":
+            apart = f"{one.seconds:,.1f} s earlier or later than the others"
+            return f"from another run: rank {one.rank} was recorded {apart}"
+        case "same_rank":
+            return f"another trace of rank {one.rank}: {one.detail} is read instead"
+        case "no_answer":
+            return f"the process that reads it did not answer: nothing has arrived for {one.seconds:,.0f} s"
+        case "other_version":
+            return "the process that read it has another version of the reader"
+        case "dropped":
+            return "the cluster dropped it"
+        case "killed":
+            return "the process that read it was killed"
+        case "no_module":
+            return f"the process that read it has no module {one.detail}: install the reader there"
+    raise ValueError(one.reason)
 
 
 def _us(us: float) -> str:
@@ -517,7 +547,7 @@ def _why(why: Loss, summary: RanksSummary) -> str:
 
 
 def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
-    """Each reason as a sentence about the rank."""
+    """Return each reason as a sentence about the rank."""
     says = {
         "computes": "it computes {} longer per step",
         "copies": "its copies take {} longer per step",
@@ -532,7 +562,7 @@ def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
         place = one.phase if one.phase in (OUTSIDE_ANNOTATIONS, None) else f"in {one.phase}"
         if place is None:
             told.append(says[one.part].format(ms(one.more_us)))
-        elif one.phase_us > NEARLY_ALL * one.more_us:  # more than all of it, where other phases are shorter
+        elif one.phase_us > NEARLY_ALL * one.more_us:  # it exceeds the whole if other phases are shorter
             told.append(f"{says[one.part].format(ms(one.phase_us))} {place}")
         else:
             told.append(f"{says[one.part].format(ms(one.more_us))}, {ms(one.phase_us)} of it {place}")
@@ -548,7 +578,7 @@ def _of_link(link: SlowLink) -> str:
 
 
 def link_in_words(link: SlowLink) -> str:
-    """A slow link by its message and bandwidth."""
+    """Return a slow link in words, by its message and bandwidth."""
     if link.bus_gb_s is None or link.others_gb_s is None:
         reached = f"{_us(link.transfer_us)}, other groups {_us(link.others_us)}"
     else:
@@ -557,7 +587,7 @@ def link_in_words(link: SlowLink) -> str:
 
 
 def of_one(summary: RanksSummary, rank: int) -> list[str]:
-    """One rank beside the others: whether it is slower and why, how long it waits, and how long it is waited for."""
+    """Return sentences on one rank: whether it is slower and why, its waits, and the others' waits for it."""
     one = next(each for each in summary.ranks if each.rank == rank)
     found = []
     if len(summary.ranks) > 1 and summary.steps:
@@ -590,7 +620,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
 
 
 def _exposed(summary: RanksSummary) -> list[str]:
-    """The cost of exposed communication on the rank with the most of it, and why it is exposed."""
+    """Return sentences on the rank with the most exposed communication: the cost, and why it is exposed."""
     worst = max(summary.ranks, key=lambda one: share(one, one.total.exposed_communication_us))
     exposed = worst.total.exposed_communication_us
     if not worst.total.communication_us:
@@ -625,7 +655,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
 
 
 def one_bucket(summary: RanksSummary, one: RankFigures) -> bool:
-    """Whether each step has one exposed all-reduce, which begins when the last gradient is ready."""
+    """Return whether each step has one exposed all-reduce, which begins when the last gradient is ready."""
     mine = [each for each in summary.matched if one.rank in each.ranks]
     return (
         len(mine) == len(summary.steps) == len({each.step for each in mine})

@@ -273,6 +273,7 @@ def _self_totals(summary: Summary) -> tuple[float, float]:
     "The step is overhead-bound, because the GPU waits for the CPU to launch kernels: give each launch more work "
     "(larger or batched inputs), or fuse kernels so that there are fewer launches.",
     needs_gpu=True,
+    said_above=True,
     change="larger_batch",
 )
 def overhead_bound(summary: Summary) -> Verdict:
@@ -285,6 +286,7 @@ def overhead_bound(summary: Summary) -> Verdict:
     "a GPU self total near the CPU's, or above it",
     "The step is GPU-bound: the program waits for the GPU. Only less or faster GPU work makes it faster.",
     needs_gpu=True,
+    said_above=True,
 )
 def gpu_bound(summary: Summary) -> Verdict:
     cpu, gpu = _self_totals(summary)
@@ -400,6 +402,7 @@ def _took(more: Excess, names: list[str]) -> str:
     "a first step much slower than the others",
     "In a cold start, code is loaded, memory is allocated and algorithms are chosen. Warm up before profiling. If all "
     "calls are slower by similar factors, the profiler has probably just started: read the other steps.",
+    said_above=True,
 )
 def slow_first_step(summary: Summary) -> Verdict:
     first = summary.steps[0]

@@ -6,18 +6,28 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tracereader.command import BadInput
 from tracereader.figures import Summary, compare
 from tracereader.findings import differences, faster, gpu_work, made, steps
 from tracereader.findings.finding import family_in_words, in_one_unit, size, tokens_s
+from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
+from tracereader.replay import Refused
 from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
 from tracereader.show.view import View
+from tracereader.trace import Trace
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
 ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
 LIMITS = {"communication": "collectives"}  # shorter words for the table
+
+
+def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportunity]:
+    """Return the changes that a run's report proposes, which "short" compares with the next runs; none without it."""
+    if not view.shows("short"):
+        return ()
+    found = opportunities(trace, summary)
+    return () if isinstance(found, Refused) else found
 
 
 def side_by_side(
@@ -32,9 +42,7 @@ def side_by_side(
     the ops' self time, work the changes of the GPU work, chain those of the ops. proposed: the changes that each run's
     report proposes, if they are known, which are compared with the other runs. Raises BadInput.
     """
-    wanted = [name for name in SECTIONS if view.shows(name)]
-    if not wanted:
-        raise BadInput(f"--only {','.join(view.only)}: a comparison has the sections {', '.join(SECTIONS)}")
+    wanted = view.shown_of(SECTIONS, "a comparison")
     on_gpu = any(one.has_gpu_work for one in summaries)
     if view.usual:
         wanted = ["short", "steps", "gpu" if on_gpu else "cpu"]

@@ -1,4 +1,4 @@
-"""Sampled counters: by step, and of each kernel that is long enough for samples."""
+"""The section on sampled counters: over the steps, and for each kernel that is long enough for samples."""
 
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from tracereader.trace.kernel_names import labels
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
-    """The counters over the steps, those of long kernels beside what their shapes need, and what they explain."""
+    """Print the counters over the steps, those of long kernels with the needs of their shapes, and slower steps."""
     found = summary.counters
     if found is None:
         return
@@ -67,6 +67,6 @@ def _kernels(out: Console, found: Counters, view: View) -> None:
     out.print()
     heads = ("kernels that hold whole samples", unit.name, "samples", "SM active", "DRAM", "DRAM by shapes")
     print_columns(out, heads, rows)
-    told = {one.name: one for one in reversed(shown) if disagreement(one) is not None}  # of equal names the longest
+    told = {one.name: one for one in reversed(shown) if disagreement(one) is not None}  # the longest of each name
     for one in list(reversed(told.values()))[: view.most(2)]:
         paragraph(out, plain(f"{named[one.name]}: {compared(one)}"), rest="  ")

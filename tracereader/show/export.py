@@ -1,4 +1,4 @@
-"""--export: a trace written as JSON in which Perfetto shows every slice."""
+"""Writes a trace as JSON of which Perfetto shows every slice, for --export."""
 
 import gzip
 from pathlib import Path
@@ -14,7 +14,7 @@ ENDINGS = (".json", ".json.gz")
 
 
 def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
-    """Raises BadInput where the copy cannot be written there: before a trace is read, which may take long."""
+    """Raise BadInput if the copy cannot be written there. This comes before a trace is read, which may take long."""
     path = Path(target)
     if not path.name.endswith(ENDINGS) or path.name in ENDINGS:
         raise BadInput(f"--export {target}: the name has to end in .json or .json.gz")
@@ -31,7 +31,7 @@ def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
 
 
 def write(trace: Path, target: str, force: bool, limit: int) -> None:
-    """Write one trace's copy and say what is different in it. Raises BadInput."""
+    """Write a trace's copy, and print the number of slices that were moved. Raises BadInput."""
     try:
         content, moved = tracks.copy_of(trace, limit)
     except TraceError as problem:
@@ -42,11 +42,11 @@ def write(trace: Path, target: str, force: bool, limit: int) -> None:
 
 
 def write_merged(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
-    """Write the merged traces of a run's ranks, which are packed. Raises BadInput."""
+    """Write the merged traces of a run's ranks. content: packed with gzip. Raises BadInput."""
     _put(gzip.decompress(content), target, force, traces)
     paragraph(console(), f"{plain(shown_path(Path(target)))} is written: {len(traces)} ranks in one trace")
 
 
 def _put(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
-    refuse_early(target, force, traces)  # again: somebody else may have written it meanwhile
+    refuse_early(target, force, traces)  # again, because another program may have written the file meanwhile
     files.replace(Path(target), tracks.packed_as(target, content))

@@ -1,4 +1,4 @@
-"""The traces of several ranks as one that Perfetto shows, each rank's processes named by its number."""
+"""Merges the traces of several ranks into one for Perfetto. Each rank's processes are named by its number."""
 
 import gzip
 import io
@@ -12,14 +12,14 @@ from tracereader.trace import TraceError
 from tracereader.trace.decoded import decoded
 from tracereader.trace.document import LARGEST, json_of
 
-# Between one rank's processes and the next one's, in the order in which Perfetto lists them.
+# The distance between the process numbers of two ranks. Perfetto lists processes in this order.
 APART = 1000
 
 
 def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
-    """A name for the whole, and its bytes: one Chrome trace, packed. Raises TraceError.
+    """Return a name for the merged trace, and its bytes: a Chrome trace, packed with gzip. Raises TraceError.
 
-    limit: the most JSON of one rank that is read. One rank after the other, so that memory holds one of them.
+    limit: the most bytes of JSON of one rank. The ranks are read one after the other, so that memory holds only one.
     """
     packed = io.BytesIO()
     bases = None
@@ -37,7 +37,7 @@ def merged(summary: RanksSummary, limit: int) -> tuple[Path, bytes]:
 
 
 def _read(path: Path, limit: int) -> tuple[list[dict], int]:
-    """A trace's events, and the ns since 1970 that their stamps count from. Raises TraceError."""
+    """Return a trace's events, and the time from which their stamps count (ns since 1970). Raises TraceError."""
     found = decoded(json_of(path, limit))
     events = found.get("traceEvents") if isinstance(found, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
@@ -47,7 +47,7 @@ def _read(path: Path, limit: int) -> tuple[list[dict], int]:
 
 
 def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict]:
-    """Its events under processes of its own, on the common clock; what names processes is written anew."""
+    """Return a rank's events on the common clock, with process numbers and process names of its own."""
     for event in events:
         if not isinstance(event.get("pid"), (int, str)):
             event["pid"] = str(event.get("pid"))
@@ -66,7 +66,7 @@ def _of_rank(one: RankFigures, events: list[dict], shift_us: float) -> list[dict
         if isinstance(event.get("ts"), (int, float)) and abs(event["ts"]) < LARGEST and shift_us:
             event["ts"] = round(event["ts"] + shift_us, 3)
         if "id" in event:
-            event["id"] = f"{one.rank}.{event['id']}"  # flows of two ranks are not tied to each other
+            event["id"] = f"{one.rank}.{event['id']}"  # so that no flow connects two ranks
     names = []
     for pid in dict.fromkeys(used):
         told = labels.get(pid) or str(pid)

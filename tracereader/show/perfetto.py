@@ -1,4 +1,4 @@
-"""Hand one trace to ui.perfetto.dev in the reader's browser, without uploading it anywhere.
+"""Hands a trace to ui.perfetto.dev in the user's browser, without an upload.
 
 A page on 127.0.0.1 opens Perfetto and passes the bytes by its documented postMessage protocol: PING
 until it answers PONG, then {perfetto: {buffer, title, fileName}}. Source: Perfetto's documentation,
@@ -23,10 +23,10 @@ from tracereader.trace import TraceError
 from tracereader.trace.document import DEFAULT_LIMIT, opened
 
 ORIGIN = "https://ui.perfetto.dev"
-# How long to wait for a click on the page, and from then on for Perfetto's answer.
+# Seconds to wait for a click on the page, and after it for Perfetto's answer.
 TIMEOUT_S = 600
 ANSWER_S = 60
-LATER_S = 5  # the page itself gives up first, and says so
+LATER_S = 5  # the page gives up before that, and says so
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title>
@@ -66,7 +66,7 @@ document.getElementById("open").onclick = async () => {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for one page, its trace and the word that it was handed over: nothing else."""
+    """Serves one page and its trace, and takes the page's message on the hand-over. All other requests are refused."""
 
     protocol_version = "HTTP/1.1"
     timeout = 30  # seconds that one idle connection may hold a thread
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.ended.set()
 
     def _is_ours(self) -> bool:
-        # A foreign page can reach this port through the reader's browser, by this or another name.
+        # A foreign page can reach this port through the user's browser, by this or another host name.
         host = f"127.0.0.1:{self.server.server_port}"
         if self.headers.get("Host") == host and self.headers.get("Origin") in (None, f"http://{host}"):
             return True
@@ -143,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code, message=None, explain=None):
-        self._refuse(HTTPStatus(code))  # a wrong method or a broken request: no page of Python's own
+        self._refuse(HTTPStatus(code))  # a wrong method or a broken request gets no error page of Python's
 
     def log_message(self, *_):
         pass
@@ -154,7 +154,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, trace: Path, perfetto: str = ORIGIN, content: bytes | None = None, answer_s: float = ANSWER_S):
         super().__init__(("127.0.0.1", 0), Handler)
-        # Read once: what is served is what was reported on, whatever becomes of the file.
+        # The file is read once, because it may change before the browser asks for it.
         if content is None:
             with opened(trace, DEFAULT_LIMIT) as file:
                 content = file.read()
@@ -163,7 +163,7 @@ class Server(ThreadingHTTPServer):
         self.perfetto = perfetto
         self.token = secrets.token_urlsafe(24)
         self.answer_s = answer_s
-        self.fetched = threading.Event()  # the page has the trace, and asks Perfetto from now on
+        self.fetched = threading.Event()  # the page has the trace and now asks Perfetto
         self.handed_over = threading.Event()
         self.ended = threading.Event()  # handed over, or given up by the page
 
@@ -172,7 +172,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
     def handle_error(self, request, client_address):
-        pass  # a browser that hung up
+        pass  # the browser closed the connection
 
 
 def hand_over(
@@ -182,10 +182,10 @@ def hand_over(
     answer_s: float = ANSWER_S,
     limit: int = DEFAULT_LIMIT,
 ) -> bool:
-    """Serve the page until Perfetto has the trace, the time is up or Ctrl-C; whether it has it.
+    """Serve the page until Perfetto has the trace, the time is up or Ctrl-C. Return whether Perfetto has the trace.
 
-    content: what to hand over where that is no file's; `trace` is its name then. timeout_s: how long to wait for a
-    click on the page; answer_s: from then on, for Perfetto's answer. limit: the most JSON that is read of the file.
+    content: the bytes to hand over instead of the file's; `trace` is then their name. timeout_s: the seconds to wait
+    for a click on the page. answer_s: the seconds to wait after it for Perfetto's answer. limit: most bytes of JSON.
     """
     out = console()
     instead = f"open {plain(shown_path(trace))} at {ORIGIN} yourself" if content is None else "run the command again"
@@ -195,7 +195,7 @@ def hand_over(
     with raised(), Server(trace, content=content, answer_s=answer_s) as server:
         threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
         try:
-            # Inside, since Ctrl-C may come as soon as its last line is read.
+            # Inside the try block, because Ctrl-C may come as soon as the last line is printed.
             out.print()
             paragraph(out, f"{plain(shown_path(trace))} is served at {server.url}", "[bold]Perfetto[/bold]   ")
             if not _browser(server.url):
@@ -223,11 +223,11 @@ def hand_over(
 
 
 def _spread(trace: Path, limit: int) -> bytes | None:
-    """A copy in which Perfetto shows every slice, where it would drop some of the file's own; else None."""
+    """Return a copy in which Perfetto shows every slice; None if it drops none of the file's slices."""
     try:
         content, moved = tracks.copy_of(trace, limit)
     except TraceError:
-        return None  # Perfetto may read what the reader cannot
+        return None  # Perfetto may read a file that the reader cannot
     if not moved:
         return None
     paragraph(console(), f"{said_of(moved)}; the file stays as it is")
@@ -235,7 +235,7 @@ def _spread(trace: Path, limit: int) -> bytes | None:
 
 
 def said_of(moved: int) -> str:
-    """What was done with the slices that Perfetto would drop."""
+    """Return a sentence on the slices that Perfetto would drop."""
     slices = f"{moved:,} slices overlap others" if moved > 1 else "1 slice overlaps another"
     return f"{slices} of the same track, which Perfetto would drop; in this copy they are on lanes of their own"
 
@@ -247,12 +247,12 @@ def _minutes(seconds: float) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    except (OSError, KeyError):  # a container's user may have no name
         return "you"
 
 
 def _browser(url: str) -> bool:
-    """Open the page in a graphical browser, if this session has one."""
+    """Open the page in a graphical browser. Return whether this session has one."""
     remote = "SSH_CONNECTION" in os.environ
     headless = sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     if remote or headless:

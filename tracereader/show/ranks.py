@@ -1,4 +1,4 @@
-"""Several ranks of one run: who waits for whom first, the evidence below it."""
+"""The report on several ranks of one run: first who waits for whom, then the evidence."""
 
 import math
 from collections import Counter, defaultdict
@@ -34,7 +34,8 @@ WAITS = lanes.WAITS
 KINDS_SHOWN = 5
 COSTS_SHOWN = 5
 PHASES_SHOWN = 5
-# Of a rank's window, computing what was launched before its first step: on two H200s 7 to 23% where the CPU runs ahead.
+# The share of a rank's window in compute that was launched before its first step, from which the report says so. On two
+# H200s it is 7 to 23% if the CPU runs ahead.
 MUCH_BEFORE = 0.02
 
 
@@ -45,22 +46,22 @@ def opened(
     forced: bool = True,
     executor: Executor | None = None,
 ) -> tuple[RanksSummary, list[RankTrace]] | None:
-    """The ranks compared with each other, and what is drawn of them. Raises BadInput.
+    """Return the summary of the ranks, and the data kept of each trace. Raises BadInput.
 
-    forced: also where at most one of them is of the same run as the others; else None then. executor: what reads them,
-    as of read_ranks().
+    forced: whether the traces must be the ranks of one run. If not, the result is None when only one of them remains.
+    executor: reads the traces, as for read_ranks().
     """
     kept, not_read = reading.read_ranks(paths, limit, view.step, executor)
     if not kept:
-        first = next(iter(not_read.items()))
-        raise BadInput(f"no rank can be read: {first[0]}: {first[1]}")
+        path, why = next(iter(not_read.items()))
+        raise BadInput(f"no rank can be read: {path}: {findings.why_not_read(why)}")
     summary = joined(kept, not_read)
     if len(summary.ranks) < 2 and len(kept) > 1 and not forced:
         return None
     return summary, kept
 
 
-# What of the summary each section is made of; the rest is always there.
+# The members of --json that belong to a section. All other members are always there.
 SECTION_KEYS = {
     "short": ("in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts"), "try": ("opportunities",),
     "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "groups", "kinds"),
@@ -68,14 +69,14 @@ SECTION_KEYS = {
 
 
 def rank_as_builtins(one: RankFigures) -> dict:
-    """A rank's figures under their names in --json and on the page: those of its window stand beside the others."""
+    """Return a rank's figures under their names in --json and on the page. The window's figures are not nested."""
     found = msgspec.to_builtins(one)
     total = found.pop("total")
     return {"window_us": total["us"]} | {name: us for name, us in total.items() if name not in ("name", "us")} | found
 
 
 def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
-    """The summary with the figures, collectives and groups of one rank alone."""
+    """Return the summary with the figures, collectives and groups of only one rank."""
     return msgspec.structs.replace(
         summary,
         ranks=tuple(one for one in summary.ranks if one.rank == rank),
@@ -85,10 +86,8 @@ def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
 
 
 def _wanted(summary: RanksSummary, view: View) -> list[str]:
-    """The sections that are asked for. Raises BadInput where there is none of them, or not the step."""
-    wanted = [name for name in SECTIONS if view.shows(name)]
-    if not wanted:
-        raise BadInput(f"--only {','.join(view.only)}: a report on ranks has the sections {', '.join(SECTIONS)}")
+    """Return the sections to show. Raises BadInput if there is none, or if the rank or step is not in the traces."""
+    wanted = view.shown_of(SECTIONS, "a report on ranks")
     if view.rank is not None and all(one.rank != view.rank for one in summary.ranks):
         raise BadInput(f"--rank {view.rank}: it is not among the {counted(len(summary.ranks), 'rank')} that were read")
     if view.step is not None and f"{STEP}{view.step}" not in summary.steps:
@@ -98,14 +97,15 @@ def _wanted(summary: RanksSummary, view: View) -> list[str]:
 
 
 def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> str:
-    """One JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
+    """Return the JSON document: times in µs, shares from 0 to 1; `matched` has each collective over its ranks.
 
-    limit: of a trace that is read again, in bytes. Raises BadInput.
+    limit: the most bytes of JSON of a trace that is read again. Raises BadInput.
     """
     wanted = _wanted(summary, view)
     kept = summary if view.rank is None else _of_one(summary, view.rank)
     document = {"version": VERSION} | msgspec.to_builtins(kept)
     document["ranks"] = [rank_as_builtins(one) for one in kept.ranks]
+    document["not_read"] = {path: findings.why_not_read(why) for path, why in summary.not_read.items()}
     slow = findings.straggler(summary)
     document["collectives"] = len(summary.matched)
     document["straggler"] = slow.rank if slow else None
@@ -125,9 +125,9 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
 
 
 def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limit: int = DEFAULT_LIMIT) -> None:
-    """All that several ranks show: the answer first, the evidence below it. Raises BadInput.
+    """Print the report on several ranks: first the answer, then the evidence. Raises BadInput.
 
-    limit: of a trace that is read again, in bytes.
+    limit: the most bytes of JSON of a trace that is read again.
     """
     wanted = _wanted(summary, view)
     if not summary.on_gpu or not summary.matched or view.rank is not None:  # no change can be proposed
@@ -176,7 +176,7 @@ def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _costs(out: Console, summary: RanksSummary, view: View) -> None:
-    """The ranks and links that cost most, with the reason; and hosts with several slow ranks."""
+    """Print the ranks and links that cost most, with the reason, and the hosts with several slow ranks."""
     found = findings.costs(summary, view.most(COSTS_SHOWN))
     host = {one.rank: one.host for one in summary.ranks}
     several = len(summary.clocks.hosts) > 1
@@ -210,12 +210,13 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def notes(summary: RanksSummary) -> list[str]:
-    """What is missing, was left out, or could not be matched; and how far the clocks can be trusted."""
+    """Return notes on missing and left-out traces, on unmatched collectives, and on the clocks' accuracy."""
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
         found.append(f"missing: {missing}; who waits for them is not known")
-    found += [f"left out: {shown_path(Path(path))}: {why}" for path, why in list(summary.not_read.items())[:5]]
+    for path, why in list(summary.not_read.items())[:5]:
+        found.append(f"left out: {shown_path(Path(path))}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
     for rank, names in list(summary.other_steps.items())[:3]:
@@ -245,13 +246,13 @@ def notes(summary: RanksSummary) -> list[str]:
 
 
 def _numbers(ranks: Sequence[int], count: int) -> str:
-    """The first of `count` ranks by number."""
+    """Return the numbers of the first ranks in words. count: the number of all."""
     more = f" and {count - 8:,} more" if count > 8 else ""
     return f"rank{'s' * (count > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _shown(summary: RanksSummary, view: View) -> list[RankFigures]:
-    """The ranks that have rows of their own: all of few, or those that are asked for."""
+    """Return the ranks with a row each: the chosen rank, or all if they are few or --all is given."""
     if view.rank is not None:
         return [one for one in summary.ranks if one.rank == view.rank]
     return list(summary.ranks) if view.all or len(summary.ranks) <= RANKS_SHOWN else []
@@ -283,7 +284,7 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     if len(shown) < len(summary.ranks) > 2:
         rows += _distribution(summary)
     _print(out, ("in the window, ms", *COLUMNS), rows)
-    # fsum: before Python 3.12 sum() leaves a rest where there is none.
+    # fsum, because sum() rounds before Python 3.12 and would leave a difference.
     before = {
         one.rank: max(0.0, one.total.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown
     }
@@ -298,7 +299,7 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _distribution(summary: RanksSummary) -> list[tuple[str, ...]]:
-    """Of each column the least, the median and the most over all ranks, and the rank that has the most."""
+    """Return rows with the minimum, the median and the maximum of each column, and the rank with the maximum."""
     by_column = {head: sorted((of(one), one.rank) for one in summary.ranks) for head, of in COLUMNS.items()}
     found = []
     for name, at in (("min", 0), ("median", len(summary.ranks) // 2), ("max", -1)):
@@ -309,7 +310,7 @@ def _distribution(summary: RanksSummary) -> list[tuple[str, ...]]:
 
 
 def _steps(out: Console, summary: RanksSummary, view: View) -> None:
-    """By step, then by phase of the median step, what each rank takes."""
+    """Print each rank's times by step, then the medians by phase."""
     shown = _shown(summary, view) or list(summary.ranks)
     if len(shown) > 4 and not view.all:
         shown = _slow_and_waiting(summary)
@@ -339,7 +340,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
-    """The rank that is waited for most, and the one that waits most."""
+    """Return the rank that the others wait for most, and the rank that waits most."""
     slow = findings.straggler(summary) or max(summary.ranks, key=lambda one: one.others_waited_us)
     others = [one for one in summary.ranks if one is not slow]
     waiting = max(others, key=lambda one: one.waited_exposed_us, default=slow)
@@ -347,7 +348,7 @@ def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
 
 
 def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
-    """The phases that take a hundredth of any rank's step; of many the longest, in order."""
+    """Return the longest phases that take more than a hundredth of a rank's step, in their order."""
     longest = {
         phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
         for phase in findings.phases(summary)
@@ -358,7 +359,7 @@ def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
 
 
 def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without the columns of what no rank did."""
+    """Print a table without the optional columns that are empty for all ranks."""
     kept = [
         number for number, head in enumerate(heads)
         if head not in ("hidden", "copies", "not launched") or any(row[number] not in ("0.0", "–") for row in rows)
@@ -413,7 +414,7 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _groups(out: Console, summary: RanksSummary, view: View) -> None:
-    """The process groups by what they are for, and whom each waits for most. view.all: every group."""
+    """Print the kinds of process groups, and the rank that each waits for most; with --all every group, too."""
     kinds = findings.group_kinds(summary)
     rows = [
         (
@@ -454,14 +455,14 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _range(ranks: Sequence[int]) -> str:
-    """Ranks by number: as from-to where they are consecutive."""
+    """Return the ranks' numbers; a range if they are consecutive."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}–{ranks[-1]}"
     return findings.listed(ranks, most=4)
 
 
 def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
-    """All kinds of one rank's collectives, with its own waits."""
+    """Print all kinds of one rank's collectives, with the rank's waits."""
     same: dict[tuple, list[tuple]] = defaultdict(list)
     for one in summary.matched:
         if rank in one.ranks:
@@ -489,7 +490,7 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
 
 
 def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], view: View) -> None:
-    """Ranks on one axis: of many the one asked for, the one that is waited for most, and the one that waits most."""
+    """Draw the ranks on one axis: up to four, or the chosen one, the one waited for most and the one waiting most."""
     drawn = list(summary.ranks)
     if len(drawn) > 4:
         chosen = {one.rank for one in _slow_and_waiting(summary)} | {view.rank}
@@ -515,7 +516,7 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
 
 
 def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[int, int, str, bool]]:
-    """A rank's matched collectives of one step: what it waited in them, and the rest."""
+    """Return a rank's matched collectives of one step, each as its wait and the rest."""
     found = []
     for one in summary.matched:
         if one.step == step and rank in one.ranks:

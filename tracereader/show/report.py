@@ -556,12 +556,8 @@ def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, vie
     if not view.usual:
         return found
     proposed = set() if isinstance(changes, Refused) else {one.change for one in changes}
-    others = [one for one in found if one[0].name not in SAID_ABOVE and one[0].change not in proposed]
+    others = [one for one in found if not one[0].said_above and one[0].change not in proposed]
     return [one for one in others if summary.source.facts.script or not one[0].teaches]
-
-
-# Patterns that the regime and the table of the steps give already.
-SAID_ABOVE = {"overhead_bound", "gpu_bound", "slow_first_step"}
 
 
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:

@@ -1,8 +1,9 @@
-"""A trace's slices on tracks where they nest, as Perfetto needs them.
+"""Moves a trace's slices to tracks on which they nest, because Perfetto drops others.
 
 On one track, Perfetto's importer of Chrome's JSON drops a slice that starts in another one and ends after it, and one
-with 512 others around it. Kernels of one stream overlap so under programmatic dependent launch. Here, such a slice
-moves to a lane of its own, a track beside its track. Source: Perfetto's slice_tracker.cc and json_trace_tokenizer.cc.
+with 512 others around it. Kernels of one stream overlap in this way under programmatic dependent launch.
+Such a slice moves to a lane, which is a further track beside its own. Source: Perfetto's slice_tracker.cc and
+json_trace_tokenizer.cc.
 """
 
 import gzip
@@ -18,12 +19,12 @@ from tracereader.trace import TraceError
 from tracereader.trace.decoded import decoded
 from tracereader.trace.document import LARGEST, json_of
 
-DEEPEST = 512  # slices around each other
+DEEPEST = 512  # levels of nested slices
 FIRST_LANE = 10**9  # the lowest number of a lane, above those of threads and of streams
 
 
 class _Event(msgspec.Struct):
-    """Of an event, what says where it stands."""
+    """The members of an event that give its place."""
 
     ph: object = ""
     pid: object = None
@@ -40,9 +41,9 @@ _file = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
-    """The trace as JSON that Perfetto shows whole, and how many of its slices are on lanes of their own.
+    """Return the trace as JSON of which Perfetto shows every slice, and the number of slices that were moved.
 
-    limit: the most JSON that is read. Raises TraceError.
+    limit: the most bytes of JSON that are read. Raises TraceError.
     """
     try:
         found = _file.decode(json_of(path, limit))
@@ -54,21 +55,21 @@ def copy_of(path: Path, limit: int) -> tuple[bytes, int]:
 
 
 def packed_as(name: str, data: bytes) -> bytes:
-    """The bytes of a file of that name: packed where it ends in .gz."""
+    """Return the bytes of a file of that name, packed with gzip if the name ends in .gz."""
     return gzip.compress(data, compresslevel=1) if name.endswith(".gz") else data
 
 
 def on_lanes(events: bytes) -> tuple[bytes, int]:
-    """A trace's events, as a JSON list, with what Perfetto would drop on lanes of their own; how many slices these are.
+    """Return a trace's events (a JSON list) with the slices that Perfetto would drop on lanes, and the number of these.
 
-    All other events stay as they are written. Raises msgspec.MsgspecError where it is no list of objects.
+    All other events stay as they are written. Raises msgspec.MsgspecError if the JSON is no list of objects.
     """
     found = _event.decode(events)
     slices = _slices(found)
     lanes = _lanes(slices)
     if not lanes:
         return events, 0
-    # An arrow leads to the innermost slice that starts where it ends, which is the last one of these in the order.
+    # An arrow ends at the innermost slice that starts there, which is the last of these slices in the order.
     starts = {(track, start): lanes.get(number) for start, _, number, track in slices}
     moved = dict(lanes)
     for number, event in enumerate(found):
@@ -88,7 +89,7 @@ def on_lanes(events: bytes) -> tuple[bytes, int]:
 
 
 def _names(events: list[_Event], numbers: dict[tuple, int]) -> Iterator[bytes]:
-    """What names the lanes, and puts them beside their tracks: by track and lane."""
+    """Yield the events that name the lanes and sort them beside their tracks. numbers: by track and lane."""
     said: dict[tuple, dict] = {}
     for event in events:
         args = decoded(event.args) if event.ph == "M" else None
@@ -104,7 +105,7 @@ def _names(events: list[_Event], numbers: dict[tuple, int]) -> Iterator[bytes]:
 
 
 def _slices(events: list[_Event]) -> list[tuple]:
-    """Start, end below zero, number and track of each slice, in the order in which Perfetto takes them."""
+    """Return the start, the negative end, the number and the track of each slice, in Perfetto's order."""
     found = []
     for number, event in enumerate(events):
         if event.ph == "X":
@@ -116,7 +117,7 @@ def _slices(events: list[_Event]) -> list[tuple]:
 
 
 def _lanes(slices: list[tuple]) -> dict[int, int]:
-    """The lane of each slice, by number, that has to leave its track: 1 for the first one beside it."""
+    """Return the lane of each slice that has to leave its track, by the slice's number. The first lane is 1."""
     found = {}
     tracks: dict[tuple, list[list[tuple[int, int]]]] = {}
     for start, below, number, track in slices:
@@ -132,15 +133,15 @@ def _lanes(slices: list[tuple]) -> dict[int, int]:
 
 
 def _fits(stack: list[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether a slice nests in what is open on a track. What has ended by its start is taken off the stack."""
-    # Two slices without a duration at one time lie in each other there.
+    """Return whether a slice nests in the open slices of a track. Slices that have ended leave the stack."""
+    # In Perfetto, two slices without a duration at the same time nest.
     while stack and (stack[-1][1] < start or (stack[-1][1] == start and not stack[-1][0] == start == end)):
         stack.pop()
     return not stack or (end <= stack[-1][1] and len(stack) < DEEPEST)
 
 
 def _track(event: _Event) -> tuple:
-    """The process and the thread as Perfetto distinguishes them."""
+    """Return the process and the thread as Perfetto distinguishes them."""
     pid, tid = (
         (one if 0 <= one < 2**32 else 0) if type(one) is int else str(one) if one is not None else 0
         for one in (event.pid, event.tid)
@@ -149,7 +150,7 @@ def _track(event: _Event) -> tuple:
 
 
 def _ns(us: object) -> int | None:
-    """Perfetto's rounding of µs, away from zero; None for no number."""
+    """Return µs as ns with Perfetto's rounding, away from zero; None for a value that is no number."""
     if type(us) is int:
         return us * 1000
     if type(us) is not float or not math.isfinite(us) or abs(us) >= LARGEST:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tracereader.command import BadInput
 from tracereader.show import sections
 
 # A longer table shows this many rows, and the others in one row.
@@ -41,6 +42,13 @@ class View:
         if self.only is not None:
             return section in self.only
         return self.all or not self.brief or sections.SECTIONS[section].brief
+
+    def shown_of(self, names: Sequence[str], report: str) -> list[str]:
+        """Return the sections of a report that are shown. report: what has these sections. Raises BadInput for none."""
+        shown = [name for name in names if self.shows(name)]
+        if not shown:
+            raise BadInput(f"--only {','.join(self.only)}: {report} has the sections {', '.join(names)}")
+        return shown
 
     def asks_for(self, section: str) -> bool:
         """Return whether this section was asked for by its name."""

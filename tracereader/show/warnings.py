@@ -1,4 +1,4 @@
-"""Warnings about the trace itself, in words."""
+"""Words the warnings about a trace."""
 
 from tracereader.figures import Summary
 from tracereader.figures.source import TraceWarning
@@ -38,5 +38,5 @@ def _in_words(one: TraceWarning) -> str:
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch":
             several = f"{activities(one.count)} have" if one.count > 1 else "one GPU activity has"
-            return f"{several} no launch in the trace, and so neither a step nor an op"
+            return f"{several} no launch in the trace, and therefore neither a step nor an op"
     raise ValueError(one.name)

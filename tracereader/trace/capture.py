@@ -1,8 +1,8 @@
-"""What a CUDA graph was captured from: the calls that recorded the work which the graph's replays run.
+"""Ties the work of replayed CUDA graphs to the calls that were captured.
 
-A replay's kernels have one launch, so the trace shows neither the op nor the module that asked for each of them. The
-trace of the capture does. It may be the same file, or another one given beside it: vLLM and SGLang write such files
-(capture_traces/), and a trace of the same step without the graph serves as well.
+A replay's kernels have one launch, so the trace shows neither the op nor the module of each kernel. The trace of the
+capture does. It may be in the same file or in another one. vLLM and SGLang write such files (capture_traces/), and a
+trace of the same step without the graph serves as well.
 """
 
 import bisect
@@ -23,16 +23,16 @@ from tracereader.trace.tree import Op, Recorded, Step, Trace, Work, innermost, r
 
 EDGE = re.compile(r"Stream(Begin|End)Capture")
 MEMSET_KERNEL = re.compile(r"memset\d+")
-NO_TRACES = ("execution_details.json", "capture.json")  # what other tools write beside the traces
+NO_TRACES = ("execution_details.json", "capture.json")  # files that other tools write beside the traces
 _start = attrgetter("start")
-# How vLLM and SGLang say which batch size they capture, and which one they run; a graph of the next larger size runs.
+# The names in which vLLM and SGLang give the batch size that they capture or run. The graph of the next size up runs.
 CAPTURED_SIZE = re.compile(r"(?:^|_)capture_(\d+)_|(?:^|_)bs_(\d+)_rank")
 EXECUTED_SIZE = re.compile(r"^execute_(\d+)_|^step\[\w+ bs=(\d+)\b")
 EXECUTED_TOKENS = re.compile(r"^execute_context_\d+\((\d+)\)_generation_\d+\((\d+)\)")
 
 
 class _Recording(msgspec.Struct, eq=False):
-    """The calls of one capture in order. names: of their kernels, where the trace has them."""
+    """The calls of one capture in order. names: the names of their kernels; None if the trace does not have them."""
 
     trace: Trace
     calls: list[Op]
@@ -42,12 +42,12 @@ class _Recording(msgspec.Struct, eq=False):
 
 
 def is_launch(op: Op) -> bool:
-    """Whether it is a runtime call that launches; an annotation may be called so, too."""
+    """Return whether it is a runtime call that launches. An annotation may have such a name, too."""
     return op.kind == "runtime" and "Launch" in op.name
 
 
 def read_with_captures(path: Path, captures: Sequence[Path] = (), limit: int = DEFAULT_LIMIT) -> Trace:
-    """The trace in a file, the work of its CUDA graphs tied to the calls that were captured. Raises TraceError.
+    """Return the trace in a file, with the work of its CUDA graphs tied to the captured calls. Raises TraceError.
 
     captures: files or folders with the traces of the captures.
     """
@@ -60,7 +60,7 @@ def read_with_captures(path: Path, captures: Sequence[Path] = (), limit: int = D
 
 
 def _files(path: Path) -> list[Path]:
-    """The traces in a folder, or the file itself."""
+    """Return the traces in a folder, or the file itself."""
     if not path.is_dir():
         return [path]
     found = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")) and one.is_file())
@@ -70,9 +70,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def tie(trace: Trace, captured: Sequence[Trace]) -> None:
-    """Tie the work of each replayed graph to the capture that fits it: as many calls of the same kinds, in order.
+    """Tie the work of each replayed graph to the capture with as many calls of the same kinds in the same order.
 
-    Not tied: a replay that no capture fits, or several captures that differ in their ops, shapes or modules.
+    A replay is not tied if no capture fits, or if several captures fit that differ in their ops, shapes or modules.
     """
     recordings = [one for other in captured for one in _recordings(other)]
     for step in trace.steps:
@@ -80,7 +80,7 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> None:
         for one in step.work:
             if one.from_graph:
                 replays[id(one.launch)].append(one)
-        fitting: dict[tuple, list] = defaultdict(list)  # by the captures that fit, the replays
+        fitting: dict[tuple, list] = defaultdict(list)  # the replays, by the captures that fit
         for some in replays.values():
             if (ordered := _in_order(some)) is not None:
                 executed = _executed_size(step, some[0].launch)
@@ -91,7 +91,7 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> None:
             if not candidates:
                 continue
             alike = len(candidates) == 1 or len({_described(*one) for one in candidates}) == 1
-            # A model in pieces: as many captures alike as replays, each in its place.
+            # A model that is captured in parts has as many equal captures as replays, in the same order.
             pieces = not alike and len(same) == len(candidates) and len({id(one) for one, _ in candidates}) == len(same)
             if alike or pieces:
                 for place, (ordered, _) in enumerate(same):
@@ -108,7 +108,7 @@ def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> No
 
 
 def _recordings(trace: Trace) -> Iterator[_Recording]:
-    """Each capture of a trace; of a trace without any, its last step."""
+    """Yield each capture of a trace; for a trace without captures its last step."""
     roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
     calls = sorted((op for root in roots for op in root.walk() if op.kind == "runtime"), key=_start)
     spans = list(_spans(calls))
@@ -125,7 +125,7 @@ def _recordings(trace: Trace) -> Iterator[_Recording]:
 
 
 def _spans(calls: Iterable[Op]) -> Iterator[tuple[tuple, int, int]]:
-    """Each capture's thread, begin and end."""
+    """Yield each capture's thread, begin and end."""
     begun: dict[tuple, int] = {}
     for call in calls:
         edge = EDGE.search(call.name)
@@ -149,7 +149,7 @@ def _recording(trace: Trace, calls: Iterable[Op]) -> _Recording:
 
 
 def _kind(call: Op) -> str | None:
-    """What a call adds to a graph: a kernel, a memcpy or a memset."""
+    """Return the kind of node that a call adds to a graph: kernel, memcpy or memset; None without one."""
     if len(call.work) > 1 or "Graph" in call.name or "HostFunc" in call.name:
         return None
     if call.work:
@@ -167,9 +167,9 @@ def _kernel_of(call: Op) -> str | None:
 
 
 def _in_order(work: Sequence[Work]) -> list[Work] | None:
-    """The work of a replay in the order of its capture; None where the trace does not show it.
+    """Return the work of a replay in the order of its capture; None if the trace does not show that order.
 
-    Nodes are numbered in the order in which they were made. Without numbers a single stream keeps that order.
+    Nodes are numbered in the order of their creation. Without numbers, work on a single stream has this order.
     """
     nodes = [ties_of(one).node for one in work]
     if all(nodes) and len(set(nodes)) == len(nodes):
@@ -178,12 +178,12 @@ def _in_order(work: Sequence[Work]) -> list[Work] | None:
 
 
 def _kind_of(one: Work) -> str:
-    """What node of a graph ran as this: a memset may run as a kernel."""
+    """Return the kind of graph node that ran as this work. A memset may run as a kernel."""
     return "memset" if MEMSET_KERNEL.fullmatch(one.name) else one.kind
 
 
 def _fits(recording: _Recording, work: Sequence[Work]) -> Iterator[tuple[_Recording, list[Op]]]:
-    """The calls of a recording that made this work. Where kernels are named it may be a part of the calls."""
+    """Yield the calls of a recording that fit this work. If kernels are named, the work may fit a part of the calls."""
     kinds = [_kind_of(one) for one in work]
     named = all(
         name is not None for name, kind in zip(recording.names, recording.kinds, strict=True) if kind == "kernel"
@@ -202,7 +202,7 @@ def _fits(recording: _Recording, work: Sequence[Work]) -> Iterator[tuple[_Record
 
 
 def _plausible(call: Op, one: Work) -> bool:
-    """Whether the op around a call may have asked for a kernel of this name."""
+    """Return whether the op around a call may have launched a kernel of this name."""
     op = _op_of(call)
     if op is None or _kind_of(one) != "kernel":
         return True
@@ -217,7 +217,7 @@ def _op_of(call: Op) -> Op | None:
 
 
 def _executed_size(step: Step, launch: Op) -> int | None:
-    """The batch size that the annotations around a launch name."""
+    """Return the batch size in the names of the annotations around a launch; None without one."""
     for op in launch.above():
         if match := EXECUTED_SIZE.search(op.name):
             return int(match[1] or match[2])
@@ -227,7 +227,7 @@ def _executed_size(step: Step, launch: Op) -> int | None:
 
 
 def _of_size(found: list[tuple[_Recording, list[Op]]], executed: int | None) -> list[tuple[_Recording, list[Op]]]:
-    """Those of the smallest captured size that is not less than the executed one, where both are known."""
+    """Return the fits of the smallest captured size that is at least the executed one; all if a size is not known."""
     sizes = {one.size for one, _ in found}
     if executed is None or None in sizes:
         return found
@@ -236,7 +236,7 @@ def _of_size(found: list[tuple[_Recording, list[Op]]], executed: int | None) -> 
 
 
 def _described(recording: _Recording, calls: Sequence[Op]) -> str:
-    """What tying to these calls would say: each one's op, shapes and modules."""
+    """Return each call's op, shapes and modules as text, so that captures can be compared."""
     told = []
     for call in calls:
         op = _op_of(call)

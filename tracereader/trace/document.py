@@ -1,4 +1,4 @@
-"""The bytes of a trace file as event structs. Each event's args stay raw JSON until they are read.
+"""Reads the bytes of a trace file as event structs. Each event's arguments stay raw JSON until they are used.
 
 A double represents the exact nanosecond of a µs stamp with three digits up to 2^43 µs; past that (stamps since
 1970 are 1.7e15 µs) stamps are read from their text.
@@ -32,9 +32,9 @@ DEFLATE_MOST = 1032  # to one, by the format
 # and per byte.
 BYTES_PER_OBJECT, BYTES_PER_OBJECT_OF_JSON, BYTES_PER_BYTE = 300, 800, 2
 EXACT = 2.0**43  # µs
-LARGEST = 1e16  # µs: no clock shows more
-MISSING = -math.inf  # what JSON cannot say
-# How files begin that are packed in a way that is not read here; what they are, and what unpacks them.
+LARGEST = 1e16  # µs, beyond the time of any clock
+MISSING = -math.inf  # a value that JSON cannot contain
+# The first bytes of packed files that are not supported, with the format's name and the command that unpacks them.
 PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"), b"PK\x03\x04": ("zip", "unzip"), b"\xfd7zX": ("xz", "xz -d"),
     b"BZh": ("bzip2", "bzip2 -d"),
@@ -47,7 +47,7 @@ class TraceError(Exception):
 
 
 class Event(msgspec.Struct):
-    """One event as the file has it."""
+    """One event of the file."""
 
     ph: str = ""
     cat: str = ""
@@ -61,7 +61,7 @@ class Event(msgspec.Struct):
 
 
 class ExactEvent(Event):
-    """The same with stamps as written."""
+    """An event whose time stamps are decimals as written."""
 
     ts: decimal.Decimal | None = None
     dur: decimal.Decimal | None = None
@@ -83,20 +83,20 @@ class _ExactFile(_File):
 
 @dataclass(frozen=True)
 class Document:
-    """A whole trace file. exact: its stamps are decimals or None, else doubles below EXACT."""
+    """A whole trace file. exact: whether its stamps are decimals or None. If not, they are doubles below EXACT."""
 
     events: list[Event]
     exact: bool
     device_properties: object
     facts: RunFacts
     distributed: object
-    base: object  # ns since 1970 that its stamps count from
+    base: object  # the time from which its stamps count, in ns since 1970
     host: object
     shapes_recorded: bool
 
 
 def load(path: Path, limit: int) -> Document:
-    """The file's events and what stands beside them. Raises TraceError."""
+    """Return the file's events and its other members. Raises TraceError."""
     data = json_of(path, limit)
     _require_memory(path, data, BYTES_PER_OBJECT)
     exact = False
@@ -120,7 +120,7 @@ def load(path: Path, limit: int) -> Document:
 
 
 def located(text: str) -> list[Path]:
-    """The traces that an argument names: of a path itself, of a URL with wildcards or of a folder those there.
+    """Return the traces that an argument names: the path itself, or all that a URL with wildcards or of a folder names.
 
     Raises TraceError.
     """
@@ -135,7 +135,7 @@ def located(text: str) -> list[Path]:
 
 
 def address_of(path: Path) -> str:
-    """What names the trace for another process, too: an absolute path, or the URL with its credentials."""
+    """Return an address that is also valid in another process: an absolute path, or the URL with its credentials."""
     if "://" not in str(path):  # Path writes one slash
         return os.path.abspath(path)
     from tracereader.trace import remote
@@ -144,7 +144,7 @@ def address_of(path: Path) -> str:
 
 
 def path_of(address: str) -> Path:
-    """The trace that address_of() names."""
+    """Return the path of an address that address_of() returned."""
     if "://" not in address:
         return Path(address)
     from tracereader.trace import remote
@@ -153,7 +153,7 @@ def path_of(address: str) -> Path:
 
 
 def size_of(path: Path) -> tuple[int | None, bool]:
-    """The bytes of a file, and whether it is packed. 0 where it cannot be read, None where a server does not say."""
+    """Return a file's size in bytes, and whether it is packed. 0: it cannot be read. None: the server does not say."""
     if "://" not in str(path):
         try:
             with opened(path, 2, whole=False) as file:
@@ -169,22 +169,22 @@ def size_of(path: Path) -> tuple[int | None, bool]:
 
 
 def refuse_at_once(path: Path) -> None:
-    """Raises TraceError where the file's name or its first bytes show that it cannot be read."""
+    """Raise TraceError if the file's name or first bytes show that it cannot be read."""
     with _refusals(path), _opened_plain(path, 4, whole=False):
         pass
 
 
 def json_of(path: Path, limit: int) -> bytes:
-    """The JSON that the file holds, unpacked; that of a trace in Perfetto's format is made here. Raises TraceError."""
+    """Return the file's JSON, unpacked. A trace in Perfetto's format is converted to JSON. Raises TraceError."""
     with _refusals(path):
         data = _unpacked(path, limit)
-        # The events as JSON stand in memory twice while they are joined.
+        # While the events are joined, their JSON is in memory twice.
         return pftrace.as_json(data, min(limit, (free_memory() or 2 * limit) // 2)) if pftrace.is_one(data) else data
 
 
 @contextlib.contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """What the system refuses, as a TraceError."""
+    """Turn the system's errors into a TraceError."""
     try:
         yield
     except FileNotFoundError:
@@ -206,10 +206,9 @@ def _require_memory(path: Path, data: bytes, per_object: int) -> None:
 
 
 def opened(path: Path, most: int, whole: bool = True) -> BinaryIO:
-    """The file to be read; of a FIFO nothing waits for its other end. Raises OSError.
+    """Return the opened file. A FIFO is opened without waiting for its other end. Raises OSError.
 
-    most: bytes that are downloaded where it lies behind a URL. A larger one is refused there, or cut where the whole
-    is not needed.
+    most: for a URL, the most bytes to download. A larger file is refused, or cut off if `whole` is false.
     """
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
@@ -223,7 +222,7 @@ def opened(path: Path, most: int, whole: bool = True) -> BinaryIO:
 
 @contextlib.contextmanager
 def _opened_plain(path: Path, most: int, whole: bool = True) -> Iterator[tuple[BinaryIO, int, bool]]:
-    """A plain file, its size, and whether it is packed with gzip. Raises TraceError for another packing."""
+    """Yield a regular file, its size, and whether it is packed with gzip. Raises TraceError for other formats."""
     with opened(path, most, whole) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -250,7 +249,7 @@ def _unpacked(path: Path, limit: int) -> bytes:
         if free is not None and limit > free:
             limit, too_long = free, TraceError(f"{path}: holds more JSON than the {free / 1e9:.1f} GB of free memory")
         if size * DEFLATE_MOST > limit:
-            # It may be a bomb: count what it holds before keeping any of it.
+            # It may be a gzip bomb, so its size is counted before any of it is kept.
             held = 0
             while chunk := unzipped.read(1 << 20):
                 held += len(chunk)
@@ -261,7 +260,7 @@ def _unpacked(path: Path, limit: int) -> bytes:
 
 
 def _any_json(path: Path, data: bytes) -> _File:
-    """Events that json accepts and msgspec does not: NaN, a string for a number, a name that is not a string."""
+    """Return events that only json accepts: with NaN, a string for a number, or a name that is no string."""
     _require_memory(path, data, BYTES_PER_OBJECT_OF_JSON)
     try:
         found = json.loads(data, parse_float=decimal.Decimal)
@@ -323,7 +322,7 @@ def _plain(value: object) -> int | str:
 
 
 def _number(value: object) -> decimal.Decimal | None:
-    """None for what is missing; NaN for what is there and no number."""
+    """Return a number; None for a missing value, NaN for a value that is no number."""
     if value is None:
         return None
     # bool is an int, and JSON as Python reads it has NaN and Infinity.

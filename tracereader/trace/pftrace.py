@@ -1,11 +1,11 @@
-"""Perfetto's own format (.pftrace), as torch 2.15 writes it, turned into Chrome's JSON.
+"""Converts Perfetto's format (.pftrace), as torch 2.15 writes it, to Chrome's JSON.
 
-A file is a row of packets in protobuf's wire format. Those that torch writes are read: slices of CPU threads, GPU work,
-counters, and the tables of names that they refer to by number. The numbers of the fields are those of Perfetto's
-reference of its trace packets. All else is skipped.
+A file is a sequence of packets in protobuf's wire format. This module reads the packets that torch writes: slices of
+CPU threads, GPU work, counters, and the tables of names that they refer to by number. All other packets are skipped.
+The numbers of the fields are those of Perfetto's reference of its trace packets.
 
-torch leaves out what a JSON trace holds beside its slices: the devices' properties, the distributed run, allocations,
-arrows, and what a script stored.
+In this format torch leaves out the devices' properties, the distributed run, allocations, arrows, and the facts that a
+script stored.
 """
 
 import re
@@ -60,14 +60,14 @@ class Broken(ValueError):
 
 
 def is_one(data: bytes) -> bool:
-    """Whether the bytes begin as a row of packets does, which no text does."""
+    """Return whether the bytes begin like a sequence of packets. No text begins in this way."""
     return _FIRST.match(data) is not None
 
 
 def as_json(data: bytes, limit: int) -> bytes:
-    """The same trace in Chrome's JSON, as torch writes it.
+    """Return the trace in Chrome's JSON, as torch writes it. Raises Broken.
 
-    limit: the most bytes that it may have. Raises Broken.
+    limit: the most bytes that the JSON may have.
     """
     reader = _Reader(data, limit, oldest_first=True)
     if reader.in_order and reader.nested:
@@ -78,7 +78,7 @@ def as_json(data: bytes, limit: int) -> bytes:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and where the next field begins."""
+    """Return a number, and the position of the next field."""
     value = shift = 0
     while at < end:
         byte = data[at]
@@ -93,7 +93,7 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _field(data: bytes, at: int, end: int) -> tuple[int, int | bytes, int]:
-    """A field: how it begins, its value (bytes where it has a length), and where the next one begins."""
+    """Return a field's tag, its value (bytes for a field with a length), and the position of the next field."""
     tag, at = _varint(data, at, end)
     wire = tag & 7
     if wire == 0:
@@ -111,7 +111,7 @@ def _field(data: bytes, at: int, end: int) -> tuple[int, int | bytes, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message: how each begins, and its value."""
+    """Yield the fields of a message: each tag and value."""
     at, end = 0, len(data)
     while at < end:
         tag, value, at = _field(data, at, end)
@@ -119,7 +119,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _numbers(data: bytes) -> Iterator[int]:
-    """The numbers of a field that holds many."""
+    """Yield the numbers of a packed field."""
     at, end = 0, len(data)
     while at < end:
         number, at = _varint(data, at, end)
@@ -132,7 +132,7 @@ def _number(raw: bytes) -> int:
 
 
 def _time(raw: bytes) -> int:
-    """The same of ns since 1970, of which only the lowest bits change from slice to slice."""
+    """Return a time in ns since 1970. It is fast because only the lowest bits change from slice to slice."""
     if len(raw) < 5:
         return _number(raw)
     low = raw[0] & 0x7F | (raw[1] & 0x7F) << 7 | (raw[2] & 0x7F) << 14 | (raw[3] & 0x7F) << 21
@@ -163,7 +163,7 @@ def _us(ns: int) -> bytes:
 
 @lru_cache(4096)
 def _said(data: bytes) -> tuple[str, object]:
-    """An argument of GPU work under the name that it has in torch's JSON."""
+    """Return an argument of GPU work: its name in torch's JSON, and its value."""
     found = dict(_fields(data))
     name, value = (_text(found.get(tag, b"")) for tag in (0x0A, 0x12))
     return RENAMED.get(name, name), int(value) if name not in TEXT and _WHOLE.fullmatch(value) else value
@@ -176,7 +176,7 @@ def _sizes(data: bytes) -> list[int]:
 
 
 class _Reader:
-    """One pass over a file. What it finds is JSON at once.
+    """Reads a file in one pass, and writes its events as JSON at once.
 
     oldest_first: an end belongs to the slice of its track that began first, not to the one that began last.
     """
@@ -203,7 +203,7 @@ class _Reader:
         self._read(data)
 
     def whole(self) -> bytes:
-        """The whole trace as JSON."""
+        """Return the whole trace as JSON."""
         head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[' % self.real_time
         return head + b",".join(self.events) + b"]}"
 
@@ -268,7 +268,7 @@ class _Reader:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what was made of names, since other ones hold from here on."""
+        """Drop all that depends on the tables of names, because new tables follow."""
         self.known.clear()
         self.heads.clear()
         self.launches.clear()
@@ -323,7 +323,7 @@ class _Reader:
         self._add(_encoded({"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}))
 
     def _slice(self, time: int, kind: int, track: int, name: int, category: int, fields: bytes) -> None:
-        """The begin or the end of a slice. fields: those of its arguments, among others."""
+        """Add the begin or the end of a slice. fields: the slice's fields, which include its arguments."""
         if time < self.latest:
             self.in_order = False
         self.latest = time
@@ -348,7 +348,7 @@ class _Reader:
             self.ops.append((start, int(found[1]), int(found[2]), place))
 
     def _head(self, name: int, category: int) -> tuple[bytes, bool]:
-        """How a slice begins in JSON; whether it may be an op that autograd numbers."""
+        """Return the begin of a slice's JSON, and whether it may be an op that autograd numbers."""
         named, cat = self._name(EVENTS, name), self._name(CATEGORIES, category)
         found = _named(cat, named), cat == "cpu_op" and not named.startswith(AUTOGRAD)
         if len(self.heads) < KEPT:
@@ -359,7 +359,7 @@ class _Reader:
         self._add(b'%b%b,"ts":%b,"dur":%b,"args":{%b}}' % (head, place, _us(start - self.since_boot), _us(ns), args))
 
     def _args(self, data: bytes) -> bytes:
-        """The arguments among a slice's fields, as what stands in a JSON object."""
+        """Return the arguments among a slice's fields as members of a JSON object."""
         found, known = [], self.known
         at, end = 0, len(data)
         while at < end:
@@ -384,7 +384,7 @@ class _Reader:
         return b",".join(found)
 
     def _arg(self, data: bytes, depth: int = 0) -> bytes:
-        """A name and its value, as a member of a JSON object."""
+        """Return an argument as a member of a JSON object."""
         found = list(_fields(data))
         names = [
             _text(value) if tag == 0x52 else self._name(ARGUMENTS, value) for tag, value in found if tag in (0x08, 0x52)
@@ -399,7 +399,7 @@ class _Reader:
         return member
 
     def _value(self, fields: list, depth: int) -> bytes:
-        """What an argument is, as JSON. torch writes an empty list as no value at all."""
+        """Return an argument's value as JSON. torch writes an empty list without any value."""
         if depth > DEEPEST:
             raise Broken(f"lists are nested more than {DEEPEST} deep in it")
         items, members = [], []
@@ -421,7 +421,7 @@ class _Reader:
         return b"{" + b",".join(members) + b"}" if members else b"[" + b",".join(items) + b"]"
 
     def _work(self, time: int, data: bytes) -> None:
-        """What a GPU did: a kernel, a copy, a memset, a node of a graph, or an annotation around some of them."""
+        """Add a GPU event: a kernel, a copy, a memset, a node of a graph, or an annotation around some of them."""
         found, args, waits = {}, {}, []
         for tag, value in _fields(data):
             if tag == 0x32:
@@ -459,9 +459,9 @@ class _Reader:
             self.waits.extend((number, other) for other in waits)
 
     def _launch(self, data: bytes) -> dict[str, object]:
-        """A kernel's grid, its block and its registers, as torch's JSON has them.
+        """Return a kernel's grid, block and registers as in torch's JSON.
 
-        The shared memory that it has there includes the kernel's own, of which this format has nothing.
+        It has no shared memory: in torch's JSON that includes the kernel's own part, which this format does not have.
         """
         args = {}
         for tag, value in _fields(data):
@@ -487,13 +487,13 @@ class _Reader:
             self._say("thread_sort_index", device, lane, sort_index=lane)
 
     def _counted(self, data: bytes) -> tuple[int, dict[int, str]]:
-        """The device that a group of counters is of, and their names by number."""
+        """Return the device of a group of counters, and the counters' names by number."""
         found = dict(_fields(data))
         specs = [dict(_fields(value)) for tag, value in _fields(found.get(0x12, b"")) if tag == 0x0A]
         return _signed(found.get(0x18, 0)), {one.get(0x08, 0): _text(one.get(0x12, b"")) for one in specs}
 
     def _samples(self, time: int, data: bytes) -> None:
-        """Counters as torch writes them in JSON: each device's in a process of their own."""
+        """Add the counters as in torch's JSON, with a process for each device."""
         found = list(_fields(data))
         device, names = self.names.get(COUNTED, {}).get(dict(found).get(0x20, 0), (0, {}))
         for tag, value in found:
@@ -504,10 +504,10 @@ class _Reader:
                 self._add(b'{"ph":"C","name":%b,"pid":"GPU %d Counters","ts":%b,"args":{"":%b}}' % parts)
 
     def _draw_backward(self) -> None:
-        """The arrows from forward to backward ops, by the rule of torch's profiler.
+        """Add the arrows from forward to backward ops, by the rule of torch's profiler.
 
-        Of the forward ops with one sequence number the last one leads to the backward op. torch leaves these arrows
-        out of this format; a number that ops of two threads have leads nowhere.
+        Among the forward ops with one sequence number, the last one leads to the backward op. This format does not have
+        these arrows. A number that ops of two threads share leads to no arrow.
         """
         forward: dict[int, tuple[int, bytes] | None] = {}
         arrows = 0
@@ -520,7 +520,7 @@ class _Reader:
                 self._arrow(b"fwdbwd", arrows, source[1], source[0], place, start)
 
     def _draw_graphs(self) -> None:
-        """The arrows between the nodes of a replayed graph, from the end of one to the start of the next."""
+        """Add the arrows between the nodes of a replayed graph, from the end of one to the start of the next."""
         for number, (node, other) in enumerate(self.waits):
             if other in self.nodes:
                 (place, start, _), (source, _, end) = self.nodes[node], self.nodes[other]

@@ -1,4 +1,4 @@
-"""Traces behind URLs. fsspec finds and reads them, and a download lies in a file without a name.
+"""Finds and reads traces behind URLs with fsspec. A download goes to a file without a name.
 
 fsspec is an extra of the package, and importing it takes as long as reading a small trace. It is therefore imported
 when a URL is read.
@@ -17,40 +17,40 @@ from typing import BinaryIO, TypeVar
 from tracereader import progress
 from tracereader.command import printable
 
-# What is taken for a trace in a folder. The profiler's tables and other files lie there, too.
+# The names of traces in a folder. It may also contain the profiler's tables and other files.
 TRACE = re.compile(r"\.(json|pftrace)(\.gz)?")
 HTTP = re.compile("https?://", re.I)
 CHUNK = 1 << 22  # bytes that a download holds in memory
-# Between the tries of a request.
+# Pauses between the attempts of a request.
 PAUSES_S = (0.5, 1.0, 2.0)
-# A server may be silent for so long, and a connection may take so long. aiohttp's own limit is on the whole download.
+# The time limits for a silent server and for a connection. aiohttp's default limits the whole download.
 SILENT_S, CONNECT_S = 60, 15
-# HTTP statuses from 400 to 499 that another try may cure.
+# HTTP statuses from 400 to 499 after which another attempt may succeed.
 TEMPORARY = (408, 425, 429)
 FSSPEC_MISSING = "a URL needs fsspec: uv sync --extra remote, or pip install 'fsspec[http]'"
-# Userinfo before a host. A container of Azure's stands there, too, but without a password.
+# The userinfo before a host. Azure puts a container there, but without a password.
 _PASSWORD = r"[^/@:]*:(?!\d+/)[^@]*@"
 _USERINFO = re.compile(rf"{_PASSWORD}|[^/@]*@")
 _AZURE = re.compile("abfss?|az", re.I)
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)://(.*)", re.S)
-# By a trace's name, which is printed and stored: its URL as it was given, with the credentials in it.
+# By a trace's name, which may be printed and stored: its URL as given, with its credentials.
 _addresses: dict[str, str] = {}
 T = TypeVar("T")
 
 
 class _Refused(OSError):
-    """Another try would end in the same way. Its text is our own, and holds no credentials."""
+    """A failure that another attempt would repeat. Its text is the reader's and contains no credentials."""
 
 
 class Address(type(Path())):
-    """The name of a trace behind a URL: the URL without credentials. pathlib alone would write one slash of the two."""
+    """The name of a trace behind a URL: the URL without credentials. pathlib writes only one of the two slashes."""
 
     def __str__(self) -> str:
         return re.sub(r"(^|::)([a-zA-Z][\w+.-]*):/", r"\1\2://", super().__str__())
 
 
 def named(address: str) -> Path:
-    """The name of the trace at a URL. Two URLs that differ in their credentials only have two names."""
+    """Return the name of the trace at a URL. URLs that differ only in their credentials have different names."""
     name = without_credentials(address)
     number, unique = 1, Address(name)
     while _addresses.setdefault(str(Path(unique)), address) != address:
@@ -60,12 +60,12 @@ def named(address: str) -> Path:
 
 
 def address_of(path: Path) -> str:
-    """The URL of a trace, with the credentials that its name does not hold."""
+    """Return the URL of a trace, with the credentials that its name does not contain."""
     return _addresses.get(str(Path(path)), str(Address(path)))
 
 
 def without_credentials(address: str) -> str:
-    """A URL without its user, its password and its query, which may be a signature."""
+    """Return a URL without its user, password and query, because the query may be a signature."""
     return "::".join(map(_public, address.split("::")))
 
 
@@ -79,8 +79,8 @@ def _public(part: str) -> str:
 
 
 def located(address: str) -> list[Path]:
-    """The traces of a URL: of a folder those in it, of wildcards what matches, by name. Raises OSError."""
-    is_http = HTTP.match(address)  # its "?" begins a query
+    """Return the traces of a URL by name: those in a folder, or those that match wildcards. Raises OSError."""
+    is_http = HTTP.match(address)  # in HTTP a "?" begins a query
     bare = re.split(r"[?#]", address)[0] if is_http else address
     wildcards = re.search(r"[*\[]" if is_http else r"[*?\[]", bare)
     folder = bare.endswith("/")
@@ -93,7 +93,7 @@ def located(address: str) -> list[Path]:
         if not (wildcards or folder or files.isdir(path)):
             return None
         look = files.glob if wildcards else files.ls
-        # Over HTTP, details are a request for each name.
+        # Over HTTP, details need a request for each name.
         found = look(path, detail=not is_http)
         if not is_http:
             found = found.values() if wildcards else found
@@ -104,7 +104,8 @@ def located(address: str) -> list[Path]:
     if found is None:
         return [named(address)]
     if not found:
-        raise OSError("no file there matches" if wildcards else "there is no .json or .json.gz in this folder")
+        in_folder = "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"
+        raise OSError("no file there matches" if wildcards else in_folder)
     return [named(one) for one in found if not one.endswith("/")]
 
 
@@ -113,7 +114,7 @@ def _is_trace(address: str) -> bool:
 
 
 def size_of(address: str) -> int | None:
-    """A file's size in bytes; None where the server does not say. Raises OSError."""
+    """Return a file's size in bytes; None if the server does not say. Raises OSError."""
 
     def size() -> int | None:
         with closing(_opened(address)) as source:
@@ -123,12 +124,12 @@ def size_of(address: str) -> int | None:
 
 
 def fetched(address: str, most: int, whole: bool) -> BinaryIO:
-    """The file at a URL, downloaded. Raises OSError.
+    """Return the downloaded file of a URL. Raises OSError.
 
-    It has no name, so that nothing is left of it, however this process ends. most: bytes that are downloaded. A file
-    that has more is refused, or cut where the whole is not needed.
+    The file has no name, so nothing of it remains after this process ends. most: the most bytes to download. A larger
+    file is refused, or cut off if `whole` is false.
     """
-    into = tempfile.TemporaryFile()  # noqa: SIM115  the caller's
+    into = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     try:
         with progress.shown() as show:
             _tried(address, lambda: _copied(address, into, most, whole, show))
@@ -156,14 +157,14 @@ def _copied(address: str, into: BinaryIO, most: int, whole: bool, show: Callable
                 raise too_large
             into.write(chunk)
             show(f"downloading {name}: {done / 1e6:,.1f}{of} MB")
-        if size is not None and done < min(size, most) and not HTTP.match(address):  # aiohttp checks it itself
+        if size is not None and done < min(size, most) and not HTTP.match(address):  # aiohttp checks the size itself
             raise OSError(f"the download ended after {done:,} of {size:,} bytes")
 
 
 def _opened(address: str) -> BinaryIO:
     files, path = _filesystem(address)
     if HTTP.match(address):
-        # One stream. Ranges need a server that knows them, and a size that is asked for first.
+        # Read one stream. Ranges need a server that supports them, and a request for the size.
         return files.open(path, "rb", block_size=0, size=1)
     return files.open(path, "rb", block_size=CHUNK, cache_type="none")
 
@@ -174,7 +175,7 @@ def _announced(source: BinaryIO) -> int | None:
 
 
 def _filesystem(address: str) -> tuple[object, str]:
-    """fsspec's file system of a URL, and the URL as that file system writes it. Raises OSError."""
+    """Return fsspec's file system for a URL, and the path in that file system. Raises OSError."""
     try:
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
@@ -187,7 +188,7 @@ def _filesystem(address: str) -> tuple[object, str]:
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
-            # A URL that is encoded stays as it is: a signature may depend on it.
+            # An encoded URL stays as it is, because a signature may depend on it.
             options = {"client_kwargs": {"timeout": timeout}, "encoded": "%" in address}
         return url_to_fs(address, **options)
     except ImportError as problem:
@@ -203,7 +204,7 @@ def _filesystem(address: str) -> tuple[object, str]:
 
 
 def _tried(address: str, ask: Callable[[], T]) -> T:
-    """What `ask` returns, tried again after a failure that may be temporary. Raises OSError, without credentials."""
+    """Return the result of `ask`. It is repeated after temporary failures. Raises OSError, without credentials."""
     for pause in (*PAUSES_S, None):
         try:
             return ask()
@@ -219,7 +220,7 @@ def _tried(address: str, ask: Callable[[], T]) -> T:
 
 
 def _is_final(problem: Exception) -> bool:
-    """Whether another try would end in the same way."""
+    """Return whether another attempt would fail in the same way."""
     status = _status(problem)
     if status is not None:
         return 400 <= status < 500 and status not in TEMPORARY
@@ -228,7 +229,7 @@ def _is_final(problem: Exception) -> bool:
 
 
 def _status(problem: Exception) -> int | None:
-    """The HTTP status of a failure, by the name that its library gives it."""
+    """Return the HTTP status of a failure, under the name that its library uses; None without one."""
     response = getattr(problem, "response", None)
     for status in (getattr(problem, "status", None), getattr(response, "status_code", None)):
         if type(status) is int:
@@ -237,7 +238,7 @@ def _status(problem: Exception) -> int | None:
 
 
 def _told(problem: Exception, address: str) -> str:
-    """Why a request failed, in one line. A library's message may repeat the URL with its credentials."""
+    """Return why a request failed, in one line without credentials. A library's message may contain the URL."""
     status = _status(problem)
     if status is not None:
         known = {one.value: one.phrase for one in HTTPStatus}

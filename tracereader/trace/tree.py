@@ -50,7 +50,7 @@ _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
 class _Slice(msgspec.Struct, eq=False):
-    """What an Op and a Work have in common: one slice of a track."""
+    """One slice of a track: the common fields of Op and Work."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ class _Slice(msgspec.Struct, eq=False):
 
     @property
     def args(self) -> dict:
-        """What the profiler noted of it; read from the file's text at each call."""
+        """Return the slice's arguments. They are decoded from the file's text at each call."""
         args = decoded(self.raw)
         return args if isinstance(args, dict) else {}
 
@@ -77,7 +77,7 @@ class _Slice(msgspec.Struct, eq=False):
 class Op(_Slice, eq=False):
     """One slice of a CPU thread: an annotation, an op, a Python frame or a runtime call.
 
-    children: what starts in it, without Python frames, which are on a tree of their own.
+    children: the slices that start in it, without Python frames, which are in another tree.
     """
 
     parent: "Op | None" = None
@@ -85,7 +85,7 @@ class Op(_Slice, eq=False):
     work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
 
     def walk(self) -> Iterator["Op"]:
-        """This op and all below it, in the order of their starts."""
+        """Yield this op and all below it, in the order of their starts."""
         stack = [self]
         while stack:
             op = stack.pop()
@@ -94,7 +94,7 @@ class Op(_Slice, eq=False):
                 stack.extend(reversed(op.children))
 
     def above(self) -> Iterator["Op"]:
-        """What encloses it, innermost first."""
+        """Yield the ops that enclose this one, innermost first."""
         op = self.parent
         while op is not None:
             yield op
@@ -102,7 +102,7 @@ class Op(_Slice, eq=False):
 
 
 class Frame(msgspec.Struct, eq=False, gc=False):
-    """A call of a Python function on a thread, as the profiler records it with stacks."""
+    """A call of a Python function on a thread. The profiler records it with stacks."""
 
     name: str
     start: int
@@ -110,7 +110,7 @@ class Frame(msgspec.Struct, eq=False, gc=False):
 
 
 def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[Op]:
-    """In order, the wanted slices that lie in no other wanted one."""
+    """Yield the wanted slices that lie in no other wanted slice, in order."""
     pending = list(reversed(roots))
     while pending:
         one = pending.pop()
@@ -121,7 +121,7 @@ def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[O
 
 
 def innermost(ops: Sequence[Op], time: int) -> list[Op]:
-    """The ops that enclose a moment on one thread, outermost first. ops: the thread's root ops, by start."""
+    """Return the ops that enclose a time on one thread, outermost first. ops: the thread's root ops, by start."""
     found = []
     while ops:
         index = bisect.bisect_right(ops, time, key=_start) - 1
@@ -143,26 +143,27 @@ class Work(_Slice, eq=False):
 
     @property
     def asked(self) -> Op | None:
-        """The runtime call by which the program asked for it: of a replayed graph the call that was captured, where
-        that is known; else its launch.
+        """Return the runtime call with which the program requested this work.
+
+        For work of a replayed graph it is the captured call, if that is known. Otherwise it is the launch.
         """
         return self.launch if self.recorded is None else self.recorded.call
 
     @property
     def from_graph(self) -> bool:
-        """Whether a CUDA graph's launch started it."""
+        """Return whether a CUDA graph's launch started it."""
         return self.launch is not None and "GraphLaunch" in self.launch.name
 
     @property
     def annotation(self) -> str | None:
-        """The annotation that the capture gave to this node of a CUDA graph, where the trace has it."""
+        """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
         return annotation_of(self.args) if self.from_graph and b'"graph node id"' in bytes(self.raw) else None
 
 
 class Recorded(msgspec.Struct, eq=False):
-    """The capture of a node of a CUDA graph: the call that was recorded, and the trace that has it.
+    """The capture of a node of a CUDA graph: the recorded call, and the trace that contains it.
 
-    together: of the node's replay, the work whose calls the same op made.
+    together: the work of the node's replay whose calls belong to the same op.
     """
 
     call: Op
@@ -171,7 +172,7 @@ class Recorded(msgspec.Struct, eq=False):
 
 
 class Memory(msgspec.Struct, eq=False):
-    """An allocation or a free (bytes below zero) that a thread asked for, and what is allocated after it."""
+    """An allocation, or a free (negative bytes), of a thread, and the total allocated after it."""
 
     time: int
     track: tuple
@@ -205,7 +206,7 @@ class Samples(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One recorded step, or the whole of a trace that has none."""
+    """One recorded step, or the whole of a trace without steps."""
 
     name: str
     start: int
@@ -219,11 +220,11 @@ class Step:
 
     @property
     def number(self) -> str:
-        """#3 of ProfilerStep#3."""
+        """Return the number of the step, for example #3 for ProfilerStep#3."""
         return self.name.removeprefix(STEP[:-1])
 
     def walk(self) -> Iterator[Op]:
-        """Every op, parents first."""
+        """Yield every op, parents first."""
         stack = list(reversed(self.roots))
         while stack:
             op = stack.pop()
@@ -232,7 +233,7 @@ class Step:
                 stack.extend(reversed(op.children))
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
-        """Every op with its depth, parents first."""
+        """Yield every op with its depth, parents first."""
         stack = [(root, 0) for root in reversed(self.roots)]
         while stack:
             op, depth = stack.pop()
@@ -242,7 +243,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """A process group that torch lists with the rank. ranks: empty where it does not list them all."""
+    """A process group that torch lists with the rank. ranks: empty if torch does not list them all."""
 
     name: str
     description: str
@@ -252,7 +253,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process of a distributed run this trace is of. groups: the process groups that it is in."""
+    """The process of a distributed run that wrote the trace. groups: the process groups that it is in."""
 
     rank: int
     world_size: int
@@ -261,7 +262,7 @@ class Rank:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one trace file holds."""
+    """The content of one trace file."""
 
     path: Path
     zero_us: int  # what its stamps count from
@@ -296,9 +297,9 @@ class Trace:
 
 
 def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
-    """The trace in a .json or .json.gz file.
+    """Return the trace in a file. Raises TraceError.
 
-    limit: the most bytes of JSON that are read, however small they were packed. Raises TraceError.
+    limit: the most bytes of unpacked JSON that are read.
     """
     with _no_garbage_collection():
         return _built(path, load(path, limit))
@@ -425,10 +426,10 @@ def _built(path: Path, document: Document) -> Trace:
 
 
 def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
-    """What each category of this file holds; the slices on a device of categories not known: left out, and taken.
+    """Return each category's kind, and counts of device slices of unknown categories: left out, and taken as work.
 
-    An accelerator that Kineto serves by a plug-in has categories of its own. Where such slices are all that a device
-    did, they are its work; beside known kernels they may be anything.
+    An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
+    categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
     categories = {event.cat for event in events if event.ph == "X"}
     strange = categories - KINDS.keys()
@@ -454,9 +455,9 @@ MEMORY_KINDS = ("Unknown", "Pageable", "Pinned", "Device", "Array", "Managed", "
 
 
 def _copy_in_words(event: Event) -> str:
-    """The name that Kineto gives to a copy or a memset, as in "Memcpy HtoD (Pinned -> Device)".
+    """Return Kineto's name of a copy or a memset, for example "Memcpy HtoD (Pinned -> Device)".
 
-    torch's collector of CUDA activities calls each of them by the same name, and has the rest in the arguments.
+    torch's collector of CUDA activities gives all of them the same name, and puts the rest into the arguments.
     """
     args = decoded(event.args)
     if not isinstance(args, dict):
@@ -481,9 +482,9 @@ def _is_time(us: float | decimal.Decimal | None) -> bool:
 
 
 def _nest(slices: list, crossing: Counter) -> list[Op]:
-    """Tie each slice to the innermost one of its track that it starts in; the roots, by start.
+    """Tie each slice to the innermost slice of its track in which it starts. Return the roots, by start.
 
-    A slice that outlasts the one it starts in crosses it: Perfetto drops such slices.
+    A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
     """
     # By start, the longer first: two stable sorts cost half of one by a pair of keys.
     slices.sort(key=_dur, reverse=True)
@@ -524,7 +525,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
 
 
 class _Ties(msgspec.Struct):
-    """What ties GPU work to its launch, to its stream and to its CUDA graph."""
+    """The ids that tie GPU work to its launch, its stream and its CUDA graph."""
 
     correlation: int | None = None
     device: int | str | None = None
@@ -537,7 +538,7 @@ _ties = msgspec.json.Decoder(_Ties)
 
 
 def ties_of(one: _Slice) -> _Ties:
-    """What its arguments say of them."""
+    """Return the ids in a slice's arguments."""
     if ties := decoded_as(_ties, one.raw):
         return ties
     args = one.args
@@ -547,7 +548,7 @@ def ties_of(one: _Slice) -> _Ties:
 
 
 def _calls(ops: list[Op]) -> dict[int, Op]:
-    """The runtime calls by their correlation ids."""
+    """Return the runtime calls by their correlation ids."""
     found = {}
     for op in ops:
         if op.kind == "runtime" and (correlation := ties_of(op).correlation) is not None:
@@ -556,9 +557,9 @@ def _calls(ops: list[Op]) -> dict[int, Op]:
 
 
 def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> int:
-    """Tie GPU work and graph nodes to the runtime calls that launched them; how much work has none here.
+    """Tie GPU work and graph nodes to the runtime calls that launched them. Return the amount of work without a launch.
 
-    A lane that torch assigned to a graph's node gives way to the stream that the node ran on.
+    If torch assigned a lane to a graph's node, the stream on which the node ran replaces it.
     """
     unlaunched = 0
     queued: dict[tuple, list[Work]] = {}  # by graph and node
@@ -595,8 +596,8 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> int:
 def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
     """Tie the nodes of CUDA graphs to those that they depend on, by the flow events between them.
 
-    An edge leads from a node's end on its lane in the file to the start of another node. Of nodes that end there at the
-    same time all count.
+    An edge leads from a node's end on its lane in the file to the start of another node. If several nodes end there at
+    the same time, all count.
     """
     begins, ends = {}, {}
     for one in work:
@@ -640,7 +641,7 @@ COUNTED_DEVICE = re.compile(r"GPU (\d+) Counters")
 
 
 def _counters(events: list[Event], zero: int) -> dict[tuple[int, str], Samples]:
-    """The samples of each counter. torch's Kineto names them in the arguments, its newer collector by their events."""
+    """Return the samples of each counter. Kineto names counters in arguments, the newer collector by events."""
     taken: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for event in events:
         named = COUNTED_DEVICE.fullmatch(event.pid) if isinstance(event.pid, str) else None
@@ -673,7 +674,7 @@ def _memory(events: list[Event], zero: int) -> tuple[Memory, ...]:
 
 
 def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
-    """From autograd's flow events: the forward op, by thread and start, that each backward op belongs to."""
+    """Return the forward op of each backward op, both by thread and start, from autograd's flow events."""
     ends: dict[str, dict] = {"s": {}, "f": {}}
     for flow in flows:
         if flow.ph in ends and flow.id is not None and _is_time(flow.ts):
@@ -720,9 +721,9 @@ def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step
 
 
 def _properties(found: object, used: set) -> dict[object, dict]:
-    """What the driver reported of each device, by number; of devices that did work by the number of their events, too.
+    """Return the driver's report on each device, by number; for devices with work also by the number in their events.
 
-    A process that sees one of a machine's devices counts from 0, and its events may carry the machine's number.
+    A process that sees only one of a machine's devices counts from 0, but its events may have the machine's number.
     """
     listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     by_number = {one["id"]: one for one in listed if type(one.get("id")) is int}
@@ -731,7 +732,7 @@ def _properties(found: object, used: set) -> dict[object, dict]:
 
 
 def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tuple[str, ...]:
-    """The names of the devices that did work; their numbers where the trace does not name them."""
+    """Return the names of the devices with work; their numbers if the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
 

@@ -1,4 +1,4 @@
-"""--html: one file that holds a whole report, opens without a server or a network, and can be handed on."""
+"""Writes a whole report as one HTML file, for --html. The file needs no server and no network."""
 
 import sys
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from tracereader.trace import Trace
 
 __all__ = ["Runs", "of_file", "of_ranks", "of_runs", "of_trace", "write"]
 
-Page = tuple[str, list[str]]  # its text, and what it holds that somebody may not want to hand on
+Page = tuple[str, list[str]]  # the HTML text, and descriptions of content that the user may not want to share
 
 
 def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction]) -> Page:
-    """The page of one trace."""
+    """Return the page of one trace."""
     slices, chunks = timeline.packed(trace, data.numbers_of_pieces(trace, summary))
     slices = data.described(slices, data.decoded_names(trace), data.pieces(summary), summary.chosen.number)
     held = data.holds([trace.host], slices)
@@ -33,28 +33,28 @@ def of_trace(trace: Trace, summary: Summary, guesses: Sequence[Prediction]) -> P
 
 
 def of_file(file: Path, view: View) -> Page:
-    """The page of one trace file. Raises BadInput."""
+    """Return the page of one trace file. Raises BadInput."""
     trace, summary = report.opened(file, view)
     return of_trace(trace, summary, predictions_of(trace))
 
 
 def of_runs(runs: Runs) -> Page:
-    """The page of several runs, each set against the first."""
+    """Return the page of several runs, each compared with the first."""
     figures, slices, chunks = runs.page()
     return html.assembled(figures, slices, chunks), figures["holds"]
 
 
 def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace], limit: int) -> Page:
-    """The page of one run's ranks. limit: of a trace that is read again, in bytes."""
+    """Return the page of one run's ranks. limit: the most bytes of JSON of a trace that is read again."""
     found = rank_changes.opportunities(summary, limit) if summary.on_gpu and summary.matched else None
     figures, slices, chunks = ranked.page(summary, traces, found)
     return html.assembled(figures, slices, chunks), figures["holds"]
 
 
 def write(page: Page, target: str, force: bool, aside: bool = False) -> None:
-    """Write the page and say what it holds: on stderr where stdout is for something else (`aside`, or the page itself).
+    """Write the page, and print its size and the content that the user may not want to share. Raises BadInput.
 
-    Raises BadInput.
+    The text goes to stderr if stdout has the page itself or something else (aside).
     """
     text, held = page
     written = files.write(text, target, force)

@@ -1,4 +1,4 @@
-"""The figures of a page of several runs: side by side, each set against the first."""
+"""The figures of a page of several runs. Each run is compared with the first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ ALIKE = 0.09
 
 
 class Runs:
-    """Collects what the page shows of each run, so that one trace at a time is in memory."""
+    """Collects the page's content run by run, so that only one trace at a time is in memory."""
 
     def __init__(self):
         self.packing = Packing()
@@ -35,7 +35,7 @@ class Runs:
         self.hosts: list[str | None] = []
 
     def add(self, trace: Trace, summary: Summary) -> None:
-        """One more run, with the step that its summary speaks of: on the axis all steps start at zero."""
+        """Add a run with the step that its summary describes. All steps start at zero on the axis."""
         step, number = trace.steps[summary.typical_index], len(self.summaries) + 1
         first = len(self.pieces)
         own = {id(one): first + place for place, one in enumerate(step.work, 1)}
@@ -50,7 +50,7 @@ class Runs:
         self.hosts.append(trace.host)
 
     def page(self) -> tuple[dict, dict, list[bytes]]:
-        """The figures, the description of the timeline's columns, and the columns."""
+        """Return the figures, the description of the timeline's columns, and the columns."""
         steps = [
             {"name": f"run {number}, step {name}", "start": 0, "end": end}
             for number, (name, end) in enumerate(self.ends, 1)
@@ -86,7 +86,7 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
 
 
 def _predicted(sides: Sequence[compare.Side], proposed: Sequence[Opportunity]) -> list[dict]:
-    """What the first run's report proposes. measured_us: by each other run, its step where it makes that change."""
+    """Return the first run's proposals. measured_us: for each other run, its step's time if it makes that change."""
     rows = [{**msgspec.to_builtins(one), "measured_us": []} for one in proposed]
     for side in sides[1:]:
         found = made.checked(sides[0], proposed, side)
@@ -113,7 +113,7 @@ def _run(side: compare.Side, name: str) -> dict:
 
 
 def _rows(times: Sequence[dict[str, float]]) -> list[dict]:
-    """A row for each name with its times by run, that where they differ most first."""
+    """Return a row for each name with its times by run. The largest differences come first."""
     names = dict.fromkeys(name for one in times for name in one)
     rows = [{"name": name, "us": [one.get(name) for one in times]} for name in names]
     for row in rows:
@@ -128,7 +128,7 @@ def _spread(values: Sequence[float | None]) -> float:
 
 
 def kernel_rows(sides: Sequence[compare.Side]) -> list[dict]:
-    """GPU activities of one step by name, that whose time differs most first."""
+    """Return the GPU activities of one step by name. The largest differences come first."""
     rows = _rows([dict(side.times) for side in sides])
     shown = labels([row["name"] for row in rows], data.NAME_SHOWN)
     says = {name: said for side in reversed(sides) for name, said in side.says.items()}
@@ -140,7 +140,7 @@ def kernel_rows(sides: Sequence[compare.Side]) -> list[dict]:
 
 
 def status(before: float | None, after: float | None) -> str:
-    """What became of a time from the first run to the last."""
+    """Return how a time changed from the first run to the last."""
     if before is None:
         return "new" if after is not None else "between"
     if after is None:

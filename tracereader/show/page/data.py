@@ -1,7 +1,7 @@
-"""The figures of a page, from the Summary: the one module of the page that knows its attributes.
+"""The figures of a page, from the Summary. Only this module of the page uses the Summary's attributes.
 
-Nothing is measured here that the report or --json measures, and the browser computes no figure at all: it sorts,
-filters and draws what stands here. Times are in µs, shares from 0 to 1.
+It measures nothing that the report or --json measures. The browser computes no figures; it sorts, filters and draws
+these. Times are in µs, shares from 0 to 1.
 """
 
 import re
@@ -27,11 +27,11 @@ from tracereader.trace import Step, Trace
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import labels
 
-NAME_SHOWN = 72  # characters of a name in a table; the whole of it is a click away
+NAME_SHOWN = 72  # characters of a name in a table; a click shows all of it
 NAME_IN_A_SLICE = 48
-# The tree of modules ends there; what lies deeper counts for the module at this depth. Models nest ten deep.
+# The depth of the tree of modules. Deeper modules count for their ancestor at this depth. Models nest ten deep.
 DEEPEST_MODULE = 100
-# A path of a file: two folders or more.
+# A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
 PATHS_NAMED = 3
 
@@ -39,7 +39,7 @@ PATHS_NAMED = 3
 def figures(
     trace: Trace, summary: Summary, found: Sequence[Opportunity] | Refused, guesses: Sequence[Prediction]
 ) -> dict:
-    """What the page of one trace shows beside its timeline."""
+    """Return the page of one trace without its timeline."""
     step = trace.steps[summary.typical_index]
     return {
         "page": "trace",
@@ -101,7 +101,7 @@ def _launched(summary: Summary) -> bool:
 
 
 def proposed(found: Sequence[Opportunity] | Refused) -> dict:
-    """The changes to try first, or why none can be priced."""
+    """Return the changes to try first, or why no saving can be computed."""
     if isinstance(found, Refused):
         return {"refused": str(found), "found": []}
     return {"refused": None, "found": [msgspec.to_builtins(one) | {"share": one.share} for one in found]}
@@ -138,7 +138,7 @@ def _steps(summary: Summary) -> list[dict]:
 
 
 def _time(summary: Summary) -> dict:
-    """The window's time by what the GPU does, which adds up to it; the same by family, by phase and by label."""
+    """Return the window's time in parts that add up to it, and the GPU time by family, phase and annotation."""
     gpu, parts = summary.gpu, []
     if gpu:
         parts = [
@@ -166,7 +166,7 @@ def _time(summary: Summary) -> dict:
 
 
 def _kernels(summary: Summary) -> list[dict]:
-    """GPU activities of all steps by name; rates are those of the step spoken of, where its sizes are known."""
+    """Return the GPU activities of all steps by name. Rates are of the reported step, if its sizes are known."""
     by_name = defaultdict(list)
     for one in summary.gpu_work:
         by_name[one.name].append(one)
@@ -191,7 +191,7 @@ def _kernels(summary: Summary) -> list[dict]:
 
 
 def _rates(pieces: Sequence[GpuWork]) -> dict:
-    """Mean rates by time, of those that have one; roof: the one that most of that time meets first."""
+    """Return mean rates, weighted by time, over the activities that have one. roof: the limit of most of that time."""
     known = [one for one in pieces if one.of_roof is not None]
     roofs = defaultdict(float)
     for one in known:
@@ -219,7 +219,7 @@ def _ops(summary: Summary) -> list[dict]:
 
 
 def _modules(trace: Trace, summary: Summary, step: Step) -> dict:
-    """A tree: each module with the time of its own and of all below it; the largest first."""
+    """Return the tree of modules with self time and total time, the largest first."""
     root: dict = {"children": {}}
     for path, (ns, pieces) in by_module_path(trace, step).items():
         node = root
@@ -235,7 +235,7 @@ def _modules(trace: Trace, summary: Summary, step: Step) -> dict:
 
 
 def _summed(root: dict) -> dict:
-    """The tree with total times, as lists that are sorted by them. Modules may lie deeper than Python recurses."""
+    """Return the tree with total times, as lists sorted by them. This does not recurse, as modules nest deeply."""
     order, stack = [], [root]
     while stack:
         node = stack.pop()
@@ -249,7 +249,7 @@ def _summed(root: dict) -> dict:
 
 
 def _roofline(summary: Summary) -> dict | None:
-    """Kernels of known FLOPs and bytes, equal ones together, below the device's peaks."""
+    """Return the kernels of known FLOPs and bytes, equal ones together, and the device's peaks; None without peaks."""
     peaks = common_peaks(summary.source.devices) if summary.source.devices else None
     if peaks is None:
         return None
@@ -289,7 +289,7 @@ def _size_in_words(one: GpuWork) -> str | None:
 
 
 def decoded_names(trace: Trace) -> dict[str, str]:
-    """What the name of each GPU activity says."""
+    """Return the decoded name of each GPU activity, by name."""
     found: dict[str, str] = {}
     for one in trace.work:
         if one.name not in found:
@@ -298,7 +298,7 @@ def decoded_names(trace: Trace) -> dict[str, str]:
 
 
 def pieces(summary: Summary) -> list[dict]:
-    """What the timeline says of the step's GPU activities beyond their arguments: size, rate and who asked for them."""
+    """Return the details of the step's GPU activities beyond their arguments: size, rate, op and layer."""
     return [
         {
             "us": one.us,
@@ -316,7 +316,7 @@ def pieces(summary: Summary) -> list[dict]:
 
 
 def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], step: str) -> dict:
-    """The description of the timeline's columns with what is known of names and pieces."""
+    """Return the description of the timeline's columns, completed with decoded names and details of GPU activities."""
     return {
         **slices,
         "decoded": decoded,
@@ -327,7 +327,7 @@ def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], ste
 
 
 def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
-    """What of the page somebody may not want to hand on: hosts' names, and paths in names and arguments."""
+    """Return descriptions of content that the user may not want to share: host names, and paths in the slices."""
     told = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
     texts = [*slices["names"], *map(str, slices["arguments"])]
     paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
@@ -339,7 +339,7 @@ def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
 
 
 def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:
-    """By the id of a GPU activity: its place among the Summary's, from 1 up."""
+    """Return by the id of a GPU activity its position in the Summary's gpu_work, from 1 up."""
     step = trace.steps[summary.typical_index]
     places = {key: number for number, (key, _) in enumerate(numbered(step.work), 1)}
     return {id(one): places[key] for some in trace.steps for key, one in numbered(some.work) if key in places}

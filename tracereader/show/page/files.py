@@ -1,4 +1,4 @@
-"""Writes a page: atomically, and never over a file that is not a report."""
+"""Writes a page atomically, and overwrites only reports."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ STDOUT = "-"
 
 
 def refuse_early(target: str, force: bool) -> None:
-    """Raises BadInput where the page cannot be written there: before a trace is read, which may take long."""
+    """Raise BadInput if the page cannot be written there. This comes before a trace is read, which may take long."""
     if target == STDOUT:
         return
     path = Path(target).resolve()
@@ -37,20 +37,20 @@ def refuse_early(target: str, force: bool) -> None:
 
 
 def write(page: str, target: str, force: bool) -> int:
-    """Write the page; how many bytes it has. Whatever happens, the target holds the old file or the whole new one."""
+    """Write the page atomically, and return the number of its bytes. Raises BadInput."""
     data = page.encode()
     if target == STDOUT:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return len(data)
-    refuse_early(target, force)  # again: somebody else may have written it meanwhile
+    refuse_early(target, force)  # again, because another program may have written the file meanwhile
     replace(Path(target), data)
     return len(data)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file. Whatever happens, its path holds the old file or the whole new one."""
+    """Write a file atomically: its path has either the old file or the whole new one."""
     path = path.resolve()
     scratch = path.with_name(f".{path.name[:80]}.{secrets.token_hex(6)}.tmp")
     with interrupts.undone_by(lambda: scratch.unlink(missing_ok=True)):

@@ -1,8 +1,9 @@
-"""The page's one file: static markup, the script and the style by their hashes, the data as text that is no markup.
+"""Assembles a page's file from static markup, the script, the style and the data.
 
-Whatever a trace holds is in two blocks that a browser does not run: JSON, in which every character that could end the
-block or begin markup is escaped, and base64. The script puts it on the page as text and draws it on a canvas. The
-policy forbids any other script or style and every request.
+All content of a trace is in two blocks that a browser does not run. One is JSON, in which every character that could
+end the block or begin markup is escaped. The other is base64. The script puts the content on the page as text and draws
+it on a canvas. The content security policy forbids every request, and all scripts and styles but these two, which it
+names by their hashes.
 """
 
 import base64
@@ -16,7 +17,7 @@ from importlib import resources
 from tracereader import __version__
 from tracereader.show.text import strict_json
 
-# How a report begins: a file that begins otherwise is not overwritten.
+# The first bytes of a report. A file that begins otherwise is not overwritten.
 MARK = "<!doctype html><!-- a report of read-trace -->"
 SCRIPTS = (
     "dom", "format", "load", "address", "table", "charts", "slices", "draw", "timeline", "details", "overview",
@@ -24,7 +25,7 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("page", "timeline")
 ESCAPED = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-LEVEL = 6  # of gzip
+LEVEL = 6  # of gzip's compression
 
 MARKUP = """{mark}
 <html lang="en">
@@ -50,7 +51,7 @@ MARKUP = """{mark}
 
 
 def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) -> str:
-    """The whole page. slices: what describes the columns in `chunks`; None where the page has no timeline."""
+    """Return the whole page. slices: describes the columns in `chunks`; None if the page has no timeline."""
     style, script = _own("css", STYLES), _own("js", SCRIPTS)
     return MARKUP.format(
         mark=MARK,
@@ -65,12 +66,12 @@ def assembled(figures: dict, slices: dict | None, chunks: Iterable[bytes] = ()) 
 
 
 def escaped(document: object) -> str:
-    """JSON in which nothing can end the block that it stands in."""
+    """Return a document as JSON in which no character can end the block around it."""
     return _strict(document).translate(ESCAPED)
 
 
 def _strict(document: object) -> str:
-    """Strict JSON without blanks: what is no finite number is null."""
+    """Return strict JSON without blanks. Numbers that are not finite become null."""
     try:
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -78,7 +79,9 @@ def _strict(document: object) -> str:
 
 
 def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
-    """Base64 of gzip of: the length of the description (8 bytes, little-endian), the description, the columns."""
+    """Return the packed slices as base64.
+
+    Before gzip, the bytes are the length of the description (8 bytes, little-endian), the description, the columns."""
     head = _strict(slices).encode()
     whole = b"".join([len(head).to_bytes(8, "little"), head, *chunks])
     return base64.b64encode(gzip.compress(whole, LEVEL, mtime=0)).decode()
@@ -86,7 +89,7 @@ def _packed(slices: dict, chunks: Iterable[bytes]) -> str:
 
 @cache
 def _own(kind: str, names: tuple[str, ...]) -> str:
-    """The page's own files of one kind as one text; a script's in a function of their own."""
+    """Return the page's files of one kind as one text. Scripts are put into a function."""
     folder = resources.files("tracereader.show.page")
     text = "\n".join((folder / kind / f"{name}.{kind}").read_text("utf-8") for name in names)
     return f'(() => {{\n"use strict";\n{text}\n}})();' if kind == "js" else text

@@ -1,4 +1,4 @@
-"""The figures of a page of one run's ranks: their steps beside each other, and who waits for whom."""
+"""The figures of a page of one run's ranks: their steps side by side, and who waits for whom."""
 
 import json
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from tracereader.show.page import data
 from tracereader.show.page.timeline import Packing
 from tracereader.show.ranks import rank_as_builtins
 
-# The timeline has the collectives of all steps up to so many parts of ranks in them; beyond it, those of one step.
+# With more ranks' parts in collectives than this, the timeline has the collectives of only one step.
 PARTS_DRAWN = 200_000
-# Bars beside each other are read up to so many; the heat map has all.
+# More bars side by side cannot be read. The heat map has all ranks and steps.
 RANKS_BESIDE, STEPS_BESIDE = 16, 12
 
 
 class _Slice(msgspec.Struct):
-    """What the timeline draws of a rank. Times in ns."""
+    """A slice that the timeline draws for a rank. Times in ns."""
 
     name: str
     kind: str
@@ -39,7 +39,7 @@ class _Slice(msgspec.Struct):
 def page(
     summary: RanksSummary, traces: Sequence[RankTrace], found: Sequence[Opportunity] | Refused | None
 ) -> tuple[dict, dict, list[bytes]]:
-    """The figures, the description of the timeline's columns, and the columns. found: None if nothing can be tried."""
+    """Return the figures, the description of the timeline's columns, and the columns. found: None without proposals."""
     lanes = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
     drawn = next((one.step for one in lanes.values()), None)
     collectives = summary.matched
@@ -67,7 +67,7 @@ def page(
         "straggler": straggler.rank if straggler else None,
         "opportunities": None if found is None else data.proposed(found),
         "missing": summary.missing,
-        "not_read": {Path(path).name: why for path, why in summary.not_read.items()},
+        "not_read": {Path(path).name: findings.why_not_read(why) for path, why in summary.not_read.items()},
         "drawn": drawn,
         "collectives_drawn": "of all steps" if collectives is summary.matched else "of that step alone",
         "ranks": [_rank(one, beside) for one in summary.ranks],
@@ -82,21 +82,21 @@ def page(
 
 
 def _rank(one: RankFigures, beside: Sequence[str]) -> dict:
-    """One rank's figures, with those of the steps that are drawn beside the other ranks'."""
+    """Return one rank's figures, with those of the steps that are drawn side by side with the other ranks'."""
     found = rank_as_builtins(msgspec.structs.replace(one, steps=()))
     steps = [msgspec.to_builtins(step) for step in one.steps if step.name in beside]
     return {**found, "trace": Path(one.trace).name, "steps": steps}
 
 
 def _collective(one: Collective) -> dict:
-    """One collective as a row of a table: its times by rank are in the timeline."""
+    """Return one collective as a row of a table. Its times by rank are in the timeline."""
     left_out = ("ranks", "starts_us", "took_us", "waits_us")
     found = {name: getattr(one, name) for name in one.__struct_fields__ if name not in left_out}
     return {**found, "wait_us": max(one.waits_us, default=0.0), "start_us": min(one.starts_us, default=0.0)}
 
 
 def _heat(summary: RanksSummary) -> dict | None:
-    """By rank and step: the step's time, and how long the rank waits for others in the step's collectives, summed."""
+    """Return by rank and step the step's time, and the sum of the rank's waits in the step's collectives."""
     steps = {name: place for place, name in enumerate(summary.steps)}
     if not steps:
         return None
@@ -121,7 +121,7 @@ def _heat(summary: RanksSummary) -> dict | None:
 def _rows(
     summary: RanksSummary, traces: Sequence[RankTrace], lanes: dict, collectives: Sequence[Collective]
 ) -> dict[int, list[tuple[_Slice, int]]]:
-    """By rank, on the common clock: what it computes in the drawn step, and below it its collectives."""
+    """Return the slices by rank on the common clock: the compute of the drawn step, and below it the collectives."""
     ahead = {rank: round(us * 1000) for rank, us in summary.clocks.ahead_us.items()}
     origin = min((one.start - ahead[one.rank] for one in traces if one.rank in lanes), default=0)
     found: dict[int, list[tuple[_Slice, int]]] = {one.rank: [] for one in summary.ranks}
@@ -151,7 +151,7 @@ def _rows(
 
 
 def _steps(names: Sequence[str], collectives: Sequence[Collective], rows: dict, lanes: dict, zero: int) -> list[dict]:
-    """Where the collectives of each step lie, and the computing that is drawn, on the common clock."""
+    """Return each step's start and end on the common clock, around its collectives and the drawn compute."""
     edges: dict[str, tuple[int, int]] = {}
     for rank, lane in lanes.items():
         drawn = [one for one, _ in rows.get(rank, ()) if one.kind == "phase"]

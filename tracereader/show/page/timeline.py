@@ -1,8 +1,8 @@
-"""The slices of a trace as columns of numbers: what the page's timeline draws.
+"""Packs the slices of a trace as columns of numbers, which the page's timeline draws.
 
-A column is an array of whole numbers, packed byte plane by byte plane, so that gzip finds the many zeros in it. The
-browser unpacks it into a typed array: a million slices take a fraction of a second. Every slice that the reader keeps
-is in the columns; what is narrower than a pixel is merged when it is drawn, and the page says how much.
+A column is an array of whole numbers, packed by byte planes, so that gzip finds the many zeros in it. The browser
+unpacks it into a typed array. A million slices take a fraction of a second. Every slice that the reader keeps is in the
+columns. Slices narrower than a pixel are merged when they are drawn, and the page gives their number.
 """
 
 import re
@@ -26,7 +26,7 @@ KINDS = (
 )  # fmt: skip
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
-# Numbers that tie one event to others: every slice has its own, and the timeline draws what they tie.
+# Ids that tie one event to others. Every slice has different ones, and the timeline draws the ties.
 IDS = re.compile(
     rb'"(?<!\\")(?:External id|external id|correlation|Ev Idx|Record function id|Sequence number|Fwd thread id|'
     rb'Python id|Python parent id|Python module id|cbid)"\s*:\s*-?\d+\s*,?'
@@ -34,14 +34,14 @@ IDS = re.compile(
 LEFT_OUT = "External id, correlation, Ev Idx, Record function id, Sequence number, Fwd thread id, Python ids, cbid"
 without_ids = IDS.sub
 TRAILING = re.compile(rb",\s*}\s*$")
-# Bytes of arguments that a page holds; what is beyond it is left out, and the page says of how many slices.
+# Bytes of arguments that a page holds. Further arguments are left out, and the page gives the number of their slices.
 ARGUMENTS_HELD = 2_000_000
-# A stack of calls deeper than this is drawn in its last row.
+# Calls nested deeper than this are drawn in the last row.
 DEEPEST = 250
 
 
 class Columns:
-    """Collects columns of whole numbers from 0 up: what to call them, and their bytes."""
+    """Collects columns of non-negative whole numbers: their descriptions and their bytes."""
 
     def __init__(self):
         self.described: list[dict] = []
@@ -59,7 +59,7 @@ class Columns:
 
 
 class _Names:
-    """Numbers strings in the order in which they come."""
+    """Gives strings numbers in the order in which they come."""
 
     def __init__(self):
         self.numbers: dict[str, int] = {}
@@ -69,7 +69,7 @@ class _Names:
 
 
 class _Arguments:
-    """Numbers the arguments of slices, equal ones once, from 1 up; 0: a slice without any, or left out."""
+    """Gives the arguments of slices numbers from 1 up, equal arguments the same. 0: no arguments, or left out."""
 
     def __init__(self):
         self.numbers: dict[bytes, int] = {b"": NOBODY}
@@ -98,7 +98,7 @@ class _Arguments:
 
 
 class _Side:
-    """Slices of threads, or of streams: columns that grow track by track."""
+    """The slices of threads, or of streams, as columns that grow track by track."""
 
     def __init__(self):
         self.tracks: list[dict] = []
@@ -108,7 +108,7 @@ class _Side:
 
 
 def _is_deep(found: object) -> bool:
-    """Whether lists lie in lists deeper than any profiler writes: JSON's readers and writers recurse."""
+    """Return whether lists nest deeper than any profiler writes, because JSON's readers and writers recurse."""
     level = [found]
     for _ in range(DEEPEST):
         level = [
@@ -123,7 +123,7 @@ def _is_deep(found: object) -> bool:
 
 
 class Packing:
-    """Collects tracks of one or several traces, so that a trace need not be kept until all are read."""
+    """Collects tracks of one or several traces, so that no trace has to be kept until all are read."""
 
     def __init__(self):
         self.names, self.arguments = _Names(), _Arguments()
@@ -131,7 +131,7 @@ class Packing:
         self.end = 0
 
     def add(self, group: str, title: str, rows: Sequence[tuple], zero: int) -> None:
-        """A track of slices with their depths, by start. zero: what times count from (ns)."""
+        """Add a track. rows: slices with their depths, by start. zero: the origin of the page's times (ns)."""
         side = self.gpu if group == "GPU" else self.cpu
         slices = [one for one, _ in rows]
         columns, names, arguments = side.columns, self.names, self.arguments
@@ -148,9 +148,9 @@ class Packing:
     def add_trace(
         self, trace: Trace, pieces: Mapping[int, int], zero: int, steps: Sequence[Step] | None = None, run: str = ""
     ) -> None:
-        """All tracks of a trace; of these steps alone where they are given.
+        """Add all tracks of a trace. steps: if given, only their slices are added.
 
-        pieces: by the id of a GPU activity, the number to keep of it. run: what stands before each track's title.
+        pieces: by the id of a GPU activity, the number to keep for it. run: the prefix of each track's title.
         """
         place: dict[int, int] = {}
         for title, rows in _cpu_tracks(trace, steps):
@@ -167,10 +167,10 @@ class Packing:
             columns["family"].extend([0 if one.kind == "span" else FAMILY_OF[says(one).family] for one in work])
 
     def packed(self, more: dict) -> tuple[dict, list[bytes]]:
-        """What the timeline draws: a description that JSON can hold, and the columns' bytes.
+        """Return the timeline's data: a description for JSON, and the columns' bytes.
 
-        Times are whole ns. Slices stand track by track, by start; `launch` of GPU work is the place of its launch call
-        among them, from 1 up.
+        Times are whole ns. Slices are in the order of their tracks, and in each by start. `launch` of GPU work is the
+        position of its launch call among them, from 1 up.
         """
         columns = Columns()
         for name in ("start", "dur", "name", "kind", "depth", "arguments"):
@@ -199,7 +199,7 @@ class Packing:
 
 
 def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
-    """The whole of one trace: see Packing.packed(). Times count from the first slice on."""
+    """Return one trace's data, as Packing.packed() does. Times count from the first slice."""
     packing = Packing()
     first = [one.start for one in (*trace.work[:1], *trace.overheads[:1])]
     zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
@@ -218,30 +218,30 @@ def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
 
 
 def _deltas(starts: array) -> array:
-    """Each start less the one before it; of the first slice, the start."""
+    """Return the differences between consecutive starts. The first value is the first start."""
     found = starts[:1]
     found.extend(map(sub, starts[1:], starts[:-1]))
     return found
 
 
 def _tops(trace: Trace) -> list[Op]:
-    """The outermost slices of all threads, by start."""
+    """Return the outermost slices of all threads, by start."""
     tops = {}
     for root in chain((root for step in trace.steps for root in step.roots), trace.outside):
-        while root.parent is not None:  # a label around the loop
+        while root.parent is not None:  # an annotation around the loop
             root = root.parent
         tops[id(root)] = root
     return sorted(tops.values(), key=lambda one: one.start)
 
 
 def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Op, int]]]]:
-    """Each thread's slices with their depth, by start; above a thread's calls, its modules."""
+    """Yield each thread's title and slices with their depths, by start. A thread's modules come before its calls."""
     tops = _tops(trace) if steps is None else [root for step in steps for root in step.roots]
     threads: dict[tuple, list[tuple[Op, int]]] = {}
     for top in tops:
         threads.setdefault(top.track, []).extend(_below(top))
     for track, rows in threads.items():
-        # Walked parents first, a call that outlasts its parent may start after its parent's next sibling.
+        # The walk yields parents first, but a call that outlasts its parent may start after its parent's next sibling.
         rows.sort(key=lambda row: row[0].start)
         modules = trace.modules.get(track, ()) if steps is None else ()
         if modules:
@@ -250,7 +250,7 @@ def _cpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[st
 
 
 def _below(top: Op) -> Iterator[tuple[Op, int]]:
-    """A slice and all that lies in it, with their depths, parents first."""
+    """Yield a slice and all slices in it, with their depths, parents first."""
     stack = [(top, 0)]
     while stack:
         op, depth = stack.pop()
@@ -260,7 +260,7 @@ def _below(top: Op) -> Iterator[tuple[Op, int]]:
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:
-    """Each stream's work, the busiest stream first; above it the annotations that its work was launched in."""
+    """Yield each stream's title and work, the busiest stream first. A stream's annotations come before its work."""
     several = len({one.device for one in trace.work}) > 1
     streams: dict[tuple, list[Work]] = {}
     for one in trace.work if steps is None else [one for step in steps for one in step.work]:
@@ -276,7 +276,7 @@ def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[st
 
 
 def _stacked(slices: Sequence) -> list[tuple]:
-    """Slices by start, each in the first row that is free then."""
+    """Return slices with their rows. Each slice, by start, takes the first row that is free."""
     ends: list[int] = []
     rows = []
     for one in slices:
@@ -289,7 +289,7 @@ def _stacked(slices: Sequence) -> list[tuple]:
 
 
 def _idle(trace: Trace, zero: int) -> dict | None:
-    """The gaps of the busiest device in the window that the figures speak of, by cause: [start, length, …] in ns."""
+    """Return the idle gaps of the busiest device in the figures' window, by cause: [start, length, …] in ns."""
     _, start, end = window(trace, typical(trace))
     parts = gpu_parts(trace.work, start, end)
     if parts is None:
@@ -306,12 +306,12 @@ def _idle(trace: Trace, zero: int) -> dict | None:
     }
 
 
-# Points of the curve of memory: of more events, the largest total of each stretch is kept.
+# The points of the memory curve. Of more events, each point keeps the largest total of its interval.
 MEMORY_POINTS = 2_000
 
 
 def _memory(trace: Trace, zero: int) -> list[dict]:
-    """What is allocated over time, by device: [time, bytes, …]."""
+    """Return the allocated memory over time, by device: [time, bytes, …]."""
     by_device: dict[int, list[tuple[int, int]]] = {}
     for one in trace.memory:
         by_device.setdefault(one.device, []).append((max(0, one.time - zero), one.total))

@@ -1,4 +1,4 @@
-// What the page shows is kept behind the # of its address, so that it can be sent: #step=3&kernel=…
+// The part of the address after # keeps the state of the page, so that it can be sent: #step=3&kernel=…
 
 const address = {
   get(name) {
@@ -7,7 +7,7 @@ const address = {
   all(name) {
     return new URLSearchParams(location.hash.slice(1)).getAll(name);
   },
-  // Changes some of it; null takes a name away.
+  // Changes some of the state; null removes a name.
   set(changes) {
     const words = new URLSearchParams(location.hash.slice(1));
     for (const [name, value] of Object.entries(changes)) {
@@ -17,7 +17,7 @@ const address = {
     try {
       history.replaceState(null, "", `#${words}`);
     } catch {
-      // A page inside another one may not: the address stays as it is.
+      // A page inside another one may not change its address.
     }
   },
 };

@@ -1,6 +1,6 @@
-// Small pictures: a bar of parts, a curve. In the page's own colors, readable without them.
+// Small charts: a bar of parts, and a curve. They can be read without their colors.
 
-// parts: {name, us, color}; of a whole that they add up to.
+// parts: {name, us, color}. They add up to the whole.
 function partsBar(parts, wholeUs, title) {
   return el("div", {class: "parts", role: "img", "aria-label": `${title}: ${parts.map(one =>
     `${one.name} ${share(one.us / wholeUs, 1)}`).join(", ")}`},

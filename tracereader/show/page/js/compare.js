@@ -1,4 +1,4 @@
-// Several runs: side by side, aligned on one axis, and what became longer, shorter, new or gone.
+// Several runs side by side, aligned on one axis, and the differences of their kernels and ops.
 
 function comparisonPage(data, root) {
   const place = timelinePlace();

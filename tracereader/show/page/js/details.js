@@ -1,4 +1,4 @@
-// What is known of the selected slice.
+// The details of the selected slice.
 
 function describe(slices, one, timeline, showKernel) {
   if (one === null) {

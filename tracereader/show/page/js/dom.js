@@ -1,4 +1,4 @@
-// Everything of a trace goes onto the page through here: as text, never as markup, an address or a style sheet.
+// Puts all content of a trace on the page as text, never as markup, an address or a style sheet.
 
 const SVG = "http://www.w3.org/2000/svg";
 

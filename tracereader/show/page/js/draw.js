@@ -1,9 +1,9 @@
-// Draws the timeline on a canvas: an axis with the steps, then every track's rows, of which only the visible ones.
+// Draws the timeline on a canvas: an axis with the steps, then the visible rows of every track.
 
 const ROW = 18, HEADER = 20, AXIS = 44, GAP = 6, FONT = "11px system-ui, sans-serif";
-const MEMORY_ROW = 44, MARK = 8; // pixels; of a mark, its radius
+const MEMORY_ROW = 44, MARK = 8; // pixels; MARK is a radius
 const LEAST_WIDE = 1; // pixels; narrower slices of a row are drawn as one
-const LEAST_HIGH = 3, LOOKED_AT = 16; // of such slices: pixels; how many are looked at for the longest
+const LEAST_HIGH = 3, LOOKED_AT = 16; // pixels of such slices; the number of them that are searched for the longest
 const ARROWS_DRAWN = 400;
 const IDLE = [
   ["not_launched", "idle, CPU launching"], ["launched", "idle, next activity launched and waiting"],
@@ -18,7 +18,7 @@ class Painter {
     this.repaint();
   }
 
-  // Reads the colors anew: the theme may have changed.
+  // Reads the colors again, because the theme may have changed.
   repaint() {
     const of = name => color(name);
     this.paint = {
@@ -71,7 +71,7 @@ class Painter {
     return this.view.from + x / this.width * (this.view.to - this.view.from);
   }
 
-  // state: {view, scroll, selected, hover, searching, marks}; how many slices are in view, narrower than a pixel, merged.
+  // state: {view, scroll, selected, hover, searching, marks}. Returns the counts of slices in view, narrow and merged.
   draw(state) {
     this.view = state.view;
     const {context, paint} = this;
@@ -138,7 +138,7 @@ class Painter {
       const x = (from - view.from) * scale, wide = dur[one] * scale;
       let next = place + 1;
       if (wide < LEAST_WIDE) {
-        // Everything that starts within this pixel, as one; the last of them may reach beyond it.
+        // All slices that start within this pixel are drawn as one. The last of them may end after it.
         next = slices.firstFrom(row, from + pixel, next);
         if (next - 1 > place && dur[row[next - 1]] >= pixel) next--;
       }
@@ -161,7 +161,7 @@ class Painter {
     context.globalAlpha = 1;
   }
 
-  // Slices narrower than a pixel, in the color of a long one of them; as high as the share of the pixel that they fill.
+  // Draws slices narrower than a pixel in the color of a long one, as high as the share of the pixel that they fill.
   together(row, place, next, x, y, filled) {
     const {context, slices} = this, each = Math.max(1, Math.floor((next - place) / LOOKED_AT));
     let longest = row[place];
@@ -204,7 +204,7 @@ class Painter {
     context.fillText(cut(name, length), x, y + ROW / 2 - 1, room);
   }
 
-  // Black or white, whichever is read better on a color.
+  // Returns black or white, whichever has more contrast on a color.
   inkOn(fill) {
     if (!this.textOn.has(fill)) {
       const [red, green, blue] = [1, 3, 5].map(at => parseInt(fill.slice(at, at + 2), 16) / 255);
@@ -218,7 +218,7 @@ class Painter {
     const several = slices.tracks.some(one => /^GPU \d+ /.test(one.title)) ? ` of GPU ${idle.device}` : "";
     this.header(band, `idle time${several}, by cause`);
     const scale = this.width / (view.to - view.from);
-    // Gaps narrower than a pixel stand on each other, each as high as the share of the pixel that it fills.
+    // Gaps narrower than a pixel are stacked, each as high as the share of the pixel that it fills.
     const filled = new Float64Array(Math.ceil(this.width) + 1);
     for (const [cause] of IDLE) {
       const gaps = idle[cause], narrow = new Float64Array(filled.length);
@@ -258,7 +258,7 @@ class Painter {
     context.globalAlpha = 1;
   }
 
-  // Where a slice is drawn: {x, y, wide}; null where its row is folded away.
+  // Returns the place of a slice: {x, y, wide}; null if its row is folded.
   boxOf(one) {
     const {slices} = this;
     const band = this.bands.find(found => found.kind === "track" && one >= found.track.first && one < found.track.end);
@@ -302,14 +302,14 @@ class Painter {
     }
   }
 
-  // Whether so many pixels of a slice's row are empty before it.
+  // Returns whether so many pixels before a slice are empty in its row.
   isFreeBefore(one, pixels) {
     const {slices} = this, row = slices.trackOf(one).rows[slices.columns.depth[one]];
     const before = row[slices.firstFrom(row, slices.start[one]) - 1];
     return before === undefined || this.x(slices.start[before] + slices.dur[before]) < this.x(slices.start[one]) - pixels;
   }
 
-  // A numbered disc at a slice or an idle gap: at the right end of what is wide, else before it where there is room.
+  // Draws a numbered disc at a slice or an idle gap: at the right end of a wide one, or before it if there is room.
   mark({slice, gap}, text) {
     const {context, paint} = this, band = gap && this.bands.find(one => one.kind === "idle");
     const box = slice !== undefined ? this.boxOf(slice)
@@ -369,7 +369,7 @@ class Painter {
     }
   }
 
-  // What is at a point of the canvas: {slice}, {step}, {track} (its header), {gap} or nothing.
+  // Returns the object at a point of the canvas: {slice}, {step}, {track} (its header), {gap} or nothing.
   at(x, y, scroll) {
     const {slices} = this, moment = this.moment(x), near = 3 * (this.view.to - this.view.from) / this.width;
     if (y < AXIS) return {step: slices.stepAt(moment)};

@@ -19,7 +19,7 @@ function time(us) {
   return `${digits(value, name === "ns" ? 0 : Math.abs(value) < 10 ? 2 : 1)} ${name}`;
 }
 
-// Of a column: the unit in which its largest time has at most five digits before the point.
+// Returns a column's unit, in which its largest time has at most five digits before the point.
 function columnUnit(values) {
   const most = Math.max(0, ...values.filter(one => one !== null && one !== undefined));
   return most >= 1e7 ? {name: "s", scale: 1e6, digits: 2} : most >= 1e4 ? {name: "ms", scale: 1e3, digits: 2}
@@ -46,7 +46,7 @@ function whole(count) {
   return count.toLocaleString("en-US");
 }
 
-// A clause as a sentence.
+// Returns a clause as a sentence.
 function sentence(text) {
   return `${text.replace(/^./, letter => letter.toUpperCase())}${/[.!?]$/.test(text) ? "" : "."}`;
 }

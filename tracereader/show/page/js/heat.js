@@ -1,9 +1,9 @@
-// A heat map: ranks from top to bottom, steps from left to right, one cell for each.
+// A heat map with a row for each rank and a column for each step.
 
 const HEAT_HIGH = 420, CELL_HIGH = 18, HEAT_LEFT = 66, HEAT_TOP = 20;
 
 class HeatMap {
-  // layers: {name, values (by rank, by step, in µs), low}; pick(step's place): what Enter and a click do.
+  // layers: {name, values (by rank, by step, in µs), low}; pick(step's index): called by Enter and a click.
   constructor({ranks, steps, layers, pick}) {
     Object.assign(this, {ranks, steps, layers, pick, layer: layers[0], cell: null});
     this.canvas = el("canvas", {tabindex: "0", role: "application", id: "heat-canvas",
@@ -14,7 +14,7 @@ class HeatMap {
     this.chips = layers.map(layer => el("button", {type: "button", "aria-pressed": String(layer === this.layer), onclick: () => this.show(layer)}, layer.name));
     this.node = el("div", {class: "heat"}, layers.length > 1 && el("div", {class: "chips"}, this.chips), this.scale, this.canvas, this.told);
     this.high = Math.max(1, Math.min(CELL_HIGH, HEAT_HIGH / ranks.length));
-    this.cells = document.createElement("canvas"); // they are many: drawn once, and copied under each selection
+    this.cells = document.createElement("canvas"); // drawn once, because they are many, and copied under each selection
     new ResizeObserver(() => this.drawCells()).observe(this.node);
     addEventListener("themed", () => this.drawCells());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.drawCells());
@@ -105,7 +105,7 @@ class HeatMap {
     return [HEAT_LEFT + step * this.wide, HEAT_TOP + rank * this.high, Math.max(least, this.wide - this.gap), Math.max(least, this.high - this.gap)];
   }
 
-  // Every so many ranks and steps that their labels have room.
+  // Labels only every nth rank and step, so that the labels have room.
   labels(context, width) {
     const {ranks, steps, high, wide} = this;
     context.font = FONT;

@@ -1,4 +1,4 @@
-// Reads the two blocks of data: figures as JSON, slices as packed columns of whole numbers.
+// Reads the two blocks of data: the figures as JSON, and the slices as packed columns of whole numbers.
 
 function figuresOf() {
   return JSON.parse(document.getElementById("figures").textContent);
@@ -11,13 +11,13 @@ function bytesOf(base64) {
   return found;
 }
 
-// The description of the slices, with its columns as arrays; null where the page has none.
+// Returns the description of the slices, with the columns as arrays; null if the page has none.
 async function slicesOf() {
   const block = document.getElementById("slices"), text = block.textContent;
   if (!text) return null;
   const packed = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
   const whole = new Uint8Array(await new Response(packed).arrayBuffer());
-  block.textContent = ""; // it is unpacked: its text need not be kept
+  block.textContent = ""; // the text is not needed after unpacking
   const length = new DataView(whole.buffer).getUint32(0, true);
   const found = JSON.parse(new TextDecoder().decode(whole.subarray(8, 8 + length)));
   let at = 8 + length;
@@ -29,7 +29,7 @@ async function slicesOf() {
   return {...found, columns};
 }
 
-// A property that is made when it is first read: some columns are read for a selected slice only.
+// Makes a property at its first read, because some columns are read only for a selected slice.
 function once(object, name, make) {
   Object.defineProperty(object, name, {configurable: true, get() {
     const value = make();
@@ -38,7 +38,7 @@ function once(object, name, make) {
   }});
 }
 
-// From byte planes, the lowest first. Times may need more than 32 bits: doubles hold 53.
+// Reads byte planes, the lowest first. Times may need more than 32 bits, and doubles hold 53.
 function numbers(planes, width, count) {
   if (width === 1) return planes;
   const Kind = width === 2 ? Uint16Array : width === 4 ? Uint32Array : Float64Array;

@@ -1,4 +1,4 @@
-// Puts the page together: what needs no slices at once, the timeline as soon as they are unpacked.
+// Assembles the page. The timeline follows as soon as the slices are unpacked.
 
 const SECTIONS = [
   ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
@@ -120,7 +120,7 @@ function bar(data, parts) {
     root.dataset.theme = dark ? "light" : "dark";
     dispatchEvent(new Event("themed"));
   }}, "◐");
-  // Paper is white, whatever the screen is.
+  // Paper is white in every theme.
   let onScreen;
   addEventListener("beforeprint", () => { onScreen = root.dataset.theme; root.dataset.theme = "light"; dispatchEvent(new Event("themed")); });
   addEventListener("afterprint", () => {

@@ -1,4 +1,4 @@
-// The answer first: the device, the step's time, what limits it, and what to try.
+// The top of the page: the device, the step's time, its limit, and the changes to try.
 
 const PART_COLORS = {
   compute: "var(--part-compute)", communication: "var(--family-communication)", copy: "var(--family-copy)",

@@ -1,4 +1,4 @@
-// The ranks of one run: their steps beside each other, and in each collective who waits for whom.
+// The ranks of one run: their steps side by side, and who waits for whom in each collective.
 
 const RANK_PARTS = [
   ["compute_us", "compute", "var(--kind-phase)"], ["exposed_communication_us", "exposed communication", "var(--kind-collective)"],
@@ -38,7 +38,7 @@ function ranksPage(data, root) {
   });
 }
 
-// The collective that starts at a time, on a rank's track.
+// Returns the collective that starts at a time on a rank's track.
 function nearest(slices, start, place) {
   const wanted = slices.tracks[place]?.rows[1];
   return wanted ? slices.at(wanted, start - (slices.zero ?? 0), Infinity) : null;

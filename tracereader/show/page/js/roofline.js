@@ -1,4 +1,4 @@
-// Kernels by arithmetic intensity and achieved rate, below the roofs of the device. A circle's area is its time.
+// The roofline: kernels by arithmetic intensity and achieved rate. A circle's area is the kernel's time.
 
 function rooflineSection(data, pick) {
   const found = data.roofline;

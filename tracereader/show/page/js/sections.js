@@ -1,4 +1,4 @@
-// The views below the timeline. Each returns null where the trace has nothing of it.
+// The views below the timeline. Each returns null if the trace has no data for it.
 
 function section(id, title, note, ...children) {
   return el("section", {id}, el("h2", {}, title), note && el("p", {class: "told"}, note), children);
@@ -117,7 +117,7 @@ function modulesSection(data) {
     ]}).node);
 }
 
-// Made as it is opened: a large model has thousands of modules.
+// A row's children are made when it is opened, because a large model has thousands of modules.
 function branch(one, wholeUs, unit, depth) {
   const text = [el("span", {class: "bar", width: `${100 * one.total_us / wholeUs}%`}), el("span", {class: "label"}, one.name),
     el("span", {class: "number", data: {value: one.total_us}}, `${inUnit(one.total_us, unit)} ${unit.name}`),

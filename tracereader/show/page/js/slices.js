@@ -1,9 +1,9 @@
-// The slices as rows: which slice is where, which match a search, what launched what.
+// The slices as rows: their places, the matches of a search, and the ties of launches to GPU work.
 
 class Slices {
   constructor(found) {
     Object.assign(this, found);
-    // Maps: a name of a trace may be that of a property which every object has.
+    // Maps, because a name in a trace may be the name of a property that every object has.
     this.shown = new Map(Object.entries(found.shown));
     this.decoded = new Map(Object.entries(found.decoded));
     const {start, name} = this.columns;
@@ -20,7 +20,7 @@ class Slices {
     this.search(() => false);
   }
 
-  // By track its rows: the places of its slices, by depth and in each by start.
+  // Returns the rows of each track: the indices of its slices by depth, and in each by start.
   placedTracks() {
     const {depth} = this.columns;
     let at = 0;
@@ -58,7 +58,7 @@ class Slices {
     return this.tracks.find(track => one >= track.first && one < track.end);
   }
 
-  // The piece of the step that the figures speak of, and whether this slice is that very one.
+  // Returns the details of a GPU activity of the reported step; null for other slices.
   pieceOf(one) {
     const number = this.isWork(one) ? this.columns.piece[one - this.first_work] : 0;
     return number ? this.pieces[number - 1] : null;
@@ -69,7 +69,7 @@ class Slices {
     return number ? number - 1 : null;
   }
 
-  // The GPU work launched by a call, or inside an op.
+  // Returns the GPU work launched by a call, or inside an op.
   launchedBy(one) {
     if (this.isWork(one)) return [];
     this.byLaunch ??= this.workByLaunch();
@@ -90,7 +90,7 @@ class Slices {
     return found;
   }
 
-  // Finds the slices whose names pass a test; how many there are.
+  // Finds the slices whose names pass a test, and returns their number.
   search(test) {
     const wanted = Uint8Array.from(this.names, name => test(name) || test(this.shown.get(name) ?? "")), {name} = this.columns;
     this.isMatch = one => wanted[name[one]] === 1;
@@ -101,7 +101,7 @@ class Slices {
     return this.matched;
   }
 
-  // Their places, by start.
+  // Returns the indices of the slices that match, by start.
   foundMatches() {
     const found = new Uint32Array(this.matched);
     let next = 0;
@@ -109,7 +109,7 @@ class Slices {
     return found.sort((a, b) => this.start[a] - this.start[b]);
   }
 
-  // How many slices of a row match from one place to another.
+  // Returns the number of a row's slices that match between two indices.
   matchesIn(row, from, to) {
     if (!this.matched) return 0;
     if (!this.matchesUpTo.has(row)) this.matchesUpTo.set(row, summed(row, one => this.isMatch(one), Uint32Array));
@@ -117,14 +117,14 @@ class Slices {
     return upTo[to] - upTo[from];
   }
 
-  // ns that the slices of a row take from one place to another.
+  // Returns the sum of the times of a row's slices between two indices (ns).
   timeIn(row, from, to) {
     if (!this.timeUpTo.has(row)) this.timeUpTo.set(row, summed(row, one => this.dur[one], Float64Array));
     const upTo = this.timeUpTo.get(row);
     return upTo[to] - upTo[from];
   }
 
-  // In a row, the first place whose slice starts at or after a time.
+  // Returns the first index in a row whose slice starts at or after a time.
   firstFrom(row, at, low = 0) {
     let high = row.length;
     while (low < high) {
@@ -135,7 +135,7 @@ class Slices {
     return low;
   }
 
-  // The slice of a row at a time, or the nearest one within `near` ns.
+  // Returns the slice of a row at a time, or the nearest one within `near` ns.
   at(row, moment, near) {
     const place = this.firstFrom(row, moment);
     let best = null, apart = near;
@@ -152,14 +152,14 @@ class Slices {
   }
 }
 
-// Of a row, the sums of a value over its first slices, so that a sum over any part of it is one difference.
+// Returns the running sums of a value over a row, so that the sum over any part is one difference.
 function summed(row, value, Kind) {
   const found = new Kind(row.length + 1);
   for (let place = 0; place < row.length; place++) found[place + 1] = found[place] + Number(value(row[place]));
   return found;
 }
 
-// The values in a column of small numbers.
+// Returns a test of whether a small number occurs in a column.
 function valuesOf(column) {
   const seen = new Uint8Array(256);
   for (const value of column) seen[value] = 1;

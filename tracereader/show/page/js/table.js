@@ -2,7 +2,7 @@
 
 const ROWS_SHOWN = 12;
 
-// A test of names by what a user typed; null where it is no regular expression.
+// Returns a test of names from the user's text; null if that is no regular expression.
 function matcher(text) {
   try {
     const pattern = new RegExp(text, "i");
@@ -12,7 +12,7 @@ function matcher(text) {
   }
 }
 
-// columns: {key, title, text(row), number, bar(row), node(row)}; pick(row): what a click on a row does.
+// columns: {key, title, text(row), number, bar(row), node(row)}; pick(row): called by a click on a row.
 function table({id, columns, rows, sort, down = true, filter, pick, picked, empty = "None of them matches."}) {
   const state = {sort, down, all: false, filter: ""};
   const body = el("tbody"), more = el("button", {type: "button", class: "plain"}), told = el("span", {class: "told"});

@@ -1,4 +1,4 @@
-// The timeline: zoom and pan, selection, search, steps to jump to.
+// The timeline: zoom and pan, selection, search, and jumps to steps.
 
 const TALLEST = 640, TALLEST_ON_PAPER = 900, LEAST_NS = 40;
 const KEYS = "W and S zoom, A and D pan, arrows move between slices, Enter zooms to the selection, F shows all, N is the next match, / searches.";
@@ -67,7 +67,7 @@ class Timeline {
     this.steps.addEventListener("change", () => this.goTo(this.steps.value === "" ? null : Number(this.steps.value)));
   }
 
-  // Paper does not scroll: there the timeline is as high as its tracks, up to a page.
+  // Paper does not scroll, so in print the timeline is as high as its tracks, up to a page.
   fit() {
     const width = this.frame.clientWidth;
     if (!width) return;
@@ -75,10 +75,10 @@ class Timeline {
     const most = this.onPaper ? TALLEST_ON_PAPER : Math.min(TALLEST, innerHeight * 0.8);
     this.painter.resize(width, Math.max(160, Math.min(most, this.painter.layout() + AXIS)));
     this.scrollTo(this.state.scroll);
-    this.drawNow(); // a canvas of another size is empty
+    this.drawNow(); // a canvas is empty after its size changes
   }
 
-  // Draws with the next frame, once however often it is asked for.
+  // Draws with the next frame. Several calls before it draw once.
   draw() {
     if (this.asked) return;
     this.asked = requestAnimationFrame(() => this.drawNow());
@@ -108,7 +108,7 @@ class Timeline {
     this.draw();
   }
 
-  // Around a point of the canvas; else around the selection where it is in view, or the middle.
+  // Zooms around a point of the canvas. Without a point, around the selection if it is in view, or the middle.
   zoom(factor, x = this.middle()) {
     const {from, to} = this.state.view, at = from + x / this.painter.width * (to - from);
     const long = Math.max(LEAST_NS, Math.min((to - from) * factor, this.whole.to - this.whole.from));
@@ -149,7 +149,7 @@ class Timeline {
     act();
   }
 
-  // Over the canvas the wheel zooms once the canvas has the focus, or with Ctrl; else the page scrolls.
+  // Over the canvas the wheel zooms if the canvas has the focus, or with Ctrl. Otherwise the page scrolls.
   wheel(event) {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
     if (sideways || event.shiftKey) {
@@ -175,7 +175,7 @@ class Timeline {
       return;
     }
     const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, one]) => one);
-    if (others.length) { // two fingers: the distance between them zooms
+    if (others.length) { // the distance between two fingers zooms
       const before = Math.hypot(held.x - others[0].x, held.y - others[0].y), after = Math.hypot(x - others[0].x, y - others[0].y);
       if (before > 10 && after > 10) this.zoom(before / after, (x + others[0].x) / 2);
       this.moved = 99;
@@ -247,7 +247,7 @@ class Timeline {
     this.scrollInto(one);
   }
 
-  // The slice beside the selected one in its row.
+  // Selects the slice beside the selected one in its row.
   moveBy(places) {
     const {slices, state} = this;
     if (state.selected === null) return this.selectFirst();
@@ -264,7 +264,7 @@ class Timeline {
     }
   }
 
-  // To what encloses the selection; of a slice that nothing encloses, to the track above.
+  // Selects the slice that encloses the selection, or a slice of the track above if nothing encloses it.
   moveUp() {
     const {slices, state} = this;
     if (state.selected === null) return this.selectFirst();
@@ -289,7 +289,7 @@ class Timeline {
     if (found !== null && found !== undefined) this.select(found, true);
   }
 
-  // Numbered marks, each at the first slice in view whose name matches; `REGEXP,3` is the third, `idle` the longest gap.
+  // Sets numbered marks: at the first slice whose name matches, `REGEXP,3` at the third, `idle` at the longest gap.
   mark(texts) {
     this.state.marks = texts.map(text => text === "idle" ? {gap: this.longestGap()} : {slice: this.inView(text)})
       .filter(one => one.gap || one.slice !== undefined);
@@ -297,7 +297,7 @@ class Timeline {
     this.draw();
   }
 
-  // Of the step that is shown, GPU work is what was launched in it.
+  // Returns the slice of a mark. The GPU work of the shown step is the work that was launched in it.
   inView(text) {
     const [, name, number] = /^(.*?)(?:,(\d+))?$/s.exec(text), test = matcher(name), {slices, state: {view, step}} = this;
     if (!test) return undefined;
@@ -321,7 +321,7 @@ class Timeline {
     return longest;
   }
 
-  // What matches, highlighted; the text is kept in the address.
+  // Highlights the matches. The text is kept in the address.
   searchFor(text) {
     const test = text ? matcher(text) : () => false;
     this.search.setAttribute("aria-invalid", String(!test));
@@ -336,7 +336,7 @@ class Timeline {
     this.draw();
   }
 
-  // Slices of these very names, as a table or an opportunity names them.
+  // Highlights the slices with exactly these names, as a table or an opportunity has them.
   highlightNames(names, told) {
     const wanted = new Set(names);
     this.search.value = "";
