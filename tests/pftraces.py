@@ -139,7 +139,9 @@ def as_far_as_pftrace_has_it(file):
     streams = {}
     for event in data["traceEvents"]:
         if event.get("cat") in GPU:
-            event["args"].pop("shared memory", None)  # there it is the dynamic one alone
+            # There the shared memory is the dynamic one alone, and a copy has no direction.
+            for name in ("shared memory", "copy kind", "src kind", "dst kind"):
+                event["args"].pop(name, None)
             streams.setdefault((event["pid"], event["tid"]), []).append(event)
     for work in streams.values():
         # There, GPU work ends at the latest where the next of its stream begins.
