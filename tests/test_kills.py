@@ -153,7 +153,10 @@ sys.exit(main())
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (signal.SIGTERM, signal.SIGHUP))],
+)
 @pytest.mark.parametrize("moment", DURING)
 def test_one_line_and_its_own_status(tmp_path, moment, number):
     process = subprocess.Popen(

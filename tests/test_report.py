@@ -79,7 +79,7 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     )  # a numbered script's report also has names and the call tree
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("trace", sampled(TRACES), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_table_is_cut_below_eight_rows(reports, capsys, monkeypatch, trace):
     for head, rows in tables(reports(capsys, monkeypatch, trace)).items():
         for number, row in enumerate(rows):
