@@ -1,7 +1,9 @@
 """What a kernel noted of itself, as lanes of the trace: a profiler shows a kernel as one slice, whatever it does.
 
 A kernel can note the time where a phase begins: `mov.u64 %0, %globaltimer;`. That clock counts nanoseconds and is the
-same on all multiprocessors, so the notes of several blocks can be set beside each other.
+same on all multiprocessors, so the notes of several blocks can be set beside each other. read-trace shows the lanes in
+the section `inside`. There "wait: NAME" is the wait before the phase NAME, and a number at a name's end counts
+repetitions of the phase, such as a model's layers.
 """
 
 import itertools
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 from tracereader.command import RunFailed
 
-PROCESS = 1_000_000  # the lanes' process id: Kineto's are smaller
+PROCESS = 1_000_000  # the process id of the first kernel's lanes: Kineto's are smaller
 
 
 class Slice(NamedTuple):
@@ -46,14 +48,15 @@ def add(file: Path, kernel: str, lanes: Sequence[Sequence[Slice]]) -> None:
     if not found:
         raise RunFailed(f"the trace has no kernel {kernel}, whose phases it should show; no file was written")
     begins = max(one["ts"] for one in found)
+    process = max([PROCESS, *(one["pid"] + 1 for one in events if one.get("cat") == "inside_kernel")])
     first = min(one.start for lane in lanes for one in lane)
-    events.append({"ph": "M", "name": "process_name", "pid": PROCESS, "tid": 0, "args": {"name": f"inside {kernel}"}})
+    events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": f"inside {kernel}"}})
     for number, lane in enumerate(lanes):
         name = {"name": f"block {number + 1} of the {len(lanes)} shown"}
-        events.append({"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": number, "args": name})
+        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": name})
         events += (
             {
-                "ph": "X", "cat": "inside_kernel", "name": one.name, "pid": PROCESS, "tid": number,
+                "ph": "X", "cat": "inside_kernel", "name": one.name, "pid": process, "tid": number,
                 "ts": begins + (one.start - first) / 1e3, "dur": (one.end - one.start) / 1e3,
             }
             for one in lane

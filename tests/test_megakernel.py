@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, only_trace
 
 from common import kernel_lanes, megakernel
+from tracereader import cli
 from tracereader.command import BadInput, RunFailed
 
 QWEN = {
@@ -154,14 +155,23 @@ def test_a_kernels_phases_are_lanes_below_its_last_slice(tmp_path):
         kernel_lanes.add(file, "other", lanes)
 
 
-def test_the_lanes_are_no_gpu_work_to_a_reader(tmp_path):
-    """A kernel's phases are parts of it: counted as work, the GPU would be busy several times over."""
-    from tracereader.trace import read
-
-    reference = ROOT / "traces/reference/nvidia-h200/05_llm/1x512_bf16_warm_eager_persistent-inside.json.gz"
-    trace = read(reference)
-    work = [one for one in trace.work if one.kind == "kernel"]
-    assert {one.name for one in work} == {"decode_step"}
+def test_read_trace_shows_the_lanes_of_each_kernel(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    kernels = [
+        {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": ts, "dur": 5, "args": {"grid": [3, 1, 1]}}
+        for name, ts in (("decode_step", 10.0), ("decode_step", 50.0), ("sample", 60.0))
+    ]
+    file.write_text(json.dumps({"traceEvents": kernels, "traceName": "trace.json"}))
+    lanes = kernel_lanes.slices([[1000, 1500, 4000, 4200], [1250, 1500, 4100, 0]], ["wait: o 0", "o 0", "wait: o 1"])
+    kernel_lanes.add(file, "decode_step", lanes)
+    kernel_lanes.add(file, "sample", kernel_lanes.slices([[9000, 9400]], ["draw"]))
+    assert cli.main([str(file), "--only", "inside", "--json"]) == 0
+    one, other = json.loads(capsys.readouterr().out)["inside"]
+    assert (one["kernel"], one["launches"], one["lanes"], one["blocks"]) == ("decode_step", 1, 2, 3)
+    (phase,) = one["phases"]
+    assert (phase["name"], phase["waits"], phase["works"]) == ("o", 3, 2)
+    assert (phase["waiting_us"], phase["working_us"]) == pytest.approx((0.5 + 0.2 + 0.25, 2.5 + 2.6))
+    assert (other["kernel"], other["lanes"], other["phases"][0]["working_us"]) == ("sample", 1, pytest.approx(0.4))
 
 
 WHOLE = ("--warmup", "--layers", "3")

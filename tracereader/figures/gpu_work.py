@@ -135,7 +135,7 @@ def _measured(
         tflops, gb_s, met = None, None, None
     roof, of_roof = met or (None, None)
     registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
-    block = _sizes(args.get("block"))
+    block = extents(args.get("block"))
     return GpuWork(
         name=one.name,
         kind=one.kind,
@@ -163,7 +163,7 @@ def _measured(
         of_roof=of_roof,
         registers=registers,
         shared_memory=shared,
-        grid=_sizes(args.get("grid")),
+        grid=extents(args.get("grid")),
         block=block,
         occupancy=occupancy(device, registers, shared, block, args.get("est. achieved occupancy %")),
     )
@@ -262,5 +262,6 @@ def _queries_before(work: Sequence[Work]) -> dict[int, int]:
     return before
 
 
-def _sizes(value: object) -> list[int] | None:
+def extents(value: object) -> list[int] | None:
+    """Return a recorded grid or block; None if it is not a list of counts."""
     return value if isinstance(value, list) and all(count_of(one) is not None for one in value) else None

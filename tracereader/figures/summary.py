@@ -23,6 +23,7 @@ from tracereader.figures.decoding import (
 )
 from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
+from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import on_busiest_stream, recorded_step_us, window
@@ -112,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True):
     compiled: Compiled
     profiler: Profiler
     counters: Counters | None  # sampled on the GPU; None without samples
+    inside: tuple[InsideKernel, ...]  # the phases that kernels recorded; empty for most traces
 
     @property
     def chosen(self) -> StepFacts:
@@ -231,6 +233,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         compiled=compiled(trace),
         profiler=profiler(trace),
         counters=counters(trace, step, measured),
+        inside=inside(trace),
     )
 
 

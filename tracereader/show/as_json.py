@@ -35,6 +35,7 @@ SECTION_KEYS = {
     "names": ("gpu_work",),
     "starts": ("starts",),
     "counters": ("counters",),
+    "inside": ("inside",),
     "series": ("series",),
     "chain": ("label", "chain"),
     "patterns": ("patterns", "buffer_requests", "overheads", "final_sync_us", "compiled_graphs",
@@ -57,6 +58,8 @@ def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], v
     stored = as_stored(summary.source.facts)
     if summary.counters is None:
         del measured["counters"]  # of most traces: nothing was sampled
+    if not summary.inside:
+        del measured["inside"]
     known = {name: stored[name] for name in ("script", "flags", "facts")} if stored["script"] else None
     document = {"version": VERSION, "lesson": known}
     for name, value in measured.items():

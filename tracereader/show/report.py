@@ -25,7 +25,7 @@ from tracereader.findings.gpu_work import overlap
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show import chain, counters, lanes, predictions, repeats, training, warnings, work
+from tracereader.show import chain, counters, inside, lanes, predictions, repeats, training, warnings, work
 from tracereader.show import opportunities as try_first
 from tracereader.show import series as series_of
 from tracereader.show import starts as starts_of
@@ -121,6 +121,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("table", lambda: table_of_torch.show(out, profiler_table(trace), len(trace.steps), view)),
         ("repeats", lambda: repeats.table(out, summary)),
         ("kernels", lambda: _kernels(out, summary, view)),
+        ("inside", lambda: inside.show(out, summary, view)),
         ("cpu", lambda: _cpu(out, summary, view)),
         ("work", lambda: work.show(out, summary, view)),
         ("names", lambda: work.names(out, summary, view)),
@@ -169,6 +170,8 @@ def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
         wanted.discard("gpu")
     if summary.counters is None:
         wanted.discard("counters")
+    if not summary.inside:
+        wanted.discard("inside")
     if not repeats.worth_showing(summary):
         wanted.discard("repeats")
     if not training.has_content(summary):

@@ -31,6 +31,7 @@ SECTIONS = {
         Section("table", brief=True),
         Section("repeats", needs_gpu=True),
         Section("kernels", needs_gpu=True),
+        Section("inside", brief=True),
         Section("cpu"),
         Section("work", needs_gpu=True),
         Section("names", needs_gpu=True),

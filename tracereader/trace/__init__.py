@@ -5,6 +5,7 @@ from tracereader.trace.labels import MODULE, STEP
 from tracereader.trace.tree import (
     Frame,
     Op,
+    Phase,
     Rank,
     Recorded,
     Samples,
@@ -18,6 +19,6 @@ from tracereader.trace.tree import (
 )
 
 __all__ = [
-    "MODULE", "STEP", "Frame", "Op", "Rank", "Recorded", "Samples", "Step", "Sync", "Trace", "TraceError", "Work",
-    "innermost", "outermost", "read",
+    "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "Sync", "Trace", "TraceError",
+    "Work", "innermost", "outermost", "read",
 ]  # fmt: skip

@@ -41,11 +41,14 @@ KINDS = {
     # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
     "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
     "hardware_counters": "mark",
+    "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
 }  # fmt: skip
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
 GRAPH_EDGE = 1 << 40
+# In the names of a kernel's phases.
+WAIT, REPETITION = "wait: ", re.compile(r" \d+$")
 _start, _dur = attrgetter("start"), attrgetter("dur")
 
 
@@ -171,6 +174,24 @@ class Recorded(msgspec.Struct, eq=False):
     together: Sequence[Work]
 
 
+class Phase(_Slice, eq=False):
+    """The time that one block of a kernel waited before a phase, or worked in it. track: the block's lane.
+
+    "wait: NAME" names the wait. A number at the name's end counts repetitions of the phase, such as a model's layers.
+    It is part of a kernel, so it counts neither as GPU work nor as a CPU slice.
+    """
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the block waited."""
+        return REPETITION.sub("", self.name) == "wait" or self.name.startswith(WAIT)
+
+    @property
+    def phase(self) -> str:
+        """Return the phase's name: "qkv" of "wait: qkv 3"."""
+        return REPETITION.sub("", self.name).removeprefix(WAIT)
+
+
 class Memory(msgspec.Struct, eq=False):
     """An allocation, or a free (negative bytes), of a thread, and the total allocated after it."""
 
@@ -293,6 +314,7 @@ class Trace:
     nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
     syncs: tuple[Sync, ...]  # by the start of their calls; only with enable_cuda_sync_events
     counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
+    inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
 
 
@@ -319,7 +341,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
-    nodes, syncs, edges, counted = [], [], [], []
+    nodes, syncs, edges, counted, inside = [], [], [], [], []
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
              "node": nodes}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
@@ -357,7 +379,9 @@ def _built(path: Path, document: Document) -> Trace:
         into = lists.get(kind, ops)
         if kind == "python" and event.name.startswith(MODULE):
             into = modules
-        if into is work or into is spans or into is nodes:
+        if kind == "inside":
+            inside.append(Phase(event.name, kind, start, length, track, event.args))
+        elif into is work or into is spans or into is nodes:
             name = _copy_in_words(event) if event.name in ("Memcpy", "Memset") else event.name
             into.append(Work(name, kind, start, length, track, event.args))
         elif into is not None:
@@ -386,6 +410,7 @@ def _built(path: Path, document: Document) -> Trace:
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
     nodes.sort(key=_start)
+    inside.sort(key=_start)
     calls = _calls(ops)
     if edges:
         _tie_nodes([*work, *nodes], edges, zero)
@@ -422,6 +447,7 @@ def _built(path: Path, document: Document) -> Trace:
         nodes=tuple(nodes),
         syncs=_syncs(syncs, calls),
         counters=_counters(counted, zero),
+        inside=tuple(inside),
     )
 
 

@@ -15,7 +15,7 @@ from operator import sub
 from tracereader.figures.gpu_time import gpu_parts
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
-from tracereader.trace import Op, Step, Trace, Work
+from tracereader.trace import Op, Phase, Step, Trace, Work
 from tracereader.trace.decoded import decoded
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import FAMILIES
@@ -23,6 +23,7 @@ from tracereader.trace.kernel_names import FAMILIES
 NOBODY = 0  # in a column of places that count from 1
 KINDS = (
     "label", "op", "runtime", "module", "overhead", "kernel", "memcpy", "memset", "span", "phase", "collective", "wait",
+    "inside", "inside_wait",
 )  # fmt: skip
 FAMILY_OF = {family: number for number, family in enumerate(FAMILIES)}
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
@@ -97,6 +98,11 @@ class _Arguments:
         return len(self.texts)
 
 
+def _kind(one: Op | Work | Phase) -> str:
+    """Return what the timeline draws a slice as: of a kernel's phases, waits apart from work."""
+    return "inside_wait" if isinstance(one, Phase) and one.waits else one.kind
+
+
 class _Side:
     """The slices of threads, or of streams, as columns that grow track by track."""
 
@@ -139,7 +145,7 @@ class Packing:
         columns["start"].extend(_deltas(starts))
         columns["dur"].extend([one.dur for one in slices])
         columns["name"].extend([names[one.name] for one in slices])
-        columns["kind"].extend([KIND_OF.get(one.kind, KIND_OF["module"]) for one in slices])
+        columns["kind"].extend([KIND_OF.get(_kind(one), KIND_OF["module"]) for one in slices])
         columns["depth"].extend([depth for _, depth in rows])
         columns["arguments"].extend([arguments[one.raw] for one in slices])
         side.tracks.append({"group": group, "title": title, "slices": len(rows)})
@@ -159,6 +165,8 @@ class Packing:
             self.add("CPU", run + title, rows, zero)
         if trace.overheads and steps is None:
             self.add("CPU", run + "profiler and driver overhead", _stacked(trace.overheads), zero)
+        for title, rows in _inside_tracks(trace) if steps is None else ():
+            self.add("inside", run + title, rows, zero)
         for title, rows in _gpu_tracks(trace, steps):
             self.add("GPU", run + title, rows, zero)
             columns, work = self.gpu.columns, [one for one, _ in rows]
@@ -201,7 +209,7 @@ class Packing:
 def packed(trace: Trace, pieces: Mapping[int, int]) -> tuple[dict, list[bytes]]:
     """Return one trace's data, as Packing.packed() does. Times count from the first slice."""
     packing = Packing()
-    first = [one.start for one in (*trace.work[:1], *trace.overheads[:1])]
+    first = [one.start for one in (*trace.work[:1], *trace.overheads[:1], *trace.inside[:1])]
     zero = min([*first, *(one.start for one in _tops(trace)), *(one.start for one in trace.spans)], default=0)
     zero = min([zero, *(roots[0].start for roots in trace.modules.values() if roots)])
     packing.add_trace(trace, pieces, zero)
@@ -257,6 +265,15 @@ def _below(top: Op) -> Iterator[tuple[Op, int]]:
         yield op, min(depth, DEEPEST)
         if op.children:
             stack.extend([(child, depth + 1) for child in reversed(op.children)])
+
+
+def _inside_tracks(trace: Trace) -> Iterator[tuple[str, list[tuple[Phase, int]]]]:
+    """Return the lanes of the blocks that recorded their phases."""
+    lanes: dict[tuple, list[Phase]] = {}
+    for one in trace.inside:
+        lanes.setdefault(one.track, []).append(one)
+    for number, phases in enumerate(lanes.values(), 1):
+        yield f"inside a kernel: recorded block {number}", _stacked(phases)
 
 
 def _gpu_tracks(trace: Trace, steps: Sequence[Step] | None) -> Iterator[tuple[str, list[tuple[Work, int]]]]:

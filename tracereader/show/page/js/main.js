@@ -97,7 +97,8 @@ function withTimeline(data, place, {note, showKernel, ready}) {
 }
 
 const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime call", module: "module",
-  span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank"};
+  span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank",
+  inside: "phase inside a kernel", inside_wait: "waiting inside a kernel"};
 
 function timelineLegend(slices) {
   const used = valuesOf(slices.columns.family), kinds = valuesOf(slices.columns.kind);

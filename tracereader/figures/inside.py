@@ -1,0 +1,106 @@
+"""The phases that a kernel recorded of itself: how long its blocks wait before each phase, and how long they work."""
+
+import bisect
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import msgspec
+
+from tracereader.figures.gpu_work import extents
+from tracereader.trace import Phase, Trace, Work
+
+
+class PhaseTimes(msgspec.Struct, frozen=True):
+    """A phase over all recorded blocks, launches and repetitions. Times in µs; None without a wait, or without work.
+
+    waits, works: how many slices of each there are. The fields that end in _per_block_us are of one block and launch.
+    """
+
+    name: str
+    waits: int
+    works: int
+    waiting_us: float  # in total
+    working_us: float
+    waiting_per_block_us: float
+    working_per_block_us: float
+    mean_wait_us: float | None
+    median_wait_us: float | None
+    mean_work_us: float | None
+    median_work_us: float | None
+
+
+class InsideKernel(msgspec.Struct, frozen=True):
+    """What a kernel's blocks recorded.
+
+    lanes: the largest number of blocks that recorded a launch. blocks: of the grid; None if it is unknown, or differs.
+    waiting_share: of the recorded time, from 0 to 1; None for no time.
+    """
+
+    kernel: str
+    steps: list[str]  # that launched it; empty for a launch outside the steps
+    launches: int  # whose phases are recorded
+    lanes: int
+    blocks: int | None
+    waiting_share: float | None
+    phases: list[PhaseTimes]  # the longest first
+
+
+def inside(trace: Trace) -> tuple[InsideKernel, ...]:
+    """Return the recorded phases of each kernel, by the kernel's name. Lanes outside any kernel are left out."""
+    by_process: dict[object, list[Phase]] = {}
+    for one in trace.inside:
+        by_process.setdefault(one.track[0], []).append(one)
+    held: dict[str, list[tuple[Work, Phase]]] = {}
+    kernels = [one for one in trace.work if one.kind == "kernel"] if by_process else []
+    for phases in by_process.values():
+        first = next((one for one in reversed(kernels) if one.start <= phases[0].start < one.end), None)
+        if first is None:
+            continue
+        # Another kernel may run meanwhile, and the last phase may end after the kernel: the two clocks differ.
+        same = [one for one in kernels if one.name == first.name]
+        starts = [one.start for one in same]
+        held.setdefault(first.name, []).extend(
+            (same[bisect.bisect_right(starts, one.start) - 1], one) for one in phases
+        )
+    return tuple(_of_kernel(trace, name, some) for name, some in sorted(held.items()))
+
+
+def _of_kernel(trace: Trace, name: str, some: Sequence[tuple[Work, Phase]]) -> InsideKernel:
+    """Return the figures of one kernel, from its phases with the launch that each belongs to."""
+    launches = {id(work): work for work, _ in some}
+    lanes = {(id(work), one.track) for work, one in some}
+    by_name: dict[str, list[Phase]] = {}
+    for _, one in some:
+        by_name.setdefault(one.phase, []).append(one)
+    phases = [_times(phase, slices, len(lanes)) for phase, slices in by_name.items()]
+    waiting = sum(one.waiting_us for one in phases)
+    whole = waiting + sum(one.working_us for one in phases)
+    grids = {math.prod(extents(work.args.get("grid")) or [0]) for work in launches.values()}
+    return InsideKernel(
+        kernel=name,
+        steps=[step.name for step in trace.steps if any(id(work) in launches for work in step.work)],
+        launches=len(launches),
+        lanes=max(sum(launch == one for launch, _ in lanes) for one in launches),
+        blocks=(min(grids) or None) if len(grids) == 1 else None,
+        waiting_share=waiting / whole if whole else None,
+        phases=sorted(phases, key=lambda one: -one.waiting_us - one.working_us),
+    )
+
+
+def _times(name: str, slices: Sequence[Phase], lanes: int) -> PhaseTimes:
+    """Return one phase's times. lanes: the recorded blocks, over all launches."""
+    waits, works = ([one.us for one in slices if one.waits is waiting] for waiting in (True, False))
+    return PhaseTimes(
+        name=name,
+        waits=len(waits),
+        works=len(works),
+        waiting_us=sum(waits),
+        working_us=sum(works),
+        waiting_per_block_us=sum(waits) / lanes,
+        working_per_block_us=sum(works) / lanes,
+        mean_wait_us=fmean(waits) if waits else None,
+        median_wait_us=median(waits) if waits else None,
+        mean_work_us=fmean(works) if works else None,
+        median_work_us=median(works) if works else None,
+    )
