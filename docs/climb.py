@@ -86,11 +86,11 @@ def table(name: str) -> str:
 
 
 def _said(trace: Trace, summary: Summary) -> str:
-    """The first opportunity of a report with the step's time after it; the regime where there is none."""
+    """The first opportunity of a report with the times that the report's table has; the regime where there is none."""
     found = opportunities(trace, summary)
     if isinstance(found, Refused) or not found:
         return "nothing; " + regime(summary)
     first = found[0]
-    at_most = "at most " * (first.basis == "bound")
-    step = f"{first.step_us / 1e3:.2f} -> {first.step_us_after / 1e3:.2f} ms"
-    return f"{first.title}: {step}, {at_most}{first.saves_us / first.step_us:.0%}"
+    about = "about " * (first.basis == "bound")
+    before, after = first.times_us
+    return f"{first.title}: {before / 1e3:.2f} -> {after / 1e3:.2f} ms, {about}{first.share:.0%}"

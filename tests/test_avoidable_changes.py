@@ -83,6 +83,27 @@ def test_skipping_guards_saves_most_of_the_lookups_in_an_overhead_bound_step(cas
     assert one.basis == "bound" and one.saves_us == pytest.approx(0.8 * each, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [LLM / "1x512_bf16_warm_compile.json.gz", ROOT / "tests/traces/attention_flex.json.gz"],
+    ids=lambda p: p.stem,
+)
+def test_the_saving_of_skipped_guards_is_80_percent_of_the_time_in_the_evidence(case_of, path):
+    """The lookups of one step take up to twice as long as those of another one."""
+    events = slices(raw(path))
+    each = [sum(e["dur"] for e in inside(events, m) if "Cache Lookup" in e["name"]) for m in raw_steps(events)]
+    middle = sorted(each)[len(each) // 2]
+    one = proposed(case_of(path))["skip_guards"]
+    assert f"{middle:,.1f} µs of CPU time in the median step" in one.evidence
+    assert one.saves_us == pytest.approx(0.8 * middle, rel=0.01)
+
+
+def test_a_cuda_graphs_inputs_are_written_into_its_own_tensors(case_of):
+    """A run with torch 2.11 copied an input after torch._dynamo.mark_static_address(tensor) as before."""
+    how = proposed(case_of(AUTOTUNED))["static_inputs"].how
+    assert "torch.cuda.graph" in how and "mark_static_address" not in how
+
+
 def test_skipping_guards_saves_nothing_in_a_gpu_bound_step(case_of):
     assert "skip_guards" not in proposed(case_of(CHANGES / "products/compile.json.gz"))
 

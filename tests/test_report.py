@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 from raw_events import end, raw_steps, raw_work
-from references import ROOT, sampled
+from references import H200, ROOT, sampled
 from rich.cells import cell_len
 
 from tracereader import cli
@@ -68,7 +68,10 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     changes = opportunities(again, summary) if summary.has_gpu_work else ()
     if isinstance(changes, tuple) and changes:
         (row,) = [line for line in first if line.startswith(f"1 {changes[0].title}")]
-        assert f"{changes[0].saves_us / changes[0].step_us:.0%}" in row
+        before, after = changes[0].step_us, changes[0].step_us_after
+        if summary.unprofiled_step_us is not None:
+            before, after = changes[0].unprofiled_step_us, changes[0].unprofiled_step_us_after
+        assert row.endswith(f" {1 - after / before:.0%}")
     if summary.gpu is not None or not summary.has_gpu_work:
         where = next(number for number, line in enumerate(first) if line.startswith("where the step goes"))
         assert all(where < number < 25 for number in range(where + 1, lines.index("", where)))
@@ -77,6 +80,43 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     assert len(lines) <= (
         130 if not summary.source.facts.script else 170
     )  # a numbered script's report also has names and the call tree
+
+
+def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch):
+    """The run measured its step without the profiler. Its recorded step is in the line below the first row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    trace = CHANGES / "convnet/fused.json.gz"
+    document = json.loads(gzip.decompress(trace.read_bytes()))
+    lines = printed(capsys, trace, "--only", "try").splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("try first"))
+    assert "unprofiled step, ms" in lines[at]
+    rows = [
+        row for line in lines[at + 1 :] if (row := re.match(r"\d .* ([\d.]+) -> ([\d.]+) +(?:about )?(\d+)%$", line))
+    ]
+    assert len(rows) > 1
+    assert {row[1] for row in rows} == {f"{document['unprofiled_step_us'] / 1e3:.2f}"}
+    after = [float(row[2]) for row in rows]
+    assert after == sorted(after), "the change that saves most is first"
+    for row in rows:
+        assert int(row[3]) == pytest.approx(100 * (1 - float(row[2]) / float(row[1])), abs=0.6)
+    told = " ".join(" ".join(lines).split())
+    recorded = json.loads(printed(capsys, trace, "--json"))["opportunities"][0]
+    assert f"While recorded: {recorded['step_us'] / 1e3:.2f} -> {recorded['step_us_after'] / 1e3:.2f} ms, which" in told
+    assert "at most" not in told
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_report_without_changes_names_the_step_that_was_filtered(tmp_path, capsys, known):
+    document = json.loads(gzip.decompress((H200 / "01_matmul_add/4096_bf16_warm_eager.json.gz").read_bytes()))
+    summary = summarize(read(H200 / "01_matmul_add/4096_bf16_warm_eager.json.gz"))
+    document.get("lesson", {}).get("facts", {}).pop("unprofiled_step_us", None)
+    document.pop("unprofiled_step_us", None)
+    if known:
+        document["unprofiled_step_us"] = summary.recorded_step_us
+    trace = tmp_path / "a.json"
+    trace.write_text(json.dumps(document))
+    told = " ".join(printed(capsys, trace, "--only", "try").split())
+    assert f"more than 2% of the {'step without the profiler' if known else 'recorded step'}" in told
 
 
 @pytest.mark.parametrize("trace", sampled(TRACES), ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -19,7 +19,7 @@ from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import AUTOGRAD
 
-# A change is shown only if it saves more than this share of the step.
+# A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
 
 
@@ -51,11 +51,22 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     kernels: tuple[str, ...] = ()
 
     @property
+    def knows_unprofiled(self) -> bool:
+        """Return whether the times without the profiler are known."""
+        return self.unprofiled_step_us is not None and self.unprofiled_step_us_after is not None
+
+    @property
+    def times_us(self) -> tuple[float, float]:
+        """Return the step before and after the change without the profiler, or while recorded if that is unknown."""
+        if self.knows_unprofiled:
+            return self.unprofiled_step_us, self.unprofiled_step_us_after
+        return self.step_us, self.step_us_after
+
+    @property
     def share(self) -> float:
-        """Return the saved share of the step without the profiler, or of the recorded step if that is unknown."""
-        if self.unprofiled_step_us is None or self.unprofiled_step_us_after is None:
-            return self.saves_us / self.step_us
-        return 1 - self.unprofiled_step_us_after / self.unprofiled_step_us
+        """Return the share that the change saves of the step that times_us gives."""
+        before, after = self.times_us
+        return 1 - after / before
 
 
 @dataclass(frozen=True)
@@ -106,15 +117,11 @@ def priced(
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
-    """Return the opportunities that save enough of the recorded step and of the step without the profiler.
+    """Return the opportunities that save enough. The largest saving comes first.
 
-    The largest saving comes first.
+    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving.
     """
-    worth = [
-        one
-        for one in found
-        if one is not None and one.saves_us > WORTH_SHOWING * one.step_us and one.share > WORTH_SHOWING
-    ]
+    worth = [one for one in found if one is not None and one.share > WORTH_SHOWING]
     return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
 
 

@@ -99,12 +99,13 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     changes = opportunities(trace, summary) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     limit = steps.longest_waits(summary)
+    known = summary.unprofiled_step_us is not None
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
-        ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual, limit)),
+        ("try", lambda: (changes or not view.brief) and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
         ("short", lambda: _tokens(out, summary)),

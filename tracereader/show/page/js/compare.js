@@ -60,7 +60,7 @@ function predictedSection(data) {
     table({id: "predicted-table", rows: predicted.map((one, place) => ({...one, place, name: one.title})), sort: "place", down: false, columns: [
       {key: "name", title: "change", name: true},
       {key: "step_us", title: `run 1 ${unit.name}`, number: true, text: row => inUnit(row.step_us, unit)},
-      {key: "step_us_after", title: `predicted ${unit.name}`, number: true, text: row => `${row.basis === "bound" ? "at least " : ""}${inUnit(row.step_us_after, unit)}`},
+      {key: "step_us_after", title: `predicted ${unit.name}`, number: true, text: row => `${row.basis === "bound" ? "about " : ""}${inUnit(row.step_us_after, unit)}`},
       ...runs.slice(1).map((run, place) => ({key: `run${place}`, title: `run ${place + 2} ${unit.name}`, number: true, text: row => inUnit(row.measured_us[place], unit)})),
     ]}).node);
 }

@@ -46,21 +46,21 @@ function opportunities(data, pick) {
   const section = el("section", {id: "try"}, el("h2", {}, "Try first"));
   if (refused) return fill(section, [el("p", {}, `No change can be priced: ${refused}.`)]);
   if (!found.length) return fill(section, [el("p", {}, "Nothing that read-trace knows saves more than 2% of this step.")]);
-  const most = found[0].saves_us;
   return fill(section, [
     el("p", {class: "told"}, "Each change by itself, by a replay of this trace without what the change removes. Several together do not save their sum."),
     el("ol", {class: "opportunities"}, found.map((one, place) => {
-      const saves = `${one.basis === "bound" ? "at most " : ""}${share(one.saves_us / one.step_us)}`;
+      const saved = part => `${one.basis === "bound" ? "about " : ""}${share(part)}`;
+      const unprofiled = one.unprofiled_step_us_after !== null;
+      const [before, after] = unprofiled ? [one.unprofiled_step_us, one.unprofiled_step_us_after] : [one.step_us, one.step_us_after];
       const shows = one.kernels.length > 0 && data.hasTimeline;
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
-          el("b", {}, saves), el("span", {}, `${time(one.step_us)} → ${time(one.step_us_after)}`),
-          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.saves_us / one.step_us}%`}))),
+          el("b", {}, saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`),
+          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.share}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
-          one.unprofiled_step_us_after !== null && el("p", {},
-            `Without the profiler: ${time(one.unprofiled_step_us)} → ${time(one.unprofiled_step_us_after)}, `
-            + `which saves ${one.basis === "bound" ? "at most " : ""}${share(one.share)}.`),
+          unprofiled && el("p", {}, "This is the step without the profiler. "
+            + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
           el("p", {}, sentence(one.evidence)),
           el("p", {class: "how"}, el("b", {}, "Try: "), one.try),
           shows && el("button", {type: "button", class: "plain", onclick: () => pick(one)},
