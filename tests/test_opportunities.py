@@ -342,3 +342,22 @@ def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
     shown = capsys.readouterr().out
     assert shown.index("in short") < shown.index("try first") < shown.index("in the window")
     assert "1 let rank 1 keep up with the others" in shown
+
+
+@pytest.mark.parametrize("name", ["fsdp_rank0", "fsdp_rank1", "ddp_straggler_rank0"])
+def test_without_recorded_ops_no_time_counts_as_python_and_no_chain_is_fused(name):
+    file = TESTS / f"ranks/{name}.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert {one["name"] for one in events if one.get("cat") == "cpu_op"} == {"record_param_comms"}
+    trace = read(file)
+    assert not {"python", "fuse_pointwise"} & set(priced_changes(file))
+    waits = summarize(trace).idle_in
+    assert "Python, between ops" not in waits
+    assert name != "fsdp_rank0" or waits["no recorded op or call"] == pytest.approx(24_420, rel=0.01)
+
+
+def test_without_its_ops_a_trace_loses_the_proposals_that_need_them(edited):
+    assert "python" in proposed("python/loop") and "fuse_pointwise" in proposed("pointwise/eager")
+    for name, change in (("python/loop", "python"), ("pointwise/eager", "fuse_pointwise")):
+        without_ops = edited(name, lambda one: one | {"ph": "M"} if one.get("cat") == "cpu_op" else one)
+        assert change not in without_ops

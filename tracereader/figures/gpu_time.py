@@ -9,11 +9,13 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, gaps, length, minus, union
-from tracereader.figures.steps import spanned
+from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 
 BETWEEN_OPS = "Python, between ops"
+# The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
+NO_RECORDED_CALL = "no recorded op or call"
 _start = attrgetter("start")
 
 
@@ -183,8 +185,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
 
     The gap before an activity begins at the end of the work before it, or at the step's start if there is none or in
     the first step. It counts up to the return of the activity's launch call. The first result is by the innermost op or
-    runtime call on the launching thread, or BETWEEN_OPS outside all of them. The second one is the time BETWEEN_OPS by
-    Python function (see python_in); it is empty without stacks.
+    runtime call on the launching thread, or BETWEEN_OPS outside all of them; NO_RECORDED_CALL if the step's ops were
+    not recorded. The second one is the time outside all of them by Python function (see python_in); it is empty without
+    stacks.
     """
     if not step.work:
         return {}, {}
@@ -205,6 +208,8 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             if returned > reached:
                 cut_up(roots[track], reached, returned, idle, between[track])
         reached = max(reached, one.end)
+    if BETWEEN_OPS in idle and not ops_recorded(step):
+        idle[NO_RECORDED_CALL] = idle.pop(BETWEEN_OPS)
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 

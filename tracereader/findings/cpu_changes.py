@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
+from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
@@ -217,6 +218,8 @@ def data_loader(case: Case) -> Proposal | None:
 
 
 def python(case: Case) -> Proposal | None:
+    if not ops_recorded(case.step):
+        return None  # the time outside recorded calls may be that of ops
     spans, longest = [], (0, "", "")
     for step in case.steps:
         ops = sorted(_outside_annotations(step), key=lambda op: op.start)

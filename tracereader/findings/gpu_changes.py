@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
+from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
@@ -50,6 +51,8 @@ FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
+    if not ops_recorded(case.step):
+        return None  # equal grids alone show twice as many chains as there are
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for one in fusable):
