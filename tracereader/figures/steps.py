@@ -19,7 +19,7 @@ STANDS_OUT = 1.5
 GPU_STANDS_OUT = 1.3
 # Calls shorter than this in the typical step are too noisy to show how much all calls slowed down.
 LONG_ENOUGH_US = 2.0
-# With recorded ops, a sixth or more of the launches lie in an op. The others are of kernels that Python launches itself.
+# With recorded ops, a sixth or more of the launches lie in an op. Python launches the others itself.
 IN_OPS = 0.05
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"

@@ -226,7 +226,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
             decoding=decoding(trace, facts, trace.facts),
             weight_reads=weight_reads(trace, step, measured),
             unneeded=unneeded(step, measured),
-            same_in_all_steps=same_in_all_steps(trace),
+            same_in_all_steps=same_in_all_steps(counted),
         ),
         compiled=compiled(trace),
         profiler=profiler(trace),
