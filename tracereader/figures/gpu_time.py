@@ -196,7 +196,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
     before = [one.end for one in trace.work if one.start < first]
     reached = max(before + [step.start] * (not number), default=step.start)
-    roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
+    roots, outside = roots_by_track(trace.steps[max(0, number - 1) : number + 1]), outside_ops(step)
     idle: Counter = Counter()
     between: dict[tuple, Intervals] = defaultdict(list)
     for one in trace.work:
@@ -206,10 +206,8 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             track = one.launch.track
             returned = launched_by(one, reached, one.start)
             if returned > reached:
-                cut_up(roots[track], reached, returned, idle, between[track])
+                cut_up(roots[track], reached, returned, idle, outside, between[track])
         reached = max(reached, one.end)
-    if BETWEEN_OPS in idle and not ops_recorded(step):
-        idle[NO_RECORDED_CALL] = idle.pop(BETWEEN_OPS)
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 
@@ -288,9 +286,19 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
     return roots
 
 
-def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Intervals | None = None) -> None:
-    """Add each moment of a gap to the innermost open op. between: receives the intervals in which no op is open."""
-    pending = [(ops, start, end, BETWEEN_OPS)]
+def outside_ops(step: Step) -> str:
+    """Return the name for a thread's time outside all recorded ops and calls."""
+    return BETWEEN_OPS if ops_recorded(step) else NO_RECORDED_CALL
+
+
+def cut_up(
+    ops: Sequence[Op], start: int, end: int, idle: Counter, outside: str, between: Intervals | None = None
+) -> None:
+    """Add each moment of a gap to the innermost open op, or to `outside` where no op is open.
+
+    between: receives the intervals in which no op is open.
+    """
+    pending = [(ops, start, end, outside)]
     while pending:
         ops, at, end, name = pending.pop()
         for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
@@ -301,12 +309,12 @@ def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Inte
                 continue
             if op.start > at:
                 idle[name] += op.start - at
-                if name == BETWEEN_OPS and between is not None:
+                if name == outside and between is not None:
                     between.append((at, op.start))
             stop = min(op.end, end)
             pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
             at = stop
         if end > at:
             idle[name] += end - at
-            if name == BETWEEN_OPS and between is not None:
+            if name == outside and between is not None:
                 between.append((at, end))
