@@ -30,8 +30,8 @@ WITHIN = (0.7, 1.3)
 ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
-    f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the first op's time on the GPU and "
-    f"{cpu.ONE_CALL_US} µs on the CPU",
+    f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies to the "
+    f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",
@@ -40,12 +40,14 @@ ASSUMES = {
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
-    f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs",
+    f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs if no output's size "
+    "depends on the data",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
-    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
-    "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth",
+    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no kernel takes less than {gpu.LEAST_PRODUCT_US} µs",
+    "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
+    f"kernel takes less than {gpu.LEAST_PRODUCT_US} µs",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
     "no_recompute": "the activations fit into memory",

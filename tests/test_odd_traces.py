@@ -184,7 +184,7 @@ def test_the_typical_step_can_have_the_first_gpu_work(tmp_path):
     file.write_text(json.dumps({"traceEvents": events}))
     summary = summarize(read(file))
     assert summary.typical_step == "ProfilerStep#2"
-    assert summary.idle_in == {"Python, between ops": 10.0, "cudaLaunchKernel": 5.0}
+    assert summary.idle_in == {"no recorded op or call": 10.0, "cudaLaunchKernel": 5.0}
 
 
 def captured(at, count, first=100):

@@ -14,6 +14,7 @@ from references import PREDICTED, sampled
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import rank_changes
+from tracereader.findings.cpu_changes import cuda_graph
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.findings.opportunity import Case
 from tracereader.replay import Refused, graph_of
@@ -349,3 +350,91 @@ def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
     shown = capsys.readouterr().out
     assert shown.index("in short") < shown.index("try first") < shown.index("in the window")
     assert "1 let rank 1 keep up with the others" in shown
+
+
+@pytest.mark.parametrize("name", ["fsdp_rank0", "fsdp_rank1", "ddp_straggler_rank0"])
+def test_without_recorded_ops_no_time_counts_as_python_and_no_chain_is_fused(name):
+    file = TESTS / f"ranks/{name}.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert {one["name"] for one in events if one.get("cat") == "cpu_op"} == {"record_param_comms"}
+    trace = read(file)
+    assert not {"python", "fuse_pointwise"} & set(priced_changes(file))
+    waits = summarize(trace).idle_in
+    assert "Python, between ops" not in waits
+    assert name != "fsdp_rank0" or waits["no recorded op or call"] == pytest.approx(24_420, rel=0.01)
+
+
+def test_without_its_ops_a_trace_loses_the_proposals_that_need_them(edited):
+    assert "python" in proposed("python/loop") and "fuse_pointwise" in proposed("pointwise/eager")
+    for name, change in (("python/loop", "python"), ("pointwise/eager", "fuse_pointwise")):
+        without_ops = edited(name, lambda one: one | {"ph": "M"} if one.get("cat") == "cpu_op" else one)
+        assert change not in without_ops
+
+
+def test_no_product_is_priced_below_the_shortest_one_recorded():
+    shortest = min(
+        one["dur"]
+        for file in (CHANGED.parent / "01_matmul_add").glob("64_bf16_*.json.gz")
+        for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        if one.get("cat") == "kernel" and one["name"].startswith("nvjet")
+    )
+    proposal = proposed("lstm/graph")["tensor_cores"]
+    assert "400 kernels" in proposal.evidence
+    assert proposal.step_us_after > 400 * shortest
+
+
+def test_a_step_left_out_of_every_figure_does_not_veto_a_cuda_graph():
+    file = TESTS / "models/bert_cold.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    launched = [len(raw_work(events, mark)) for mark in raw_steps(events)]
+    assert launched == [168, 166, 166]
+    assert summarize(read(file)).left_out == ["ProfilerStep#0"]
+    cold, warm = (priced_changes(TESTS / f"models/bert_{name}.json.gz")["cuda_graph"] for name in ("cold", "warm"))
+    assert "166 identical launches" in cold.evidence
+    assert cold.step_us_after == pytest.approx(warm.step_us_after, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["pinned/prefetched", "copies/prefetched"])
+def test_a_cuda_graphs_inputs_are_not_priced_by_their_copy_to_the_gpu(name):
+    file = CHANGED / f"{name}.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    shortest = min(one["dur"] for one in events if "HtoD" in one["name"] and one.get("cat") == "gpu_memcpy")
+    trace = read(file)
+    proposal = cuda_graph(Case(trace, summarize(trace), graph_of(trace)))
+    # Three times the copy's time would be added to the busy time. Two times the first product's time is less.
+    assert proposal.graph.step_us() - proposal.graph.recorded_us < shortest
+
+
+def test_fusion_removes_no_cpu_time_of_a_training_step_with_outputs_of_unknown_size():
+    file = TESTS / "misc.json.gz"
+    names = {one["name"] for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert {"aten::nonzero", "aten::_unique2", "aten::embedding_dense_backward"} <= names
+    assert "fuse_pointwise" not in priced_changes(file)  # the three chains take 4.6 µs of 2.1 ms too long
+    assert "fuse_pointwise" in priced_changes(TESTS / "models/gpt2_train.json.gz")  # it only reads the loss
+
+
+def test_launches_after_a_read_value_are_replayed_as_a_cuda_graph():
+    file = CHANGED.parent / "05_llm/1x512_bf16_warm_eager_prefill_active2.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    mark = raw_steps(events)[-1]
+    (read_value,) = (
+        one for one in events if one.get("name") == "aten::is_nonzero" and mark["ts"] <= one["ts"] < end(mark)
+    )
+    calls = {
+        one["args"]["correlation"]: one["ts"]
+        for one in events
+        if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})
+    }
+    launched = [calls[one["args"]["correlation"]] for one in raw_work(events, mark)]
+    after = sum(start > end(read_value) for start in launched)
+    one = priced_changes(file)["cuda_graph"]
+    assert f"{after:,} of {len(launched):,} launches" in one.evidence and "aten::is_nonzero" in one.evidence
+    assert one.step_us_after < one.step_us / 5
+    assert one.step_us_after > sum(work["dur"] for work in raw_work(events, mark))
+
+
+def test_no_cuda_graph_is_proposed_after_a_wait_for_a_size_or_between_reads_of_few_launches():
+    assert "cuda_graph" not in proposed("syncs/item")
+    file = CHANGED / "selection/chosen.json.gz"
+    trace = read(file)
+    assert cuda_graph(Case(trace, summarize(trace), graph_of(trace))) is None

@@ -175,12 +175,12 @@ def ridge_rows(peaks: Peaks | None) -> int | None:
     return math.ceil(peaks.bf16 * 1e3 / peaks.gb_s) if peaks else None
 
 
-def same_in_all_steps(trace: Trace) -> bool | None:
-    """Return whether all steps have the same GPU work by names, and some of them by grids and input shapes.
+def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
+    """Return whether these steps have the same GPU work by names, and some of them by grids and input shapes.
 
     None for a single step, and for a step without launches or with too many.
     """
-    first, *others = trace.steps
+    first, *others = steps
     if not others or not 0 < len(first.work) <= LOOKED_AT:
         return None
     if any(len(step.work) != len(first.work) for step in others):

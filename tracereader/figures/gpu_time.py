@@ -9,11 +9,13 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, gaps, length, minus, union
-from tracereader.figures.steps import spanned
+from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 
 BETWEEN_OPS = "Python, between ops"
+# The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
+NO_RECORDED_CALL = "no recorded op or call"
 _start = attrgetter("start")
 
 
@@ -183,8 +185,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
 
     The gap before an activity begins at the end of the work before it, or at the step's start if there is none or in
     the first step. It counts up to the return of the activity's launch call. The first result is by the innermost op or
-    runtime call on the launching thread, or BETWEEN_OPS outside all of them. The second one is the time BETWEEN_OPS by
-    Python function (see python_in); it is empty without stacks.
+    runtime call on the launching thread, or BETWEEN_OPS outside all of them; NO_RECORDED_CALL if the step's ops were
+    not recorded. The second one is the time outside all of them by Python function (see python_in); it is empty without
+    stacks.
     """
     if not step.work:
         return {}, {}
@@ -193,7 +196,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
     before = [one.end for one in trace.work if one.start < first]
     reached = max(before + [step.start] * (not number), default=step.start)
-    roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
+    roots, outside = roots_by_track(trace.steps[max(0, number - 1) : number + 1]), outside_ops(step)
     idle: Counter = Counter()
     between: dict[tuple, Intervals] = defaultdict(list)
     for one in trace.work:
@@ -203,7 +206,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             track = one.launch.track
             returned = launched_by(one, reached, one.start)
             if returned > reached:
-                cut_up(roots[track], reached, returned, idle, between[track])
+                cut_up(roots[track], reached, returned, idle, outside, between[track])
         reached = max(reached, one.end)
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
@@ -283,9 +286,19 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
     return roots
 
 
-def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Intervals | None = None) -> None:
-    """Add each moment of a gap to the innermost open op. between: receives the intervals in which no op is open."""
-    pending = [(ops, start, end, BETWEEN_OPS)]
+def outside_ops(step: Step) -> str:
+    """Return the name for a thread's time outside all recorded ops and calls."""
+    return BETWEEN_OPS if ops_recorded(step) else NO_RECORDED_CALL
+
+
+def cut_up(
+    ops: Sequence[Op], start: int, end: int, idle: Counter, outside: str, between: Intervals | None = None
+) -> None:
+    """Add each moment of a gap to the innermost open op, or to `outside` where no op is open.
+
+    between: receives the intervals in which no op is open.
+    """
+    pending = [(ops, start, end, outside)]
     while pending:
         ops, at, end, name = pending.pop()
         for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
@@ -296,12 +309,12 @@ def cut_up(ops: Sequence[Op], start: int, end: int, idle: Counter, between: Inte
                 continue
             if op.start > at:
                 idle[name] += op.start - at
-                if name == BETWEEN_OPS and between is not None:
+                if name == outside and between is not None:
                     between.append((at, op.start))
             stop = min(op.end, end)
             pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
             at = stop
         if end > at:
             idle[name] += end - at
-            if name == BETWEEN_OPS and between is not None:
+            if name == outside and between is not None:
                 between.append((at, end))

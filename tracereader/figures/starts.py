@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.gpu_time import cut_up, roots_by_track
+from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
 from tracereader.figures.intervals import Lengths
 from tracereader.trace import Op, Step, Trace, Work
 
@@ -33,7 +33,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     """Return each GPU activity of a step, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
-    roots = roots_by_track(near)
+    roots, outside = roots_by_track(near), outside_ops(step)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
     overheads = _Overheads([one for one in trace.overheads if one.start < last and one.end > step.start])
@@ -46,7 +46,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
             gap = max(0, one.start - before) if before is not None else None
             idle = Counter()
             if gap and one.launch is not None:
-                cut_up(roots[one.launch.track], max(before, near[0].start), one.start, idle)
+                cut_up(roots[one.launch.track], max(before, near[0].start), one.start, idle, outside)
             found.append(_start(overheads, one, gap, idle, stream_free.get(one.track)))
         free[one.device] = max(free.get(one.device, one.end), one.end)
         stream_free[one.track] = max(stream_free.get(one.track, one.end), one.end)

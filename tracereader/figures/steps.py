@@ -10,7 +10,7 @@ import msgspec
 
 from tracereader.figures.intervals import Lengths, length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
-from tracereader.trace.labels import COMPILE_ID, COMPILING, is_torchs_own
+from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 
 # A step that took this many times the typical one is marked. On the H200 the first recorded step takes 1.7 to 3.4 times
 # the others, and the others differ among each other by up to 1.4.
@@ -19,6 +19,8 @@ STANDS_OUT = 1.5
 GPU_STANDS_OUT = 1.3
 # Calls shorter than this in the typical step are too noisy to show how much all calls slowed down.
 LONG_ENOUGH_US = 2.0
+# With recorded ops, a sixth or more of the launches lie in an op. Python launches the others itself.
+IN_OPS = 0.05
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
 
@@ -101,6 +103,18 @@ def typical(trace: Trace) -> Step:
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     working = [step for step in working if step.us] or working
     return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
+
+
+def ops_recorded(step: Step) -> bool:
+    """Return whether the profiler recorded the step's ops: whether some of its launches lie in ops.
+
+    The slice that describes a collective does not count, because it is recorded without the other ops, too. Nothing
+    follows from launches of CUDA graphs, which lie in no op. A step without other launches counts as recorded.
+    """
+    calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
+    calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
+    inside = sum(any(op.kind == "op" and op.name != DESCRIBES_COLLECTIVE for op in call.above()) for call in calls)
+    return not calls or inside >= IN_OPS * len(calls)
 
 
 def busy_us(work: Iterable[Work]) -> float:

@@ -104,7 +104,7 @@ class Summary(msgspec.Struct, frozen=True):
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU idle time before launches, by the launching thread's activity
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
-    idle_python: dict[str, float]  # the part of it in Python between ops, by function; empty without stacks
+    idle_python: dict[str, float]  # the part of it outside ops and calls, by Python function; empty without stacks
     cpu: Cpu
     places: Places
     training: Training
@@ -228,7 +228,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
             decoding=decoding(trace, facts, trace.facts),
             weight_reads=weight_reads(trace, step, measured),
             unneeded=unneeded(step, measured),
-            same_in_all_steps=same_in_all_steps(trace),
+            same_in_all_steps=same_in_all_steps(counted),
         ),
         compiled=compiled(trace),
         profiler=profiler(trace),

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
+from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import BANDWIDTH
+from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, SELECTS
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -20,7 +21,7 @@ from tracereader.replay import (
     without_ops,
     without_waits,
 )
-from tracereader.replay.changes import spans_of
+from tracereader.replay.changes import launches_between_waits, spans_of
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
 
@@ -41,10 +42,6 @@ PAUSE_US = 500
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
-# Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
-SELECTS = "aten::nonzero"
-# Ops whose result has one element for each distinct value. The wait for that size cannot be avoided.
-NEED_THE_SIZE = ("aten::unique", "aten::_unique")
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
@@ -66,9 +63,10 @@ def cuda_graph(case: Case) -> Proposal | None:
         or summary.chosen.launches < 2
         or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
         or len({work.device for work in case.step.work}) > 1
-        or any(_launches_after_a_wait(step) for step in case.steps)
     ):
         return None
+    if waits := [op for step in case.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
+        return None if case.trains else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains else _small_graph(case)
     if not case.trains:
@@ -100,10 +98,12 @@ def cuda_graph(case: Case) -> Proposal | None:
 def _small_graph(case: Case) -> Proposal:
     """Return a proposal for a step of few launches, where the copies of the inputs matter.
 
-    The copies take at most twice the first op's time.
+    The copies take at most twice the time of the first op that is not itself a copy of an input to the GPU.
     """
-    asking = [op for _, _, op in case.activities]
-    first = [(work, one.us) for work, one, op in case.activities if op is asking[0]]
+    computing = [entry for entry in case.activities if "HtoD" not in entry[1].name]
+    if not computing:
+        return None
+    first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
     copies = 2 * sum(us for _, us in first)
     graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
     calls = [
@@ -120,9 +120,40 @@ def _small_graph(case: Case) -> Proposal:
     )
 
 
-def _launches_after_a_wait(step: Step) -> bool:
+def _waits_before_a_launch(step: Step) -> list[Op]:
     last = max((one.launch.start for one in step.work if one.launch), default=0)
-    return any(op.kind == "runtime" and op.start < last and is_wait(op) for op in step.walk())
+    return [op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op)]
+
+
+def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
+    """Return a proposal to replay the launches between these waits, if the step only reads values there.
+
+    Launches after another wait may have sizes that the step waited for. Few launches between two reads stay.
+    """
+    if not all(any(above.name in READ_A_VALUE for above in op.above()) for op in waits):
+        return None
+    stays, captured, graphs = [], 0, 0
+    for step in case.steps:
+        for run in launches_between_waits(case.graph, step):
+            launches = sum(len(below.work) for op in run for below in op.walk())
+            if launches < MANY_LAUNCHES:
+                stays += run
+            elif step is case.step:
+                captured, graphs = captured + launches, graphs + 1
+    if not graphs:
+        return None
+    names = listed(dict.fromkeys(asking(op) for op in waits))
+    return Proposal(
+        as_cuda_graph(case.graph, stays),
+        f"{captured:,} of {case.summary.chosen.launches:,} launches, which are identical in every step, have no "
+        f"synchronization between them; the step synchronizes outside of them, in {names}"
+        if graphs == 1
+        else f"{captured:,} of {case.summary.chosen.launches:,} launches, which are identical in every step, make "
+        f"{graphs} groups between the synchronizations in {names}",
+        "torch.cuda.graph for each group of launches without a synchronization, or torch.compile(model, "
+        'mode="reduce-overhead")',
+        title=f"replay the launches between synchronizations as {'a CUDA graph' if graphs == 1 else 'CUDA graphs'}",
+    )
 
 
 def remove_sync(case: Case) -> Proposal | None:
@@ -217,6 +248,8 @@ def data_loader(case: Case) -> Proposal | None:
 
 
 def python(case: Case) -> Proposal | None:
+    if not ops_recorded(case.step):
+        return None  # the time outside recorded calls may be that of ops
     spans, longest = [], (0, "", "")
     for step in case.steps:
         ops = sorted(_outside_annotations(step), key=lambda op: op.start)

@@ -153,10 +153,11 @@ def graph_would_do(summary: Summary) -> Verdict:
         or graphs or peers or _launches_after_a_wait(summary)
     ):  # fmt: skip
         return Verdict(False, "")
+    steps = len(summary.steps) - len(summary.left_out)
     return Verdict(
         True,
-        f"{step.launches:,} launches in each of {len(summary.steps)} steps, none of them after a synchronization; the "
-        f"GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
+        f"{step.launches:,} launches in each of {steps} steps, none of them after a "
+        f"synchronization; the GPU is busy for {duration(step.gpu_busy_us)} of {duration(step.cpu_us)}",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
+from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
@@ -24,6 +25,9 @@ from tracereader.trace.types import dims_of, dtype_of, tensors_of
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
 # Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
+# The shortest product on tensor cores in this repository's traces of an H200 takes this long: 64 x 64 x 64 in bf16
+# (01_matmul_add). The shortest kernels of any kind take about 1 µs there.
+LEAST_PRODUCT_US, LEAST_KERNEL_US = 1.85, 1.0
 # Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
 PINNED_GB_S = 50
 # The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
@@ -46,10 +50,17 @@ HEAVY = ("GEMM", "attention", "convolution", "communication")
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 TWO_BYTES = ("bf16", "fp16")
+# Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
+SELECTS = "aten::nonzero"
+# Ops whose result has one element for each distinct value. The wait for that size cannot be avoided.
+NEED_THE_SIZE = ("aten::unique", "aten::_unique")
+OF_UNKNOWN_SIZE = (SELECTS, "aten::masked_select", *NEED_THE_SIZE)
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
+    if not ops_recorded(case.step):
+        return None  # equal grids alone show twice as many chains as there are
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for one in fusable):
@@ -60,9 +71,9 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
     after = sum(us for _, us in chains)
     in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
-    if case.trains:  # the compiled backward launches the fused kernels without autograd's ops
+    if case.trains and not _has_outputs_of_unknown_size(case):  # the compiled backward makes none of autograd's calls
         graph = case.condensed(in_typical, COMPILED_CALL_US)
-    else:  # guards cost about as much as the removed ops
+    else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
@@ -75,6 +86,11 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         "torch.compile(model)",
         assumed=True,
     )
+
+
+def _has_outputs_of_unknown_size(case: Case) -> bool:
+    """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it."""
+    return any(op.kind == "op" and op.name.startswith(OF_UNKNOWN_SIZE) for op in case.step.walk())
 
 
 def _is_compiled(one: GpuWork) -> bool:
@@ -157,7 +173,7 @@ def fused_attention(case: Case) -> Proposal | None:
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
             continue
-        us = _fused_attention_us(run, softmaxes, gradients, case.peaks)
+        us = max(_fused_attention_us(run, softmaxes, gradients, case.peaks), LEAST_PRODUCT_US * (softmaxes + gradients))
         spent = sum(one.us for _, one, _ in run)
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
@@ -263,6 +279,7 @@ def tensor_cores(case: Case) -> Proposal | None:
             us = one.flops / (reach * case.peaks.tf32) / 1e6
         else:
             us = one.us * FP32_PRODUCT * case.peaks.fp32 / (reach * case.peaks.tf32)
+        us = max(us, LEAST_PRODUCT_US)
         if one.bytes_moved:
             us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
         if us < one.us:
@@ -306,7 +323,7 @@ def align_shapes(case: Case) -> Proposal | None:
         bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64]
         if not bad:
             continue
-        us = one.flops / (PRODUCT * case.peaks.bf16) / 1e6
+        us = max(one.flops / (PRODUCT * case.peaks.bf16) / 1e6, LEAST_PRODUCT_US)
         if one.bytes_moved:
             us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
         if us < SLOW / PRODUCT * one.us:
@@ -424,7 +441,7 @@ def small_grids(case: Case) -> Proposal | None:
         if work.kind != "kernel" or not 0 < blocks < sms / 2 or one.us < 10 or one.family == "communication":
             continue
         least = (one.bytes_moved or 0) / (BANDWIDTH * case.peaks.gb_s) / 1e3 if case.peaks else 0.0
-        times[work] = min(one.us, max(one.us * blocks / sms, least))
+        times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
         spent += one.us
         names[short(one.name, 40)] = blocks
     if not times:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from tracereader.figures.intervals import Intervals, Lengths, union
 from tracereader.replay.graph import NOBODY, Graph, is_wait
@@ -180,7 +181,7 @@ def cuda_graph(
     spans, added, lag = [], [], graph.lag[:]
     stays = {id(op): op for op in left_out}
     for step in graph.trace.steps:
-        for run in _launches_between_waits(graph, step, stays):
+        for run in launches_between_waits(graph, step, stays):
             work = [one for op in run for below in op.walk() for one in below.work]
             by_track = defaultdict(list)
             for op in run:
@@ -195,8 +196,13 @@ def cuda_graph(
     return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
 
 
-def _launches_between_waits(graph: Graph, step: Step, stays: Mapping[int, Op]) -> Iterator[list[Op]]:
-    """Yield runs of the outermost ops that launch and do not wait, split where a call of any thread waits or stays."""
+def launches_between_waits(
+    graph: Graph, step: Step, stays: Mapping[int, Op] = MappingProxyType({})
+) -> Iterator[list[Op]]:
+    """Yield runs of the outermost ops that launch and do not wait, split where a call of any thread waits or stays.
+
+    stays: ops or annotations that stay unchanged, by id.
+    """
     launching, waiting = set(), set()  # ids
     waits = []
     inside = set()  # ids of the ops in stays, and of the ops below them

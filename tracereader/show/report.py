@@ -12,7 +12,7 @@ from tracereader.command import BadInput
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
-from tracereader.figures.gpu_time import BETWEEN_OPS
+from tracereader.figures.gpu_time import BETWEEN_OPS, NO_RECORDED_CALL
 from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
@@ -341,7 +341,7 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
         functions = {
             place: f"of this time, {_functions(summary.idle_python)}"
             for place, (name, _) in enumerate(shown)
-            if name == BETWEEN_OPS and summary.idle_python
+            if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
         }
         heads = ("the GPU waits while the launching thread is in", unit.name, "of the wait")
         tables.append((heads, rows, functions))
