@@ -133,9 +133,9 @@ class Graph:
     trace: Trace = field(repr=False)
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
 
-    def times(self) -> tuple[array, array]:
+    def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
-        starts, ends = array("q", self.at), array("q", self.at)
+        starts, ends = [0] * len(self.at), [0] * len(self.at)
         columns = (getattr(self, name) for name in COLUMNS)
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
@@ -167,7 +167,8 @@ def _pace_us(
     steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
 ) -> float:
     on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
-    firsts = [min(starts[node] for node in set(step.work) - aside or step.work) for step in steps]
+    works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
+    firsts = [min(map(starts.__getitem__, work)) for work in works]
     return max(on_cpu, pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
 
 
@@ -206,6 +207,7 @@ class _Builder:
     def __init__(self, trace: Trace):
         self.trace = trace
         self.columns = {name: array("q") for name in COLUMNS}
+        self.appends = [column.append for column in self.columns.values()]
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
         self.threads: dict[tuple, list[int]] = defaultdict(list)
         self.streams: dict[tuple, list[int]] = defaultdict(list)
@@ -228,11 +230,14 @@ class _Builder:
         return self._numbered(steps, marks)
 
     def _add(self, time: int, dur: int, before: int) -> int:
-        columns, node = self.columns, len(self.order)
-        lag = time - columns["at"][before] - columns["dur"][before] if before >= 0 else 0
-        for column, value in zip(columns.values(), (time, dur, before, lag, NOBODY, 0, NOBODY, 0), strict=True):
-            column.append(value)
-        self.order.append(max(time, self.order[before]) if before >= 0 else time)
+        columns, order, node = self.columns, self.order, len(self.order)
+        lag, key = 0, time
+        if before >= 0:
+            lag = time - columns["at"][before] - columns["dur"][before]
+            key = max(time, order[before])
+        for append, value in zip(self.appends, (time, dur, before, lag, NOBODY, 0, NOBODY, 0)):  # noqa: B905  often
+            append(value)
+        order.append(key)
         return node
 
     def _tie(self, node: int, to: str, other: int, lag: int) -> None:
@@ -306,8 +311,9 @@ class _Builder:
         for one in self.trace.work:
             recent = latest.setdefault(one.track, [])
             before = recent[-1] if recent else None
+            start = one.start
             node = self.activity[id(one)] = self._add(
-                one.start, one.dur, self.activity[id(before)] if before is not None else NOBODY
+                start, one.dur, self.activity[id(before)] if before is not None else NOBODY
             )
             self.streams[one.track].append(node)
             allowed = []  # (the end of a dependency, the column of its lag, the lag)
@@ -320,7 +326,7 @@ class _Builder:
                 self._tie(node, "via", launch, latency)
                 order[node] = max(order[node], order[launch])
                 allowed.append((at[launch], "delay", latency))
-            is_late = bool(allowed) and one.start - max(time + least for time, _, least in allowed) > 0
+            is_late = bool(allowed) and all(start > time + least for time, _, least in allowed)
             other = self._awaited(one, latest, before, is_late)
             if other is not None:
                 behind = self.activity[id(other)]

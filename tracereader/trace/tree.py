@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -116,7 +117,7 @@ def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[O
         one = pending.pop()
         if wanted(one):
             yield one
-        else:
+        elif one.children:
             pending.extend(reversed(one.children))
 
 
@@ -204,7 +205,7 @@ class Samples(msgspec.Struct, frozen=True):
     values: list[float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One recorded step, or the whole of a trace without steps."""
 
@@ -225,12 +226,18 @@ class Step:
 
     def walk(self) -> Iterator[Op]:
         """Yield every op, parents first."""
-        stack = list(reversed(self.roots))
+        return iter(self._ops)
+
+    @cached_property
+    def _ops(self) -> tuple[Op, ...]:
+        # Many figures go through all ops of a step, and an iterator over a tuple is the fastest way.
+        found, stack = [], list(reversed(self.roots))
         while stack:
             op = stack.pop()
-            yield op
+            found.append(op)
             if op.children:
                 stack.extend(reversed(op.children))
+        return tuple(found)
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
         """Yield every op with its depth, parents first."""
