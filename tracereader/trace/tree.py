@@ -9,6 +9,7 @@ import decimal
 import gc
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from tracereader import progress
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
@@ -303,13 +305,13 @@ class Trace:
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
 
 
-def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
+def read(path: Path, limit: int = DEFAULT_LIMIT, show: Callable[[str], None] = progress.nowhere) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
-    limit: the most bytes of unpacked JSON that are read.
+    limit: the most bytes of unpacked JSON that are read. show: shows what is done next.
     """
     with _no_garbage_collection():
-        return _built(path, load(path, limit))
+        return _built(path, load(path, limit, show), show)
 
 
 @contextlib.contextmanager
@@ -324,7 +326,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document) -> Trace:
+def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     nodes, syncs, edges, counted = [], [], [], []
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
@@ -332,6 +334,7 @@ def _built(path: Path, document: Document) -> Trace:
     tracks: dict[tuple, tuple] = {}
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
+    show(f"building {len(events):,} events")
     kinds, not_known, taken = _kinds(events)
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
@@ -344,6 +347,8 @@ def _built(path: Path, document: Document) -> Trace:
                 counted.append(event)
             elif type(event.id) is int and event.id >= GRAPH_EDGE:
                 edges.append(event)
+            if event.ph in ("s", "f"):
+                events[number] = None
             continue
         kind = kinds.get(event.cat)
         if kind == "sync":
@@ -362,15 +367,17 @@ def _built(path: Path, document: Document) -> Trace:
         track = (event.pid, event.tid)
         track = tracks.setdefault(track, track)
         into = lists.get(kind, ops)
-        if kind == "python" and event.name.startswith(MODULE):
+        name = sys.intern(event.name)  # otherwise the names of a trace take a quarter of its file's size
+        if kind == "python" and name.startswith(MODULE):
             into = modules
         if into is work or into is spans or into is nodes:
-            name = _copy_in_words(event) if event.name in ("Memcpy", "Memset") else event.name
+            if name in ("Memcpy", "Memset"):
+                name = _copy_in_words(event)
             into.append(Work(name, kind, start, length, track, event.args))
         elif into is not None:
-            into.append(Op(event.name, kind, start, length, track, event.args))
+            into.append(Op(name, kind, start, length, track, event.args))
         else:
-            frames.setdefault(track, []).append(Frame(event.name, start, start + length))
+            frames.setdefault(track, []).append(Frame(name, start, start + length))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
@@ -384,6 +391,7 @@ def _built(path: Path, document: Document) -> Trace:
     if len(ops) + len(work) + zeroed < 2:
         raise TraceError(f"{path}: one event, too little to read")
 
+    show("building the call tree")
     crossing = Counter()
     roots = _nest(ops, crossing)
     _nest([*work, *spans], crossing)
@@ -393,6 +401,7 @@ def _built(path: Path, document: Document) -> Trace:
         module_roots.setdefault(root.track, []).append(root)
     work.sort(key=_start)
     nodes.sort(key=_start)
+    show("tying GPU work to its launches")
     calls = _calls(ops)
     if edges:
         _tie_nodes([*work, *nodes], edges, zero)
