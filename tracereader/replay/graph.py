@@ -250,28 +250,32 @@ class _Builder:
         roots = defaultdict(list)
         for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
+        handoffs = list(_handoffs(_boundaries(roots)))  # first, because it needs as much memory as the points
         points = {track: self._calls_of(some) for track, some in roots.items()}
         for times in self.between_streams.values():
             times.sort()
         for number, step in enumerate(steps):
             track, start, end = on_its_thread(step)
             points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
-        handoffs = list(_handoffs(_boundaries(roots)))
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
             points[one].append((stopped, 0, ("stop", number)))
             points[other].append((went_on, 0, ("go on", number)))
         found = {}
-        for track, some in points.items():
+        for track in list(points):
+            some = points.pop(track)  # as large as the trace's calls, and needed once
             thread = self.threads[track]
-            for time, _, what in sorted(some, key=lambda point: point[:2]):
-                node = found[what] = self._add(time, 0, thread[-1] if thread else NOBODY)
+            some.sort(key=lambda point: point[:2])
+            for time, _, (what, one) in some:
+                node = self._add(time, 0, thread[-1] if thread else NOBODY)
                 thread.append(node)
-                if what[0] == "call":
-                    self.launched_at[id(what[1])] = node
-                elif what[0] == "return":
-                    self.calls[id(what[1])] = what[1], node
-                    if not is_wait(what[1]):  # it waited for room in the queue and then launched
-                        self.launched_at[id(what[1])] = node
+                if what == "call":
+                    self.launched_at[id(one)] = node
+                elif what == "return":
+                    self.calls[id(one)] = one, node
+                    if not is_wait(one):  # it waited for room in the queue and then launched
+                        self.launched_at[id(one)] = node
+                else:
+                    found[what, one] = node
         for number, (_, stopped, _, went_on) in enumerate(handoffs):
             node = found["go on", number]
             self.columns["lag"][node] = 0
