@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 from collections import defaultdict
 
 import pytest
@@ -10,7 +11,7 @@ from raw_events import end, raw_steps, raw_work
 from references import H200, ROOT, sampled
 from rich.cells import cell_len
 
-from tracereader import cli
+from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
 from tracereader.findings.opportunities import opportunities
@@ -240,3 +241,24 @@ def test_steps_without_a_slice_on_the_cpu_are_not_priced(tmp_path, capsys):
     trace = tmp_path / "a.json"
     trace.write_text(json.dumps(document))
     assert "where the step goes" in printed(capsys, trace)
+
+
+def test_a_terminal_shows_what_is_done_with_a_trace(tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "a\x1b.json"
+    trace.write_bytes(
+        gzip.decompress((H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz").read_bytes())
+    )
+    assert cli.main([str(trace)]) == 0
+    printed, said = capsys.readouterr()
+    assert said == "", "no terminal"
+    monkeypatch.setattr(progress, "AFTER_S", 0)
+    monkeypatch.setattr(progress, "EVERY_S", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert cli.main([str(trace)]) == 0
+    again, said = capsys.readouterr()
+    assert again == printed
+    done = ["decoding", "building", "tying", "measuring", "replaying the steps with changes: 1 of"]
+    shown = said.split(progress.CLEAR_LINE)
+    assert sorted(done, key=lambda one: next(n for n, text in enumerate(shown) if one in text)) == done
+    assert said.endswith(progress.CLEAR_LINE)
+    assert all(text == "" or text.startswith("a\ufffd.json: ") for text in shown)

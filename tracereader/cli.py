@@ -322,7 +322,10 @@ def reference_of(path: Path, machine: str) -> Path:
 def entry() -> int:
     """Run the command read-trace and return its exit status."""
     gc.disable()  # all objects live to the end, and garbage collection of a large trace takes seconds
-    return main()
+    try:
+        return main()
+    finally:
+        gc.freeze()  # Python collects at its end, too
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ AFTER_S, EVERY_S = 1.5, 0.5
 CLEAR_LINE = "\r\x1b[K"
 
 
+def nowhere(text: str) -> None:
+    """Show nothing: for a caller without a terminal's line."""
+
+
 @contextlib.contextmanager
 def shown() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text at a terminal, in place of the text before. At the end the line is cleared.
@@ -22,7 +26,7 @@ def shown() -> Iterator[Callable[[str], None]]:
     several threads would write over each other.
     """
     if threading.current_thread() is not threading.main_thread() or not sys.stderr.isatty():
-        yield lambda text: None
+        yield nowhere
         return
     due, written = time.monotonic() + AFTER_S, False
 

@@ -112,7 +112,11 @@ def _compute_by_family(work: Sequence[Work], start: int, end: int, device: objec
     reached = start
     for one in sorted(work, key=_start):
         if one.device == device and one.kind == "kernel" and not is_communication(one):
-            begin, stop = max(one.start, reached), min(one.start + one.dur, end)
+            begin, stop = one.start, one.start + one.dur
+            if begin < reached:
+                begin = reached
+            if stop > end:
+                stop = end
             if stop > begin:
                 found[says(one).family] += stop - begin
                 reached = stop
@@ -124,9 +128,10 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
     kinds = {"compute": [], "communication": [], "copy": []}
     for one in work:
         kind = "copy" if one.kind != "kernel" else "communication" if is_communication(one) else "compute"
-        kinds[kind].append((max(one.start, start), min(one.start + one.dur, end)))
+        begin, stop = one.start, one.start + one.dur
+        kinds[kind].append((begin if begin > start else start, stop if stop < end else end))
     compute, communication, copy = (union(some) for some in kinds.values())
-    not_copy = union([*compute, *communication])
+    not_copy = union([*compute, *communication]) if communication else compute
     idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter([*sorted(work, key=_start), *([] if after is None else [after])])
     following = next(starts, None)

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
@@ -54,8 +54,12 @@ def clipped(intervals: Iterable[tuple[int, int]], start: int, end: int) -> Itera
 
 def gaps(covered: Intervals, start: int, end: int) -> Intervals:
     """Return the gaps between the covered intervals of a window."""
-    edges = [start, *(edge for one in covered for edge in one), end]
-    return [(left, right) for left, right in list(pairwise(edges))[::2] if right > left]
+    found, at = [], start
+    for left, right in covered:
+        if left > at:
+            found.append((at, left))
+        at = right
+    return [*found, (at, end)] if end > at else found
 
 
 def both(one: Intervals, other: Intervals) -> Intervals:

@@ -14,12 +14,15 @@ from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace import Op
-from tracereader.trace.labels import LOOKUP
+from tracereader.trace.labels import COMPILING, LOOKUP
 from tracereader.trace.types import dims_at
 
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
-ALLOCATES = ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
-RUNTIMES = ("cuda", "hip")
+ALLOCATES = {
+    runtime + what
+    for runtime in ("cuda", "hip")
+    for what in ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
+}
 COPIES_INPUTS = "aten::_foreach_copy_"
 # The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
 # layers (PyTorch 2.15, on a CPU).
@@ -27,7 +30,9 @@ GUARDS_LEFT = 0.2
 
 
 def allocator(case: Case) -> Proposal | None:
-    calls = [[op for op in step.walk() if op.kind == "runtime" and _allocates(op)] for step in case.steps]
+    if not case.has(ALLOCATES.__contains__):
+        return None
+    calls = [[op for op in step.walk() if op.kind == "runtime" and op.name in ALLOCATES] for step in case.steps]
     typical = _of_typical(case, calls)
     if not typical:
         return None
@@ -41,15 +46,13 @@ def allocator(case: Case) -> Proposal | None:
     )
 
 
-def _allocates(call: Op) -> bool:
-    return any(call.name == runtime + what for runtime in RUNTIMES for what in ALLOCATES)
-
-
 def _of_typical(case: Case, by_step: Sequence[list[Op]]) -> list[Op]:
     return by_step[case.summary.typical_index]
 
 
 def recompile(case: Case) -> Proposal | None:
+    if not case.has(lambda name: name.endswith(COMPILING)):
+        return None
     compiling = [compilations(step) for step in case.steps]
     typical = _of_typical(case, compiling)
     if not typical:
@@ -66,6 +69,8 @@ def in_place(case: Case) -> Proposal | None:
     """Return a proposal to work in place, except in training, where a gradient may need the input."""
     if case.trains:
         return None
+    if not case.has("aten::clone".__eq__):
+        return None
     clones = [cloned_inputs(step) for step in case.steps]
     typical = clones[case.summary.typical_index]
     if not typical:
@@ -81,6 +86,8 @@ def in_place(case: Case) -> Proposal | None:
 
 
 def mask_once(case: Case) -> Proposal | None:
+    if not case.has(("aten::tril", "aten::triu").__contains__):
+        return None
     made = [[op for group in triangles(step, in_sdpa=False) for op in group] for step in case.steps]
     typical = _of_typical(case, made)
     if len(made) < 2 or not all(made):
@@ -94,6 +101,8 @@ def mask_once(case: Case) -> Proposal | None:
 
 
 def shared_keys(case: Case) -> Proposal | None:
+    if case.summary.llm.unneeded.expanded is None:
+        return None
     found = [expanded(step) for step in case.steps]
     typical = found[case.summary.typical_index]
     copies = [work for _, some in typical for work in some]
@@ -115,7 +124,7 @@ def shared_keys(case: Case) -> Proposal | None:
 
 def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
-    if case.trains:
+    if case.trains or case.summary.llm.unneeded.weight_casts is None:
         return None
     casts = [weight_casts(step) for step in case.steps]
     typical = casts[case.summary.typical_index]
@@ -192,6 +201,8 @@ def static_inputs(case: Case) -> Proposal | None:
 
 
 def skip_guards(case: Case) -> Proposal | None:
+    if not case.has(lambda name: name.startswith(LOOKUP)):
+        return None
     lookups = [[op for op in step.walk() if op.name.startswith(LOOKUP)] for step in case.steps]
     typical = _of_typical(case, lookups)
     if not all(lookups) or any(compilations(step) for step in case.steps):

@@ -386,10 +386,10 @@ def _changes_layout(op: Op) -> str:
 
 
 def no_recompute(case: Case) -> Proposal | None:
-    ops = [op for step in case.steps for op in recomputed_ops(step)]
     recomputed = case.summary.training.recomputed
-    if not ops or recomputed is None:
+    if recomputed is None:
         return None
+    ops = [op for step in case.steps for op in recomputed_ops(step)]
     return Proposal(
         without_cpu_time(without_ops(case.graph, ops), _stretches(ops)),
         f"{counted(recomputed.calls, 'forward op')} run again in backward: "

@@ -1,7 +1,10 @@
 """All changes that a trace suggests and what each would save, sorted by saving."""
 
+from collections.abc import Callable
+
 import msgspec
 
+from tracereader import progress
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
@@ -13,18 +16,22 @@ from tracereader.trace import Trace
 CHANGES = CPU_CHANGES + GPU_CHANGES + AVOIDABLE_CHANGES
 
 
-def opportunities(trace: Trace, summary: Summary) -> tuple[Opportunity, ...] | Refused:
+def opportunities(
+    trace: Trace, summary: Summary, show: Callable[[str], None] = progress.nowhere
+) -> tuple[Opportunity, ...] | Refused:
     """Return the changes worth trying, or the reason why the trace cannot be replayed.
 
-    Each change is priced by itself. Several changes together do not save the sum.
+    Each change is priced by itself. Several changes together do not save the sum. show: shows what is done next.
     """
+    show("replaying the steps")
     graph = graph_of(trace)
     if isinstance(graph, Refused):
         return graph
     case = Case(trace, summary, graph)
     unprofiled = Unprofiled.of(graph, summary.unprofiled_step_us)
     found = []
-    for change in CHANGES:
+    for number, change in enumerate(CHANGES, 1):
+        show(f"replaying the steps with changes: {number} of {len(CHANGES)}")
         proposal = change.propose(case)
         one = priced(change.name, change.title, proposal, unprofiled)
         found.append(one and msgspec.structs.replace(one, kernels=_changed(case, proposal.graph)))

@@ -174,7 +174,11 @@ class Case:
     @cached_property
     def trains(self) -> bool:
         """Return whether autograd's backward runs in the steps."""
-        return any(name.startswith(AUTOGRAD) for name in self.trace.op_names)
+        return self.has(lambda name: name.startswith(AUTOGRAD))
+
+    def has(self, wanted: Callable[[str], object]) -> bool:
+        """Return whether the trace has an op or call with a wanted name. Names are far fewer than calls."""
+        return any(map(wanted, self.trace.op_names))
 
     @cached_property
     def peaks(self) -> Peaks | None:

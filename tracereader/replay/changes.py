@@ -113,9 +113,15 @@ def launching_only(groups: Sequence[Collection[Work]]) -> list[list[Op]]:
     for root in roots.values():
         of_op: dict[int, int] = {}  # id(Op) -> the group of all work that is launched below it
         for op in reversed(list(root.walk())):
-            several = {group_of.get(id(one), OTHER) for one in op.work} | {of_op[id(child)] for child in op.children}
-            several.discard(NOBODY)
-            of_op[id(op)] = (several.pop() if len(several) == 1 else OTHER) if several else NOBODY
+            found_here = NOBODY
+            for one in op.work:
+                group = group_of.get(id(one), OTHER)
+                found_here = group if found_here in (NOBODY, group) else OTHER
+            for child in op.children:
+                group = of_op[id(child)]
+                if group != NOBODY:
+                    found_here = group if found_here in (NOBODY, group) else OTHER
+            of_op[id(op)] = found_here
         for op in outermost([root], lambda op, groups=of_op: groups[id(op)] >= 0):
             found[of_op[id(op)]].append(op)
     return found
@@ -207,18 +213,22 @@ def launches_between_waits(
     waits = []
     inside = set()  # ids of the ops in stays, and of the ops below them
     for op in reversed(list(step.walk())):
-        if id(op) in stays:
+        key = id(op)
+        if key in stays:
             waits.append(op)
-            waiting.add(id(op))
+            waiting.add(key)
             inside |= {id(below) for below in op.walk()}
-        node = graph.returns.get(id(op), NOBODY)
+        node = graph.returns.get(key, NOBODY)
         if node >= 0 and graph.via[node] >= 0 and is_wait(op):
             waits.append(op)
-            waiting.add(id(op))
-        elif any(id(child) in waiting for child in op.children):
-            waiting.add(id(op))
-        if op.work or any(id(child) in launching for child in op.children):
-            launching.add(id(op))
+            waiting.add(key)
+        if op.work:
+            launching.add(key)
+        # The op above comes later in this order.
+        if key in waiting:
+            waiting.add(id(op.parent))
+        if key in launching:
+            launching.add(id(op.parent))
     wanted = launching - waiting - inside
     # The waiting op of item() also launches the copy that it waits for, so the copy stays.
     tops = outermost(
@@ -293,7 +303,8 @@ def with_cpu_speed(graph: Graph, factor: float) -> Graph:
     lag = graph.lag[:]
     for nodes in graph.threads.values():
         for node in nodes:
-            lag[node] = round(lag[node] * factor)
+            if time := lag[node]:
+                lag[node] = round(time * factor)
     return replace(graph, lag=lag)
 
 

@@ -133,9 +133,9 @@ class Graph:
     trace: Trace = field(repr=False)
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
 
-    def times(self) -> tuple[array, array]:
+    def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
-        starts, ends = array("q", self.at), array("q", self.at)
+        starts, ends = [0] * len(self.at), [0] * len(self.at)
         columns = (getattr(self, name) for name in COLUMNS)
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
@@ -167,7 +167,8 @@ def _pace_us(
     steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
 ) -> float:
     on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
-    firsts = [min(starts[node] for node in set(step.work) - aside or step.work) for step in steps]
+    works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
+    firsts = [min(map(starts.__getitem__, work)) for work in works]
     return max(on_cpu, pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
 
 
@@ -206,6 +207,7 @@ class _Builder:
     def __init__(self, trace: Trace):
         self.trace = trace
         self.columns = {name: array("q") for name in COLUMNS}
+        self.appends = [column.append for column in self.columns.values()]
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
         self.threads: dict[tuple, list[int]] = defaultdict(list)
         self.streams: dict[tuple, list[int]] = defaultdict(list)
@@ -228,11 +230,14 @@ class _Builder:
         return self._numbered(steps, marks)
 
     def _add(self, time: int, dur: int, before: int) -> int:
-        columns, node = self.columns, len(self.order)
-        lag = time - columns["at"][before] - columns["dur"][before] if before >= 0 else 0
-        for column, value in zip(columns.values(), (time, dur, before, lag, NOBODY, 0, NOBODY, 0), strict=True):
-            column.append(value)
-        self.order.append(max(time, self.order[before]) if before >= 0 else time)
+        columns, order, node = self.columns, self.order, len(self.order)
+        lag, key = 0, time
+        if before >= 0:
+            lag = time - columns["at"][before] - columns["dur"][before]
+            key = max(time, order[before])
+        for append, value in zip(self.appends, (time, dur, before, lag, NOBODY, 0, NOBODY, 0)):  # noqa: B905  often
+            append(value)
+        order.append(key)
         return node
 
     def _tie(self, node: int, to: str, other: int, lag: int) -> None:
@@ -245,28 +250,32 @@ class _Builder:
         roots = defaultdict(list)
         for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
+        handoffs = list(_handoffs(_boundaries(roots)))  # first, because it needs as much memory as the points
         points = {track: self._calls_of(some) for track, some in roots.items()}
         for times in self.between_streams.values():
             times.sort()
         for number, step in enumerate(steps):
             track, start, end = on_its_thread(step)
             points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
-        handoffs = list(_handoffs(_boundaries(roots)))
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
             points[one].append((stopped, 0, ("stop", number)))
             points[other].append((went_on, 0, ("go on", number)))
         found = {}
-        for track, some in points.items():
+        for track in list(points):
+            some = points.pop(track)  # as large as the trace's calls, and needed once
             thread = self.threads[track]
-            for time, _, what in sorted(some, key=lambda point: point[:2]):
-                node = found[what] = self._add(time, 0, thread[-1] if thread else NOBODY)
+            some.sort(key=lambda point: point[:2])
+            for time, _, (what, one) in some:
+                node = self._add(time, 0, thread[-1] if thread else NOBODY)
                 thread.append(node)
-                if what[0] == "call":
-                    self.launched_at[id(what[1])] = node
-                elif what[0] == "return":
-                    self.calls[id(what[1])] = what[1], node
-                    if not is_wait(what[1]):  # it waited for room in the queue and then launched
-                        self.launched_at[id(what[1])] = node
+                if what == "call":
+                    self.launched_at[id(one)] = node
+                elif what == "return":
+                    self.calls[id(one)] = one, node
+                    if not is_wait(one):  # it waited for room in the queue and then launched
+                        self.launched_at[id(one)] = node
+                else:
+                    found[what, one] = node
         for number, (_, stopped, _, went_on) in enumerate(handoffs):
             node = found["go on", number]
             self.columns["lag"][node] = 0
@@ -306,8 +315,9 @@ class _Builder:
         for one in self.trace.work:
             recent = latest.setdefault(one.track, [])
             before = recent[-1] if recent else None
+            start = one.start
             node = self.activity[id(one)] = self._add(
-                one.start, one.dur, self.activity[id(before)] if before is not None else NOBODY
+                start, one.dur, self.activity[id(before)] if before is not None else NOBODY
             )
             self.streams[one.track].append(node)
             allowed = []  # (the end of a dependency, the column of its lag, the lag)
@@ -320,7 +330,7 @@ class _Builder:
                 self._tie(node, "via", launch, latency)
                 order[node] = max(order[node], order[launch])
                 allowed.append((at[launch], "delay", latency))
-            is_late = bool(allowed) and one.start - max(time + least for time, _, least in allowed) > 0
+            is_late = bool(allowed) and all(start > time + least for time, _, least in allowed)
             other = self._awaited(one, latest, before, is_late)
             if other is not None:
                 behind = self.activity[id(other)]

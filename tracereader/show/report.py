@@ -1,14 +1,15 @@
 """The report of one trace."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
 from rich.console import Console
 
-from tracereader import expect
-from tracereader.command import BadInput
+from tracereader import expect, progress
+from tracereader.command import BadInput, printable
 from tracereader.figures import Summary, summarize
 from tracereader.figures.cpu import Call
 from tracereader.figures.cpu_work import CpuWork, is_op
@@ -66,11 +67,21 @@ def opened(
 
     captures: the traces of the captures of its CUDA graphs, or the folders that hold them.
     """
-    try:
-        trace = read_with_captures(path, captures, limit)
-    except TraceError as problem:
-        raise BadInput(problem) from None
-    return trace, summarize(trace, chosen_step(trace, view.step))
+    with _progress_of(path) as show:
+        try:
+            trace = read_with_captures(path, captures, limit, show)
+        except TraceError as problem:
+            raise BadInput(problem) from None
+        show(f"measuring {counted(len(trace.steps), 'step')}")
+        return trace, summarize(trace, chosen_step(trace, view.step))
+
+
+@contextlib.contextmanager
+def _progress_of(path: Path) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows at a terminal what is done with a trace."""
+    name = printable(path.name)
+    with progress.shown() as show:
+        yield lambda text: show(f"{name}: {text}")
 
 
 def chosen_step(trace: Trace, number: int | None) -> Step | None:
@@ -96,7 +107,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     predicted = predictions.predictions_of(trace)
     wanted = _wanted(summary, bool(predicted), view)
     step = trace.steps[summary.typical_index]
-    changes = opportunities(trace, summary) if {"try", "patterns"} & wanted else ()
+    with _progress_of(trace.path) as show:
+        changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     limit = steps.longest_waits(summary)
     known = summary.unprofiled_step_us is not None

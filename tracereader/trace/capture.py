@@ -10,12 +10,13 @@ import dataclasses
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
+from tracereader import progress
 from tracereader.trace import families
 from tracereader.trace.document import DEFAULT_LIMIT, TraceError
 from tracereader.trace.kernel_names import decode
@@ -46,13 +47,18 @@ def is_launch(op: Op) -> bool:
     return op.kind == "runtime" and "Launch" in op.name
 
 
-def read_with_captures(path: Path, captures: Sequence[Path] = (), limit: int = DEFAULT_LIMIT) -> Trace:
+def read_with_captures(
+    path: Path,
+    captures: Sequence[Path] = (),
+    limit: int = DEFAULT_LIMIT,
+    show: Callable[[str], None] = progress.nowhere,
+) -> Trace:
     """Return the trace in a file, with the work of its CUDA graphs tied to the captured calls. Raises TraceError.
 
-    captures: files or folders with the traces of the captures.
+    captures: files or folders with the traces of the captures. show: shows what is done next.
     """
     files = list(dict.fromkeys(file for one in captures for file in _files(one)))
-    trace = dataclasses.replace(read(path, limit), captured=tuple(captures))
+    trace = dataclasses.replace(read(path, limit, show), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
         tie(trace, [*own, *(read(file, limit) for file in files)])

@@ -13,13 +13,14 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
+from tracereader import progress
 from tracereader.machine import free_memory
 from tracereader.trace import pftrace
 from tracereader.trace.decoded import decoded, printable_text
@@ -46,7 +47,7 @@ class TraceError(Exception):
     """The file is not a trace that can be read. The message says why in one line."""
 
 
-class Event(msgspec.Struct):
+class Event(msgspec.Struct, gc=False):
     """One event of the file."""
 
     ph: str = ""
@@ -60,7 +61,7 @@ class Event(msgspec.Struct):
     id: int | str | None = None
 
 
-class ExactEvent(Event):
+class ExactEvent(Event, gc=False):
     """An event whose time stamps are decimals as written."""
 
     ts: decimal.Decimal | None = None
@@ -95,9 +96,11 @@ class Document:
     shapes_recorded: bool
 
 
-def load(path: Path, limit: int) -> Document:
-    """Return the file's events and its other members. Raises TraceError."""
+def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere) -> Document:
+    """Return the file's events and its other members. show: shows what is done next. Raises TraceError."""
+    show("reading the file")
     data = json_of(path, limit)
+    show(f"decoding {len(data) / 1e6:,.0f} MB of JSON")
     _require_memory(path, data, BYTES_PER_OBJECT)
     exact = False
     try:

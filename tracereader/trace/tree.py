@@ -9,15 +9,18 @@ import decimal
 import gc
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
+from tracereader import progress
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
@@ -119,7 +122,7 @@ def outermost(roots: Sequence[Op], wanted: Callable[[Op], object]) -> Iterator[O
         one = pending.pop()
         if wanted(one):
             yield one
-        else:
+        elif one.children:
             pending.extend(reversed(one.children))
 
 
@@ -225,7 +228,7 @@ class Samples(msgspec.Struct, frozen=True):
     values: list[float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One recorded step, or the whole of a trace without steps."""
 
@@ -246,12 +249,18 @@ class Step:
 
     def walk(self) -> Iterator[Op]:
         """Yield every op, parents first."""
-        stack = list(reversed(self.roots))
+        return iter(self._ops)
+
+    @cached_property
+    def _ops(self) -> tuple[Op, ...]:
+        # Many figures go through all ops of a step, and an iterator over a tuple is the fastest way.
+        found, stack = [], list(reversed(self.roots))
         while stack:
             op = stack.pop()
-            yield op
+            found.append(op)
             if op.children:
                 stack.extend(reversed(op.children))
+        return tuple(found)
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
         """Yield every op with its depth, parents first."""
@@ -318,13 +327,13 @@ class Trace:
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
 
 
-def read(path: Path, limit: int = DEFAULT_LIMIT) -> Trace:
+def read(path: Path, limit: int = DEFAULT_LIMIT, show: Callable[[str], None] = progress.nowhere) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
-    limit: the most bytes of unpacked JSON that are read.
+    limit: the most bytes of unpacked JSON that are read. show: shows what is done next.
     """
     with _no_garbage_collection():
-        return _built(path, load(path, limit))
+        return _built(path, load(path, limit, show), show)
 
 
 @contextlib.contextmanager
@@ -339,7 +348,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document) -> Trace:
+def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     nodes, syncs, edges, counted, inside = [], [], [], [], []
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
@@ -347,6 +356,7 @@ def _built(path: Path, document: Document) -> Trace:
     tracks: dict[tuple, tuple] = {}
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
+    show(f"building {len(events):,} events")
     kinds, not_known, taken = _kinds(events)
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
@@ -359,6 +369,8 @@ def _built(path: Path, document: Document) -> Trace:
                 counted.append(event)
             elif type(event.id) is int and event.id >= GRAPH_EDGE:
                 edges.append(event)
+            if event.ph in ("s", "f"):
+                events[number] = None
             continue
         kind = kinds.get(event.cat)
         if kind == "sync":
@@ -377,17 +389,19 @@ def _built(path: Path, document: Document) -> Trace:
         track = (event.pid, event.tid)
         track = tracks.setdefault(track, track)
         into = lists.get(kind, ops)
-        if kind == "python" and event.name.startswith(MODULE):
+        name = sys.intern(event.name)  # otherwise the names of a trace take a quarter of its file's size
+        if kind == "python" and name.startswith(MODULE):
             into = modules
         if kind == "inside":
-            inside.append(Phase(event.name, kind, start, length, track, event.args))
+            inside.append(Phase(name, kind, start, length, track, event.args))
         elif into is work or into is spans or into is nodes:
-            name = _copy_in_words(event) if event.name in ("Memcpy", "Memset") else event.name
+            if name in ("Memcpy", "Memset"):
+                name = _copy_in_words(event)
             into.append(Work(name, kind, start, length, track, event.args))
         elif into is not None:
-            into.append(Op(event.name, kind, start, length, track, event.args))
+            into.append(Op(name, kind, start, length, track, event.args))
         else:
-            frames.setdefault(track, []).append(Frame(event.name, start, start + length))
+            frames.setdefault(track, []).append(Frame(name, start, start + length))
         events[number] = None  # so that the events and what is made of them never stand side by side
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
@@ -401,6 +415,7 @@ def _built(path: Path, document: Document) -> Trace:
     if len(ops) + len(work) + zeroed < 2:
         raise TraceError(f"{path}: one event, too little to read")
 
+    show("building the call tree")
     crossing = Counter()
     roots = _nest(ops, crossing)
     _nest([*work, *spans], crossing)
@@ -411,6 +426,7 @@ def _built(path: Path, document: Document) -> Trace:
     work.sort(key=_start)
     nodes.sort(key=_start)
     inside.sort(key=_start)
+    show("tying GPU work to its launches")
     calls = _calls(ops)
     if edges:
         _tie_nodes([*work, *nodes], edges, zero)
