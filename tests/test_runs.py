@@ -122,7 +122,7 @@ def test_on_a_gpu_a_step_without_the_profiler_takes_no_longer(run, tmp_path):
 def test_the_loader_has_batches_for_the_steps_without_the_profiler(run, tmp_path, capsys):
     assert run("06_training", *TINY, "--loader", "0", "--workers", "0", "--warmup") == 0
     assert only_trace(tmp_path)["lesson"]["facts"]["unprofiled_step_us"] > 0
-    assert "smaller than on a GPU, because this run is on a CPU: --batch 2\n" in capsys.readouterr().out
+    assert "This run is smaller because it is on a CPU: --batch 2\n" in capsys.readouterr().out
 
 
 def test_the_decoder_has_four_layers_by_default_on_a_cpu(scripts):
