@@ -125,6 +125,19 @@ def test_the_loader_has_batches_for_the_steps_without_the_profiler(run, tmp_path
     assert "This run is smaller because it is on a CPU: --batch 2\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_a_written_file_can_be_copied_from_any_terminal(columns, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.chdir(tmp_path)
+    trace, table = tmp_path / "traces/a-long-folder/of_a_long_run.json", tmp_path / "traces/of_a_long_run.txt"
+    lesson._files(SimpleNamespace(trace=trace, table=table, code=None))
+    said = capsys.readouterr().out
+    lines = [part.strip() for line in said.splitlines() for part in line.split("   ") if part.strip()]
+    assert "\ufffd" not in said
+    assert {str(path.relative_to(tmp_path)) for path in (trace, table)} < set(lines)
+    assert (len(said.splitlines()) == 2) is (columns == "200")
+
+
 def test_the_decoder_has_four_layers_by_default_on_a_cpu(scripts):
     script = scripts["05_llm"]
     for typed, layers in (((), 4), (("--layers", "28"), 28), (("--model", "somebody/a-model"), None)):

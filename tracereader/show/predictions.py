@@ -32,7 +32,7 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
     sentence = _how_many_hold(decided, brief)
     if not decided:
         sentence = f"{_about_the_gpu(len(answers))}, and this run was on the CPU"
-    out.print(head(sentence, "predictions"))
+    paragraph(out, head(sentence, "predictions"), rest="  ")
     for one, verdict in sorted(decided, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue

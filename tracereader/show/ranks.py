@@ -264,7 +264,7 @@ def _ms(us: float) -> str:
 
 
 COLUMNS: dict[str, Callable[[RankFigures], float]] = {
-    "window": lambda one: one.total.us,
+    "time": lambda one: one.total.us,
     "compute": lambda one: one.total.compute_us,
     "exposed": lambda one: one.total.exposed_communication_us,
     "hidden": lambda one: one.total.communication_us - one.total.exposed_communication_us,
