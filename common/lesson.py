@@ -16,7 +16,7 @@ from common.memory import build_unfilled, within_memory
 from common.publish import require_writable, run_of
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
-from tracereader.show.text import console, paragraph, plain, seconds, shown_path
+from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
 from tracereader.show.view import View
 
 
@@ -115,7 +115,7 @@ def _header(run: Run) -> None:
     """Print what ran, how long the first call took, and whether the result is right."""
     out = console()
     matches = f"matches {run.against}: relative error {run.error or 0:.1e}"
-    right = "reference run; the other variants are checked against it" if run.error is None else matches
+    right = "this run's result is the reference for the compiled and other variants" if run.error is None else matches
     calls = f"warm run: {counted(run.warmup, 'warm-up call')}, the first" if run.warmup else "cold run: the first call"
     known = [f"{calls} took {seconds(run.first_call_s)}"]
     if run.peak_bytes is not None:
@@ -125,7 +125,7 @@ def _header(run: Run) -> None:
     paragraph(out, escape(" · ".join([*known, right])))
     if run.smaller:
         taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.smaller.items())
-        paragraph(out, f"smaller than on a GPU, because this run is on a CPU: {taken}")
+        paragraph(out, f"This run is smaller because it is on a CPU: {taken}")
 
 
 def _explain_ranks(run: Run, here: Sequence[Path], view, args) -> None:
@@ -161,4 +161,4 @@ def _files(run: Run) -> None:
     longest = max(cell_len(path) for path, _ in files)
     beside = longest + 3 + max(cell_len(what) for _, what in files) <= out.width
     for path, what in files:
-        out.print(plain(f"{path:{longest}}   {what}" if beside else f"{what}:\n{path}"))
+        print_whole(out, f"{path:{longest}}" if beside else path, what)

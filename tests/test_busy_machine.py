@@ -88,8 +88,7 @@ def test_products_far_below_the_rate_of_the_run_itself(tmp_path, us, busy):
     """A 64 x 64 product has 524,288 operations, which take 5 µs at the 0.1 TFLOP/s that the run measured."""
     said = busy_machine(summarize(read(steps(tmp_path, 3 * us, us, us + 10, us + 20, lesson=LESSON))))
     assert bool(said) == busy
-    times = (us + 10 - 20) / (2 * 64**3 / 0.1e6)  # of the typical step's product
-    assert not busy or said.startswith(f"matrix products take {times:,.0f} times as long as at the best rates")
+    assert not busy or said.startswith("the matrix products are far slower than the best rates that this run measured")
 
 
 def test_a_real_run_beside_others():

@@ -655,7 +655,7 @@ def test_the_regime_names_the_largest_part_of_the_busy_time():
 
 @pytest.mark.parametrize(
     ("name", "held"),
-    [("changes/vit/eager", "mean of #2 and #3"), ("01_matmul_add/4096_bf16_cold_eager", "as recorded")],
+    [("changes/vit/eager", "mean of #2 and #3"), ("01_matmul_add/4096_bf16_cold_eager", "on the GPU, #3")],
 )
 def test_the_table_of_the_step_says_which_steps_it_is_of(name, held, capsys):
     assert cli.main([str(H200 / f"{name}.json.gz"), "--only", "gpu"]) == 0

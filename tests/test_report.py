@@ -120,6 +120,44 @@ def test_a_report_without_changes_names_the_step_that_was_filtered(tmp_path, cap
     assert f"more than 2% of the {'step without the profiler' if known else 'recorded step'}" in told
 
 
+@pytest.mark.parametrize("name", ["resnet/fp32", "unet/compile"])
+def test_the_repetitions_fit_80_columns(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, CHANGES / f"{name}.json.gz", "--only", "repeats").splitlines()
+    assert any(re.match(r"repetitions in step #3 .* share$", line) for line in lines), "a row is one line"
+    assert any(re.match(r"  \d+ times the same \d+ GPU activities, the first is no. \d+", line) for line in lines)
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_the_warning_about_activities_without_a_launch_gives_their_time(capsys):
+    trace = CHANGES / "resnet/fp32.json.gz"
+    events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    launches = {e["args"]["correlation"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    lost = [e["dur"] for e in work if e["args"]["correlation"] not in launches]
+    told = f"{len(lost)} GPU activities ({sum(lost) / 1e3:.1f} ms) have no launch call in the trace"
+    assert lost and told in " ".join(printed(capsys, trace).split())
+
+
+def test_the_call_tree_says_that_the_calls_below_a_sum_are_those_of_one_call(capsys):
+    trace = ROOT / "tests/traces/blocking.json.gz"
+    events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    mark = raw_steps(events)[1]
+    inside = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    times = [e["dur"] for e in inside if e["name"] == "aten::to"]
+    lines = printed(capsys, trace, "--only", "chain").splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.endswith("in total; the slowest call:")]
+    assert f"{len(times)} calls of aten::to  {sum(times):,.1f} µs in total" in lines[at]
+    below = max(e["dur"] for e in inside if e["name"] == "aten::_to_copy")
+    assert lines[at + 1].strip() == f"aten::_to_copy  {below:,.1f} µs"
+
+
+def test_a_default_report_ends_with_what_more_there_is(capsys):
+    trace = CHANGES / "resnet/fp32.json.gz"
+    assert printed(capsys, trace).splitlines()[-1].startswith("more: --all")
+    assert "more: --all" not in printed(capsys, trace, "--only", "repeats")
+
+
 @pytest.mark.parametrize("trace", sampled(TRACES), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_table_is_cut_below_eight_rows(reports, capsys, monkeypatch, trace):
     for head, rows in tables(reports(capsys, monkeypatch, trace)).items():

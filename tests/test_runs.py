@@ -122,7 +122,20 @@ def test_on_a_gpu_a_step_without_the_profiler_takes_no_longer(run, tmp_path):
 def test_the_loader_has_batches_for_the_steps_without_the_profiler(run, tmp_path, capsys):
     assert run("06_training", *TINY, "--loader", "0", "--workers", "0", "--warmup") == 0
     assert only_trace(tmp_path)["lesson"]["facts"]["unprofiled_step_us"] > 0
-    assert "smaller than on a GPU, because this run is on a CPU: --batch 2\n" in capsys.readouterr().out
+    assert "This run is smaller because it is on a CPU: --batch 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_a_written_file_can_be_copied_from_any_terminal(columns, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.chdir(tmp_path)
+    trace, table = tmp_path / "traces/a-long-folder/of_a_long_run.json", tmp_path / "traces/of_a_long_run.txt"
+    lesson._files(SimpleNamespace(trace=trace, table=table, code=None))
+    said = capsys.readouterr().out
+    lines = [part.strip() for line in said.splitlines() for part in line.split("   ") if part.strip()]
+    assert "\ufffd" not in said
+    assert {str(path.relative_to(tmp_path)) for path in (trace, table)} < set(lines)
+    assert (len(said.splitlines()) == 2) is (columns == "200")
 
 
 def test_the_decoder_has_four_layers_by_default_on_a_cpu(scripts):

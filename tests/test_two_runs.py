@@ -47,7 +47,7 @@ def test_the_same_ops_of_another_type(tmp_path, capsys):
     first = made(tmp_path, "bf16", [product(BF16, 64, 32, 16)], flags)
     other = made(tmp_path, "fp32", [product(FP32, 64, 32, 16)], {**flags, "dtype": "fp32", "newer": 2})
     of_flags, of_inputs = (
-        "flags: dtype bf16, then fp32",
+        "flags: --dtype bf16 → --dtype fp32",
         "inputs: aten::mm bf16 [64, 32] [32, 16], then fp32 [64, 32] [32, 16]",
     )
     assert changed(first, other) == (of_flags, of_inputs)
@@ -60,12 +60,12 @@ def test_the_same_ops_of_another_type(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ({"compile": None}, {"compile": "default"}, "flags: compile not given, then default"),
-        ({"fused": True}, {"fused": False}, "flags: fused given, then not given"),
+        ({"compile": None}, {"compile": "default"}, "flags: without --compile → --compile default"),
+        ({"fused": True}, {"fused": False}, "flags: --fused → without --fused"),
         (
             {"size": 64, "dtype": "bf16"},
             {"size": 32, "dtype": "fp32"},
-            "flags: size 64, then 32; dtype bf16, then fp32",
+            "flags: --size 64 → --size 32; --dtype bf16 → --dtype fp32",
         ),
         ({"size": 64}, {"size": 64}, None),
         ({"size": 64}, {}, None),

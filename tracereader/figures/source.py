@@ -17,12 +17,13 @@ class TraceWarning(msgspec.Struct, frozen=True):
     name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names; table_of_another_run,
     a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
     files of a trace without CUDA graphs; no_capture_fits, `count` CUDA graph launches that none of these files fits;
-    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities.
+    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum.
     """
 
     name: str
     count: int = 0
     names: tuple[str, ...] = ()
+    us: float | None = None
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -82,8 +83,8 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     yield from _captures_that_fit_nothing(trace)
     if not trace.work and _launches(trace):
         yield TraceWarning("no_gpu_records")
-    if trace.unlaunched:
-        yield TraceWarning("no_launch", trace.unlaunched)
+    if unlaunched := [one.us for one in trace.work if one.launch is None]:
+        yield TraceWarning("no_launch", len(unlaunched), us=sum(unlaunched))
 
 
 def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:

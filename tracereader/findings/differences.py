@@ -46,12 +46,13 @@ def difference(first: Side, other: Side) -> Difference:
 
 def flags(first: Side, other: Side) -> str:
     """Return the flags in which two runs of numbered scripts differ, as one text; "" without any."""
-    words = {None: "not given", True: "given"}
-    texts = [
-        f"{one.name} {words.get(one.before, one.before)}, then {words.get(one.after, one.after)}"
-        for one in compare.flags(first, other)
-    ]
+    texts = [f"{_flag(one.name, one.before)} → {_flag(one.name, one.after)}" for one in compare.flags(first, other)]
     return "flags: " + "; ".join(texts) if texts else ""
+
+
+def _flag(name: str, value: object) -> str:
+    typed = f"--{name.replace('_', '-')}"
+    return {None: f"without {typed}", True: typed}.get(value, f"{typed} {value}")
 
 
 def _ops(first: Side, other: Side) -> tuple[list[str], list[str]]:

@@ -448,9 +448,10 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
+    steps = f" in {counted(len(summary.steps), 'step')}" if summary.steps else ""
     waits = (
-        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}, "
-        f"{ms(waiting.waited_exposed_us).removesuffix(' ms')} of it exposed ({cost:.1%} of its time)"
+        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}"
+        f"{steps}, and for {ms(waiting.waited_exposed_us)} of that it computes nothing ({cost:.1%} of its time)"
     )
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)

@@ -40,8 +40,8 @@ def show(out: Console, summary: Summary, view: View) -> None:
 
 def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
     """Print the calls of one depth by name, then the same inside the longest call of the costliest name."""
-    deeper = 0
-    for _ in range(DEPTHS_SHOWN):
+    deeper, last = 0, DEPTHS_SHOWN - 1
+    for level in range(DEPTHS_SHOWN):
         if start >= end:
             return
         depth = chain[start].depth
@@ -53,6 +53,8 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
         for index in calls:
             by_name.setdefault(chain[index].name, []).append(index)
         costliest = sorted(by_name.items(), key=lambda item: -sum(chain[index].us for index in item[1]))
+        longest = max(costliest[0][1], key=lambda index: chain[index].us)
+        start, end = longest + 1, next((i for i in calls if i > longest), end)
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
             total = sum(chain[index].us for index in same)
             times = f"{len(same):,} calls of " if len(same) > 1 else ""
@@ -60,10 +62,10 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
             named = f"  {plain(', '.join(layers))}" if layers else ""
             indent = "  " * (depth + deeper + 1)
-            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs{summed}[/dim]{named}"
+            # The calls below are those of one call, not of the sum.
+            one = "; the slowest call:" * (len(same) > 1 and name == costliest[0][0] and start < end and last > level)
+            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs{summed}[/dim]{named}{one}"
             paragraph(out, line, indent, indent + "    ")
-        longest = max(costliest[0][1], key=lambda index: chain[index].us)
-        start, end = longest + 1, next((i for i in calls if i > longest), end)
 
 
 def _median_stretch(

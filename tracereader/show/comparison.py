@@ -118,7 +118,7 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     unit, (_, measured, *after) = in_one_unit(
         [base.summary.recorded_step_us, checked.measured_us, *(one.step_us_after for one in checked.proposals)]
     )
-    rates = [" (with assumed rates)" * (one.basis == "bound") for one in checked.proposals]
+    rates = [" (estimated with peak or typical rates)" * (one.basis == "bound") for one in checked.proposals]
     predicted = [f"{us} {unit}{assumed}" for us, assumed in zip(after, rates, strict=True)]
     if len(predicted) > 1:
         each = "; ".join(f"{one.title}: {us}" for one, us in zip(checked.proposals, predicted, strict=True))

@@ -29,10 +29,10 @@ def show(out: Console, predictions: Sequence[Prediction], summary: Summary, view
     answers = [(one, one.ask(summary)) for one in predictions]
     decided = [(one, verdict) for one, verdict in answers if verdict.evidence != NO_GPU]
     brief = view.usual
-    sentence = _how_many_hold(decided)
+    sentence = _how_many_hold(decided, brief)
     if not decided:
         sentence = f"{_about_the_gpu(len(answers))}, and this run was on the CPU"
-    out.print(head(sentence, "predictions"))
+    paragraph(out, head(sentence, "predictions"), rest="  ")
     for one, verdict in sorted(decided, key=lambda pair: (pair[1].holds is not False, pair[1].holds is None)):
         if brief and verdict.holds is not False:
             continue
@@ -52,10 +52,11 @@ def evidence_against(predictions: Sequence[Prediction], summary: Summary) -> str
     return "\n".join(f"{one.evidence}\n{one.why_not}" for one in verdicts if one.holds is False)
 
 
-def _how_many_hold(answers: Sequence[tuple[Prediction, Verdict]]) -> str:
-    """Return the sentence about how many predictions hold."""
+def _how_many_hold(answers: Sequence[tuple[Prediction, Verdict]], brief: bool) -> str:
+    """Return the sentence about how many predictions hold. brief: whether only those that do not hold are listed."""
     holds = [verdict.holds for _, verdict in answers]
-    unknown = f"; {holds.count(None)} cannot be decided" if None in holds else ""
+    listed = " (--only predictions lists them)" * brief
+    unknown = f"; {holds.count(None)} cannot be decided{listed}" if None in holds else ""
     broken = {0: "", 1: "; this one does not:"}.get(holds.count(False), "; these do not:")
     hold = "predictions hold" if len(holds) > 1 else "prediction holds"
     return f"{holds.count(True)} of {len(holds)} {hold}{unknown}{broken}"
@@ -83,7 +84,7 @@ def _gpu_answers(out: Console, predictions: Sequence[Prediction], summary: Summa
     answers = [(one, one.ask(gpu)) for one in predictions]
     on_gpu = f"In the reference trace of an {plain(gpu.source.devices[0])}"
     opening = ". ".join([*[left] * more, on_gpu])
-    paragraph(out, f"{opening}, {_how_many_hold(answers)}", "  ", "  ")
+    paragraph(out, f"{opening}, {_how_many_hold(answers, brief)}", "  ", "  ")
     if not brief:
         out.print(f"  {plain(shown_path(reference))}")  # on a line of its own, so that it can be copied
     for one, verdict in answers:

@@ -241,7 +241,8 @@ def notes(summary: RanksSummary) -> list[str]:
             f"{duration(abs(most))} apart); nine in ten then agree within {duration(clocks.apart_us)}"
         )
     elif clocks.apart_us is not None and summary.on_gpu:
-        found.append(f"clocks as recorded: nine in ten collectives end within {duration(clocks.apart_us)} on all ranks")
+        within = duration(clocks.apart_us)
+        found.append(f"the clocks are used as recorded: nine of ten collectives end within {within} on all ranks")
     return found
 
 
@@ -263,19 +264,19 @@ def _ms(us: float) -> str:
 
 
 COLUMNS: dict[str, Callable[[RankFigures], float]] = {
-    "window": lambda one: one.total.us,
+    "time": lambda one: one.total.us,
     "compute": lambda one: one.total.compute_us,
     "exposed": lambda one: one.total.exposed_communication_us,
     "hidden": lambda one: one.total.communication_us - one.total.exposed_communication_us,
     "copies": lambda one: one.total.exposed_copy_us,
     "idle": lambda one: one.total.idle_us,
     "waited": lambda one: one.waiting_us,
-    "last": lambda one: one.arrived_last,
+    "arrived last": lambda one: one.arrived_last,
 }
 
 
 def _cell(head: str, value: float) -> str:
-    return f"{value:,.0f}" if head == "last" else _ms(value)
+    return f"{value:,.0f}" if head == "arrived last" else _ms(value)
 
 
 def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
@@ -283,7 +284,7 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
     if len(shown) < len(summary.ranks) > 2:
         rows += _distribution(summary)
-    _print(out, ("in the window, ms", *COLUMNS), rows)
+    _print(out, ("window, ms", *COLUMNS), rows)
     # fsum, because sum() rounds before Python 3.12 and would leave a difference.
     before = {
         one.rank: max(0.0, one.total.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown
@@ -404,7 +405,7 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
         )
         for one in shown
     ]
-    heads = ("collective, medians", "message", "times", "wait", "transfer", "bus GB/s", "of best")
+    heads = ("collective, medians", "message", "count", "wait", "transfer", "bus GB/s", "of best")
     print_columns(out, heads, rows)
     if len(shown) < len(summary.kinds):
         out.print(f"{len(summary.kinds) - len(shown):,} more sizes are not shown")
@@ -427,7 +428,7 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
         )
         for one in kinds
     ]
-    heads = ("process groups", "groups", "ranks", "times", "wait, ms", "transfer, ms")
+    heads = ("process groups", "groups", "ranks", "count", "wait, ms", "transfer, ms")
     print_columns(out, heads, rows)
     paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
     for one in kinds:
@@ -450,7 +451,7 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
         )
         for one in summary.groups
     ]
-    print_columns(out, ("process group", "times", "all waits, ms", "most for rank", "last", "for it, ms"), rows)
+    print_columns(out, ("process group", "count", "all waits, ms", "most for rank", "arrived last", "for it, ms"), rows)
     out.print()
 
 
@@ -485,7 +486,7 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
                 f"rank {whom}" if us else "–",
             )
         )
-    heads = (f"collectives of rank {rank}", "message", "times", "waited, ms", "transfer, ms", "bus GB/s", "mostly for")
+    heads = (f"collectives of rank {rank}", "message", "count", "waited, ms", "transfer, ms", "bus GB/s", "mostly for")
     print_columns(out, heads, rows)
 
 

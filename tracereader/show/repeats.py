@@ -42,36 +42,43 @@ def table(out: Console, summary: Summary) -> None:
     each_us = unit_of([one.high_us for one in largest])
     in_all = unit_of([total])
     rows = []
-    facts = summary.llm.decoding.facts if summary.llm.decoding else None
-    for one in sorted(largest, key=lambda one: one.start):
-        each = facts.layers / one.times if facts and facts.layers and not one.replays else 1
-        layers = f", {each:.0f} layers each" if each > 1 and each == int(each) else ""
-        where = "replays of a CUDA graph" if one.replays else f"from {one.start + 1:,}{layers}"
-        name = Name(f"{one.times} x {one.pieces:,} activities, {where}")
-        rows.append(_row(name, one, each_us, in_all, total))
+    by_place = sorted(largest, key=lambda one: one.start)
+    for one in by_place:
+        rows.append(_row(Name(f"{one.times} x {one.pieces:,} activities"), one, each_us, in_all, total))
         if one.inside:
-            name = f"  each: {one.inside.times} x {one.inside.pieces:,} activities"
+            name = Name(f"  each: {one.inside.times} x {one.inside.pieces:,}")
             rows.append(_row(name, one.inside, each_us, in_all, None))
     outside = total - sum(one.total_us for one in largest)
     pieces = len(summary.gpu_work) - sum(one.pieces * one.times for one in largest)
     if pieces:
-        name = f"outside: {counted(pieces, 'activity', 'activities')}"
+        name = Name(f"outside: {counted(pieces, 'activity', 'activities')}")
         rows.append((name, "", "", "", in_all(outside), percent(outside / total)))
     step = f"{'step ' * summary.source.has_steps}{summary.chosen.number}"
     heads = (
         f"repetitions in {step}", f"GPU {each_us.name}", "range", f"CPU {each_us.name}",
-        f"total {in_all.name}", "of GPU work",
+        f"total {in_all.name}", "share",
     )  # fmt: skip
     print_columns(out, heads, rows)
     if overlap(summary):
         busy = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"these are sums, and kernels overlap: the GPU is busy {busy} of the step", "  ", "    ")
-    for one in largest:
+    for one in by_place:
+        told = _which(summary, one)
         if one.us and one.high_us > LONG_STRETCH * one.us:
-            longest = f"the longest of the {one.times}, number {one.longest}"
-            paragraph(out, f"{longest}: {one.high_us / one.us:.1f} times the median one", "  ", "    ")
-    if largest:
-        paragraph(out, f"one of the {largest[0].times}: {plain(_families(summary, largest[0]))}", "  ", "    ")
+            told += f"; the longest, number {one.longest}, takes {one.high_us / one.us:.1f} times the median"
+        if one is largest[0]:
+            told += f"; one of them: {_families(summary, one)}"
+        paragraph(out, plain(told), "  ", "    ")
+
+
+def _which(summary: Summary, one: Repeat) -> str:
+    """Return which activities of the step are repeated, in words."""
+    told = f"{one.times} times the same {one.pieces:,} GPU activities"
+    if one.replays:
+        return f"{told}, replays of a CUDA graph"
+    layers = summary.llm.decoding.facts.layers if summary.llm.decoding and summary.llm.decoding.facts else None
+    each = f", {layers // one.times} layers each" if layers and layers > one.times and not layers % one.times else ""
+    return f"{told}{each}, the first is no. {one.start + 1:,}"
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,9 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     if view.brief and view.usual:
         out.print()
         print_whole(out, f"uv run read-trace {shown_path(trace.path)}", "more:", first=False)
+    elif view.usual:
+        out.print()
+        out.print("more: --all shows every section and row; --only patterns explains each pattern")
 
 
 def _wanted(summary: Summary, predicted: bool, view: View) -> set[str]:
@@ -238,7 +241,8 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     """Print what limits the step, with the figures that decide it, and the step's time without the profiler."""
     word, figures = steps.waiting(summary)
     recorded = " while it is recorded" * recording.changes_the_regime(summary)
-    sentences = [f"{head(_capitalized(word), 'short')}{recorded}.", f"{plain(_capitalized(figures))}."]
+    sentences = [f"{head(_capitalized(word), 'short')}{recorded}."]
+    sentences += [f"{plain(_capitalized(clause))}." for clause in figures.split("; ")]
     sentences.append(plain(recording.unprofiled(summary)))
     if view.brief and (means := cheatsheet.what_to_do(summary)):
         sentences.append(plain(_capitalized(means.partition(": ")[2] or means)))
@@ -296,8 +300,9 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in parts]
     whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
     between = " and " if count == 2 else " to "
-    of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else ""
-    title = f"where the step goes{whose}: {unit(whole)} {unit.name} as recorded{of}"
+    of = f", mean of {held[0].number}{between}{held[-1].number}" if count > 1 else f", {held[0].number}" if held else ""
+    where = "" if whose else " on the GPU"
+    title = f"where the step goes{whose}: {unit(whole)} {unit.name}{where}{of}"
     print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
 
 
@@ -355,7 +360,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             for place, (name, _) in enumerate(shown)
             if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
         }
-        heads = ("the GPU waits while the launching thread is in", unit.name, "of the wait")
+        of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
+        heads = (f"the GPU waits{of} while the launching thread is in", unit.name, "of the wait")
         tables.append((heads, rows, functions))
     for title, places in (
         ("GPU time of a step, by phase (from autograd)", summary.places.by_phase),

@@ -143,9 +143,11 @@ def print_columns(
     heads = [printable(head) for head in heads]
     widths = _widths(heads, rows)
     shrinkable = [i for i in range(len(heads)) if any(isinstance(row[i], Name) for row in rows)]
+    # Only names can be cut, so that a column stays as wide as its head and its other cells.
+    fixed = _widths(heads, [["" if isinstance(cell, Name) else cell for cell in row] for row in rows])
     while sum(widths) + 2 * (len(widths) - 1) > out.width:
         widest = max(shrinkable, key=lambda i: widths[i], default=None)
-        if widest is None or widths[widest] <= max(LEAST_NAME, cell_len(heads[widest])):
+        if widest is None or widths[widest] <= max(LEAST_NAME, fixed[widest]):
             _print_stacked(out, heads, rows, below)
             return
         widths[widest] -= 1

@@ -2,7 +2,7 @@
 
 from tracereader.figures import Summary
 from tracereader.figures.source import TraceWarning
-from tracereader.findings.finding import activities, counted
+from tracereader.findings.finding import activities, counted, duration
 from tracereader.trace.kernel_names import short
 
 
@@ -37,6 +37,11 @@ def _in_words(one: TraceWarning) -> str:
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch":
-            several = f"{activities(one.count)} have" if one.count > 1 else "one GPU activity has"
-            return f"{several} no launch in the trace, and therefore neither a step nor an op"
+            several = one.count > 1
+            first = activities(one.count) if several else "one GPU activity"
+            return (
+                f"{first} ({duration(one.us)}) {'have' if several else 'has'} no launch call in the trace, so "
+                f"{'they belong' if several else 'it belongs'} to no step and no op, and the tables of steps and names "
+                f"leave {'them' if several else 'it'} out"
+            )
     raise ValueError(one.name)

@@ -317,7 +317,6 @@ class Trace:
     has_shapes: bool
     zeroed: int
     crossing: Counter  # slices that overlap another of their track without nesting, by name
-    unlaunched: int  # GPU work whose launch is not in the trace
     not_known: Counter  # slices on a device, of categories that this reader does not know, left out
     taken: Counter  # the same of a trace without any known work: taken for the device's work
     nodes: tuple[Work, ...]  # of replayed CUDA graphs, what is no work of the device, by start
@@ -430,7 +429,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
     calls = _calls(ops)
     if edges:
         _tie_nodes([*work, *nodes], edges, zero)
-    unlaunched = _link(calls, work, nodes)
+    _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
     steps, outside = _steps(ops, roots, work)
     return Trace(
@@ -457,7 +456,6 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
         crossing=crossing,
-        unlaunched=unlaunched,
         not_known=not_known,
         taken=taken,
         nodes=tuple(nodes),
@@ -598,12 +596,11 @@ def _calls(ops: list[Op]) -> dict[int, Op]:
     return found
 
 
-def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> int:
-    """Tie GPU work and graph nodes to the runtime calls that launched them. Return the amount of work without a launch.
+def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
+    """Tie GPU work and graph nodes to the runtime calls that launched them.
 
     If torch assigned a lane to a graph's node, the stream on which the node ran replaces it.
     """
-    unlaunched = 0
     queued: dict[tuple, list[Work]] = {}  # by graph and node
     replays: dict[int, dict[int, Op]] = {}  # by graph, its launches by id
     for one in chain(work, nodes):
@@ -627,12 +624,11 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> int:
     for one in work:
         launch = one.launch
         if launch is None:
-            unlaunched += 1
-        elif launch.work:
+            continue
+        if launch.work:
             launch.work.append(one)
         else:
             launch.work = [one]
-    return unlaunched
 
 
 def _tie_nodes(work: list[Work], edges: list[Event], zero: int) -> None:
