@@ -348,7 +348,7 @@ def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
     assert {"change", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"} <= set(one)
     assert cli.main(files) == 0
     shown = capsys.readouterr().out
-    assert shown.index("in short") < shown.index("try first") < shown.index("in the window")
+    assert shown.index("in short") < shown.index("try first") < shown.index("window, ms")
     assert "1 let rank 1 keep up with the others" in shown
 
 

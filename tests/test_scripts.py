@@ -280,7 +280,8 @@ def test_the_report_depends_on_the_file_alone(run, tmp_path, capsys):
     from tracereader.show.view import View
 
     assert run("01_matmul_add", "--size", "8", "--device", "cpu") == 0
-    _title, _costs, *said, _trace, _table = capsys.readouterr().out.splitlines()
+    _title, _costs, *said = capsys.readouterr().out.splitlines()
+    said = said[: 1 + next(number for number, line in enumerate(said) if line.startswith("more: "))]
     *command, trace = said[-1].removeprefix("more: ").split()
     assert command == ["uv", "run", "read-trace"]
     report.explain_file(Path(trace), View(brief=True))

@@ -113,8 +113,23 @@ def ops_recorded(step: Step) -> bool:
     """
     calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
-    inside = sum(any(op.kind == "op" and op.name != DESCRIBES_COLLECTIVE for op in call.above()) for call in calls)
-    return not calls or inside >= IN_OPS * len(calls)
+    known: dict[int, bool] = {}  # by a slice's id, so that each path upwards is followed once
+    return not calls or sum(_lies_in_op(call, known) for call in calls) >= IN_OPS * len(calls)
+
+
+def _lies_in_op(call: Op, known: dict[int, bool]) -> bool:
+    """Return whether an op other than a collective's description encloses the call."""
+    path, found = [], False
+    for op in call.above():
+        if id(op) in known:
+            found = known[id(op)]
+            break
+        path.append(op)
+        if op.kind == "op" and op.name != DESCRIBES_COLLECTIVE:
+            found = True
+            break
+    known.update((id(op), found) for op in path)
+    return found
 
 
 def busy_us(work: Iterable[Work]) -> float:

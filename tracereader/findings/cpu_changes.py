@@ -145,14 +145,10 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     names = listed(dict.fromkeys(asking(op) for op in waits))
     return Proposal(
         as_cuda_graph(case.graph, stays),
-        f"{captured:,} of {case.summary.chosen.launches:,} launches, which are identical in every step, have no "
-        f"synchronization between them; the step synchronizes outside of them, in {names}"
-        if graphs == 1
-        else f"{captured:,} of {case.summary.chosen.launches:,} launches, which are identical in every step, make "
-        f"{graphs} groups between the synchronizations in {names}",
-        "torch.cuda.graph for each group of launches without a synchronization, or torch.compile(model, "
-        'mode="reduce-overhead")',
-        title=f"replay the launches between synchronizations as {'a CUDA graph' if graphs == 1 else 'CUDA graphs'}",
+        f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
+        f"{counted(graphs, 'group')} between the synchronizations in {names}",
+        "torch.cuda.graph for each group",
+        title="use CUDA graphs between synchronizations",
     )
 
 

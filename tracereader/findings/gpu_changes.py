@@ -25,8 +25,8 @@ from tracereader.trace.types import dims_of, dtype_of, tensors_of
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
 # Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
-# The shortest product on tensor cores in this repository's traces of an H200 takes this long: 64 x 64 x 64 in bf16
-# (01_matmul_add). The shortest kernels of any kind take about 1 µs there.
+# The shortest product on tensor cores in this repository's traces of an H200 takes this long: 64 x 64 x 64 in bf16,
+# in the first rung. The shortest kernels of any kind take about 1 µs there.
 LEAST_PRODUCT_US, LEAST_KERNEL_US = 1.85, 1.0
 # Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
 PINNED_GB_S = 50
