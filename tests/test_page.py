@@ -72,6 +72,18 @@ def unpacked(page):
     return found, columns
 
 
+def starts_of(found, columns):
+    """Return the start (ns) of each slice. On its track, each is stored as the difference to the one before."""
+    starts, place = [], 0
+    for track in found["tracks"]:
+        at = 0
+        for _ in range(track["slices"]):
+            at += columns["start"][place]
+            starts.append(at)
+            place += 1
+    return starts
+
+
 def json_of(capsys, *arguments):
     capsys.readouterr()
     assert cli.main([*map(str, arguments), "--json"]) == 0
@@ -119,13 +131,7 @@ def test_every_slice_that_the_reader_keeps_is_in_the_page(tmp_path):
     kept = [one for one in events if one.get("ph") == "X" and one["cat"] not in ("python_function", "Trace")]
     first = min(one["ts"] for one in kept)
     expected = sorted((one["name"], round((one["ts"] - first) * 1000), round(one["dur"] * 1000)) for one in kept)
-    starts, place = [], 0
-    for track in found["tracks"]:
-        at = 0
-        for _ in range(track["slices"]):
-            at += columns["start"][place]
-            starts.append(at)
-            place += 1
+    starts = starts_of(found, columns)
     names = [found["names"][number] for number in columns["name"]]
     assert sorted(zip(names, starts, columns["dur"], strict=True)) == expected
     by_correlation = {one["args"]["correlation"]: one for one in kept if one["cat"] in ("cuda_runtime", "cuda_driver")}
@@ -599,13 +605,7 @@ def test_zooming_by_key_keeps_the_selection_in_view(chromium, pages):
     press(browser, "n", *"wwwwwwww")
     found, columns = unpacked(pages(TRAINING))
     name = text(browser, "#selected-text")
-    starts, place = [], 0
-    for track in found["tracks"]:
-        at = 0
-        for _ in range(track["slices"]):
-            at += columns["start"][place]
-            starts.append(at)
-            place += 1
+    starts = starts_of(found, columns)
     of_name = [one for one, number in enumerate(columns["name"]) if found["names"][number] == name]
     first = min(of_name, key=starts.__getitem__)
     assert view(browser)[0] < starts[first] + columns["dur"][first] / 2 < view(browser)[1]
