@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tracereader.command import BadInput
 from tracereader.show import tracks
-from tracereader.show.page import files
+from tracereader.show.atomic import replace
 from tracereader.show.perfetto import said_of
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
@@ -49,4 +49,4 @@ def write_merged(content: bytes, target: str, force: bool, traces: list[Path]) -
 
 def _put(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
     refuse_early(target, force, traces)  # again, because another program may have written the file meanwhile
-    files.replace(Path(target), tracks.packed_as(target, content))
+    replace(Path(target), tracks.packed_as(target, content))

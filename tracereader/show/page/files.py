@@ -1,13 +1,11 @@
 """Writes a page atomically, and overwrites only reports."""
 
-import os
-import secrets
 import stat
 import sys
 from pathlib import Path
 
-from tracereader import interrupts
 from tracereader.command import BadInput
+from tracereader.show.atomic import replace
 from tracereader.show.page.html import MARK
 
 STDOUT = "-"
@@ -47,18 +45,3 @@ def write(page: str, target: str, force: bool) -> int:
     refuse_early(target, force)  # again, because another program may have written the file meanwhile
     replace(Path(target), data)
     return len(data)
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file atomically: its path has either the old file or the whole new one."""
-    path = path.resolve()
-    scratch = path.with_name(f".{path.name[:80]}.{secrets.token_hex(6)}.tmp")
-    with interrupts.undone_by(lambda: scratch.unlink(missing_ok=True)):
-        try:
-            with scratch.open("xb") as file:
-                file.write(data)
-            if path.exists():
-                scratch.chmod(stat.S_IMODE(path.stat().st_mode))
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
