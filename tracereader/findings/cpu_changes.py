@@ -72,7 +72,7 @@ def cuda_graph(case: Case) -> Proposal | None:
     if not case.trains:
         return Proposal(
             as_cuda_graph(case.graph),
-            f"{summary.chosen.launches:,} identical launches per step, no synchronization between them",
+            _identical(summary.chosen.launches),
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         )
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
@@ -89,10 +89,14 @@ def cuda_graph(case: Case) -> Proposal | None:
     ]
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
-        f"{len(captured):,} identical launches per step in forward and backward, no synchronization between them",
+        _identical(len(captured), " in forward and backward"),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
         title="replay forward and backward as CUDA graphs",
     )
+
+
+def _identical(launches: int, where: str = "") -> str:
+    return f"{launches:,} identical launches per step{where}, no synchronization between them"
 
 
 def _small_graph(case: Case) -> Proposal:
@@ -113,8 +117,8 @@ def _small_graph(case: Case) -> Proposal:
     ]
     return Proposal(
         with_cpu_time(graph, calls),
-        f"{case.summary.chosen.launches:,} identical launches per step, no synchronization between them; the copies of "
-        f"its inputs (at most {duration(copies)}) are included",
+        f"{_identical(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
+        "included",
         "torch.cuda.graph, with the inputs copied into the tensors that it reads",
         assumed=True,
     )

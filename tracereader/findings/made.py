@@ -94,7 +94,6 @@ def _larger_batch(before: Side, after: Side) -> bool:
 
 def _fuse_pointwise(before: Side, after: Side) -> bool:
     """Compiled kernels are new, the fusable kernels are fewer or shorter, and the number of products is the same."""
-    # A fused kernel moves the bytes of the longest one. Without this, a small program without products looks fused.
     rows = [[one for one in side.summary.gpu_work if one.family in FUSABLE] for side in (before, after)]
     fewer = len(rows[1]) < ALMOST * len(rows[0])
     shorter = sum(one.us for one in rows[1]) < ALMOST * sum(one.us for one in rows[0])
@@ -102,6 +101,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
     as_many = _same_products(before, after) and attention[0] == attention[1]
     as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
     compiled = _compiled(after) and not _compiled(before)
+    # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
     return compiled and as_large and (fewer or shorter) and as_many and _by_calls(before, after)
 
