@@ -579,6 +579,14 @@ def test_a_run_is_compared_with_the_reference_of_the_same_name(capsys, tmp_path)
     assert "there is no reference" in refused(capsys, other, "--against", "h200")
 
 
+def test_only_folders_with_traces_are_machines(capsys, tmp_path, monkeypatch):
+    for name in ("gpu/02_linear", "__pycache__"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "gpu/02_linear/1x1x1_bf16_warm_eager.json.gz").write_bytes(SMALL.read_bytes())
+    monkeypatch.setattr("tracereader.show.references.FOLDER", tmp_path)
+    assert "the machines are gpu\n" in refused(capsys, SMALL, "--against", "a100")
+
+
 def test_two_cpu_runs_show_the_ops_times(capsys):
     cpu = H200.parent / "cpu/01_matmul_add"
     files = [cpu / f"4096_bf16_{path}_eager.json.gz" for path in ("warm", "cold")]

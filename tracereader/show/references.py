@@ -6,8 +6,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "traces/reference"
 
 
 def machines() -> list[str]:
-    """Return the folders of traces/reference; empty if only the reader is installed."""
-    return sorted(one.name for one in FOLDER.iterdir() if one.is_dir()) if FOLDER.is_dir() else []
+    """Return the machines whose traces are committed; empty if only the reader is installed.
+
+    Other folders may lie beside theirs, such as Python's __pycache__.
+    """
+    return sorted({one.parts[-3] for one in FOLDER.glob("*/*/*.json.gz")})
 
 
 def of(path: Path, machine: str) -> Path | None:
