@@ -241,3 +241,17 @@ def test_a_first_wait_for_recorded_work_is_explained(written):
         event("k", "kernel", 8_020, 1_000, 7, correlation=2, device=0, stream=7),
     )  # fmt: skip
     assert "probably busy" not in waiting(summarize(read(trace)))[1]
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps):
+    """Without profiler steps, the whole trace counts as one step, and its tables include all GPU work."""
+    step = [event("ProfilerStep#1", "user_annotation", 0, 300)] * has_steps
+    kernel = event("alone", "kernel", 200, 10, 7, device=0, stream=7)
+    trace = written(*step, event("aten::mm", "cpu_op", 10, 200), *launched(20, 1), kernel)
+    assert cli.main([str(trace), "--only", "steps", "--only", "kernels"]) == 0
+    said = capsys.readouterr().out
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning")]
+    assert "one GPU activity (10.0 µs) has no launch call in the trace" in warning
+    assert ("belongs to no step and no op" in warning) == ("leave it out" in warning) == has_steps
+    assert ("alone" in said) != has_steps  # the table of names

@@ -1,11 +1,25 @@
-"""Replaces a file atomically."""
+"""Replaces a file atomically, and protects the traces that are read from being replaced."""
 
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader import interrupts
+from tracereader.command import BadInput
+
+
+def refuse(flag: str, target: str, traces: Iterable[Path]) -> None:
+    """Raise BadInput if the target is a URL or one of the traces that are read.
+
+    The message does not repeat a URL, because it may contain credentials.
+    """
+    if "://" in target:
+        raise BadInput(f"{flag} writes a file on this machine and takes no URL")
+    path = Path(target)
+    if path.exists() and any(one.exists() and path.samefile(one) for one in traces):
+        raise BadInput(f"{flag} {target}: that is the trace itself, which stays as it is; name another file")
 
 
 def replace(path: Path, data: bytes) -> None:

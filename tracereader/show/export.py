@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tracereader.command import BadInput
 from tracereader.show import tracks
-from tracereader.show.atomic import replace
+from tracereader.show.atomic import refuse, replace
 from tracereader.show.perfetto import said_of
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
@@ -15,6 +15,7 @@ ENDINGS = (".json", ".json.gz")
 
 def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
     """Raise BadInput if the copy cannot be written there. This comes before a trace is read, which may take long."""
+    refuse("--export", target, traces)
     path = Path(target)
     if not path.name.endswith(ENDINGS) or path.name in ENDINGS:
         raise BadInput(f"--export {target}: the name has to end in .json or .json.gz")
@@ -24,8 +25,6 @@ def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
         return
     if not path.is_file():
         raise BadInput(f"--export {target}: not a plain file")
-    if any(trace.exists() and path.samefile(trace) for trace in traces):
-        raise BadInput(f"--export {target}: that is the trace itself, which stays as it is; name another file")
     if not force:
         raise BadInput(f"--export {target}: exists; --force overwrites it")
 

@@ -2,19 +2,21 @@
 
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader.command import BadInput
-from tracereader.show.atomic import replace
+from tracereader.show.atomic import refuse, replace
 from tracereader.show.page.html import MARK
 
 STDOUT = "-"
 
 
-def refuse_early(target: str, force: bool) -> None:
+def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
     """Raise BadInput if the page cannot be written there. This comes before a trace is read, which may take long."""
     if target == STDOUT:
         return
+    refuse("--html", target, traces)
     path = Path(target).resolve()
     try:
         status = path.stat()
