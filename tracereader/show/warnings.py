@@ -45,4 +45,9 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
                 return f"{said}{belong} op"
             left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
             return f"{said}{belong} step and no op, and {left_out}"
+        case "starts_before_launch":
+            return (
+                f"{activities(one.count)} {'start' if one.count > 1 else 'starts'} before the launch call, by up to "
+                f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
+            )
     raise ValueError(one.name)
