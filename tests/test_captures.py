@@ -292,8 +292,9 @@ def test_capture_from_the_command_line(capsys, tmp_path):
     empty, broken = tmp_path / "empty", tmp_path / "broken.json"
     empty.mkdir()
     broken.write_text("{")
-    for bad in (empty, broken, tmp_path / "missing.json"):
-        assert cli.main([graph, "--capture", str(bad)]) == 2
+    missing = tmp_path / "missing.json"
+    for trace, bad in ((graph, empty), (graph, broken), (graph, missing), (eager, missing)):
+        assert cli.main([trace, "--capture", str(bad)]) == 2
         told = capsys.readouterr()
         assert not told.out and len(told.err.splitlines()) == 1 and bad.name in told.err
     for more in ([eager], ["--against", "h200"], ["--ranks"]):

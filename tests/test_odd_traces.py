@@ -241,3 +241,68 @@ def test_a_first_wait_for_recorded_work_is_explained(written):
         event("k", "kernel", 8_020, 1_000, 7, correlation=2, device=0, stream=7),
     )  # fmt: skip
     assert "probably busy" not in waiting(summarize(read(trace)))[1]
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps):
+    """Without profiler steps, the whole trace counts as one step, and its tables include all GPU work."""
+    step = [event("ProfilerStep#1", "user_annotation", 0, 300)] * has_steps
+    kernel = event("alone", "kernel", 200, 10, 7, device=0, stream=7)
+    trace = written(*step, event("aten::mm", "cpu_op", 10, 200), *launched(20, 1), kernel)
+    assert cli.main([str(trace), "--only", "steps", "--only", "kernels"]) == 0
+    said = capsys.readouterr().out
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning")]
+    assert "one GPU activity (10.0 µs) has no launch call in the trace" in warning
+    assert ("belongs to no step and no op" in warning) == ("leave it out" in warning) == has_steps
+    assert ("alone" in said) != has_steps  # the table of names
+
+
+def test_annotations_of_old_traces_are_no_ops(written):
+    """torch 1.8 to 1.10 recorded annotations in the category of ops, with whole microseconds and text as threads."""
+    events = []
+    for number in (1, 2, 3):
+        at = 1000 * number
+        events += [
+            event(f"ProfilerStep#{number}", "Operator", at, 900, "1"),
+            event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "Operator", at + 10, 100, "1"),
+            event("aten::mm", "Operator", at + 200, 100, "1"),
+            event("cudaLaunchKernel", "Runtime", at + 210, 5, "1", correlation=number),
+            event("gemm", "Kernel", at + 230, 50, "stream 7", correlation=number, device=0, stream=7),
+            event("Optimizer.step#SGD.step", "Operator", at + 400, 100, "1"),
+        ]
+    summary = summarize(read(written(*events)))
+    assert [(one.name, one.cpu_us, one.launches) for one in summary.steps] == [
+        (f"ProfilerStep#{number}", 900, 1) for number in (1, 2, 3)
+    ]
+    assert set(summary.cpu.ops) == {"aten::mm"}
+    assert "Optimizer.step#SGD.step" in {one.name for one in summary.places.by_label}
+    assert summary.training.loading is not None
+
+
+def test_a_single_step_does_not_include_earlier_gpu_work(written):
+    """The GPU runs behind the CPU, so the first recorded step begins while the GPU still runs the step before it."""
+    before = [event("earlier", "kernel", at, 90, 7, correlation=at, device=0, stream=7) for at in (0, 100, 200)]
+    copy = event("Memcpy HtoD", "gpu_memcpy", 150, 20, 8, correlation=900, device=0, stream=8)
+    trace = written(
+        event("ProfilerStep#1", "user_annotation", 50, 100),
+        event("cudaMemcpyAsync", "cuda_runtime", 55, 5, correlation=900),
+        event("cudaLaunchKernel", "cuda_runtime", 60, 5, correlation=901),
+        event("cudaLaunchKernel", "cuda_runtime", 70, 5, correlation=902), *before, copy,
+        event("gemm", "kernel", 295, 40, 7, correlation=901, device=0, stream=7),
+        event("gemm", "kernel", 340, 60, 7, correlation=902, device=0, stream=7),
+    )  # fmt: skip
+    summary = summarize(read(trace))
+    # From the end of the earlier work, 290, to the end of the step's work, 400: gaps of 5 µs each before both kernels.
+    assert (summary.steady_us, summary.steady.busy_us, summary.steady.idle_launched_us) == (110, 100, 10)
+    assert summary.recorded_step_us == pytest.approx(105, abs=6)
+
+
+@pytest.mark.parametrize("lead", [-1, 0.5, 1, 200])
+def test_work_before_its_launch_call_is_reported(written, capsys, lead):
+    """The clock of the GPU may be behind that of the CPU, and then launch latencies are wrong."""
+    call = event("cudaLaunchKernel", "cuda_runtime", 500, 2, correlation=1)
+    kernel = event("k", "kernel", 500 - lead, 10, 7, correlation=1, device=0, stream=7)
+    trace = written(event("ProfilerStep#1", "user_annotation", 0, 900), call, kernel, *launched(600, 2))
+    assert cli.main([str(trace)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (f"1 GPU activity starts before the launch call, by up to {lead:.1f} µs" in said) == (lead >= 1)

@@ -16,6 +16,7 @@ import pytest
 from references import H200, ROOT
 
 from tracereader import cli
+from tracereader.show.limits import limit_of
 
 TRAINING = ROOT / "tests/traces/models/gpt2_train.json.gz"
 MODULES = ROOT / "tests/traces/models/bert_modules.json.gz"
@@ -210,6 +211,39 @@ def test_only_a_report_is_overwritten(tmp_path, capsys):
     assert target.read_bytes() == before
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("other", [[], [str(MODULES)], ["--capture"]])
+def test_a_page_does_not_overwrite_a_trace_that_is_read(tmp_path, capsys, other):
+    trace, link = tmp_path / "mine.json.gz", tmp_path / "link.json.gz"
+    trace.write_bytes(SHAPES.read_bytes())
+    link.symlink_to(trace)
+    others = [str(SHAPES), "--capture", str(trace)] if other == ["--capture"] else [*other, str(trace)]
+    for target in (trace, link):
+        assert cli.main([*others, "--html", str(target), "--force"]) == 2
+        said = capsys.readouterr().err
+        assert "that is the trace itself" in said and said.count("\n") == 1
+    assert trace.read_bytes() == SHAPES.read_bytes()
+
+
+def test_a_page_of_two_runs_shows_gpu_work_before_its_step(tmp_path):
+    """The clock of a GPU may be behind that of the CPU, so that its work starts before the step that launches it."""
+    early = tmp_path / "early.json"
+    document = json.loads(gzip.decompress(SHAPES.read_bytes()))
+    for one in document["traceEvents"]:
+        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            one["ts"] -= 1e6
+    early.write_text(json.dumps(document))
+    found, columns = unpacked(page_of(tmp_path, SHAPES, early))
+    step = found["steps"][1]
+    events = [one for one in document["traceEvents"] if one.get("ph") == "X"]
+    mark = next(one for one in events if one["name"] == "ProfilerStep" + step["name"].partition("step ")[2])
+    inside = [one for one in events if mark["ts"] <= one["ts"] < mark["ts"] + mark["dur"]]
+    calls = {one["args"]["correlation"] for one in inside if one.get("cat") == "cuda_runtime"}
+    work = [one for one in events if "stream" in one["args"] and one["args"]["correlation"] in calls]
+    assert step["start"] == pytest.approx((mark["ts"] - min(one["ts"] for one in work)) * 1e3, abs=1)
+    assert step["end"] - step["start"] == pytest.approx(mark["dur"] * 1e3, abs=1)
+    assert min(starts_of(found, columns)) == 0
 
 
 def test_a_target_that_cannot_be_written_is_refused_before_reading(tmp_path, capsys):
@@ -893,6 +927,10 @@ def test_a_limit_is_crossed_or_not(capsys, limit, before, after, crosses):
     assert cli.main([str(before), str(after), "--fail-if", limit]) == int(crosses)
     said = capsys.readouterr().err
     assert (said.count("\n") == 1 and said.strip().endswith(f"({limit})")) if crosses else not said
+
+
+def test_the_greek_letter_of_a_microsecond_is_accepted():
+    assert limit_of("step > 5 \u03bcs")[1:] == limit_of("step > 5 \u00b5s")[1:]
 
 
 def test_limits_that_cannot_be_judged_are_refused(capsys):

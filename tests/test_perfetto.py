@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -198,6 +199,19 @@ def test_export_of_perfettos_format_writes_json(tmp_path, capsys):
         assert cli.main([str(one), "--all"]) == 0
         screens.append(capsys.readouterr().out)
     assert screens[0] == screens[1]
+
+
+@pytest.mark.parametrize("flag", ["--export", "--html"])
+def test_a_target_that_the_system_refuses_is_named(flag, tmp_path, capsys, monkeypatch):
+    """Path.resolve() reports a loop of symbolic links as a RuntimeError before Python 3.13."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop.json").symlink_to("loop.json")
+    Path("file").write_text("mine")
+    for target in ("loop.json", "loop.json/a.json", "file/a.json", f"{'x' * 300}.json", ""):
+        assert cli.main([str(OVERLAPPING), flag, target]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"read-trace: {flag} {target}: ") and said.count("\n") == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "loop.json"]
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path, capsys):

@@ -393,7 +393,9 @@ def test_credentials_are_sent_and_never_printed(server, tmp_path, capsys):
         (server.url("none.json", user) + query,), (server.url("failing.json", user) + query,),
         (server.url("fsdp*", user), "--json"), (server.url("none*", user),), ("http://somebody:hunter2@[/x.json",),
         ("http://somebody:hunter2@host:port/x.json",), ("s3://somebody:hunter2@b/x.json?deadbeef",),
-        (f"nothing://{user}b/x.json{query}",),
+        (f"nothing://{user}b/x.json{query}",), (SMALL, "--capture", urls[0]), (urls[0], "--capture", urls[1], "--json"),
+        (SMALL, "--capture", server.url("none.json", user) + query), (SMALL, "--export", urls[0]),
+        (SMALL, "--html", urls[0]), (*RANKS, "--cluster", "tcp://somebody:hunter2@127.0.0.1:1"),
     ):  # fmt: skip
         cli.main([str(word) for word in words])
         told = "".join(capsys.readouterr()) + (page.read_text() if page.is_file() else "")

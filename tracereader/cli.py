@@ -43,7 +43,6 @@ def main(argv=None):
         "--capture",
         action="append",
         default=[],
-        type=Path,
         metavar="PATH",
         help="the trace of the capture of its CUDA graphs, or a folder of such traces: names the ops and modules of "
         "replayed kernels",
@@ -89,7 +88,7 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
-    args.traces = _located(args.traces)
+    args.traces, args.capture = _located(args.traces), _located(args.capture)
     args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
@@ -134,7 +133,8 @@ def main(argv=None):
 
         export.write(first, args.export, args.force, args.limit or DEFAULT_LIMIT)
         return
-    for path in others:  # before reading the first one, which may take long
+    # Before reading the first one, which may take long. A folder of captures is looked into later.
+    for path in [*others, *(one for one in args.capture if not one.is_dir())]:
         try:
             refuse_at_once(path)
         except TraceError as problem:
@@ -236,7 +236,7 @@ def _refuse_beside_html(args) -> None:
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank"):
         if getattr(args, flag) not in (None, False):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
-    files.refuse_early(args.html, args.force)
+    files.refuse_early(args.html, args.force, [*args.traces, *args.capture])
 
 
 def _refuse_beside_export(args) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 
 from tracereader.command import BadInput
+from tracereader.trace.remote import without_credentials
 
 MISSING = "--cluster needs Dask: uv sync --extra cluster, or pip install distributed"
 # Seconds in which the scheduler has to answer, and in which it has to have a worker.
@@ -21,6 +22,7 @@ def workers_of(address: str) -> Iterator[Executor]:
         from distributed import Client
     except ImportError:
         raise BadInput(MISSING) from None
+    shown = without_credentials(address)
     # A Client that fails to connect would be closed again when it is deleted, which takes time and prints.
     quiet = type("QuietClient", (Client,), {"__del__": lambda client: None})
     try:
@@ -28,13 +30,15 @@ def workers_of(address: str) -> Iterator[Executor]:
             raise ValueError("it is empty")
         client = quiet(address, timeout=CONNECT_S, set_as_default=False)
     except Exception as problem:  # any of Dask's protocols, or another server's answer, may raise anything
-        why = f"no such address ({problem})" if isinstance(problem, ValueError) else "no Dask scheduler answers there"
-        raise BadInput(f"--cluster {address}: {why}; it looks like tcp://HOST:8786") from None
+        why = "no such address" if isinstance(problem, ValueError) else "no Dask scheduler answers there"
+        if isinstance(problem, ValueError) and shown == address:  # otherwise Dask's message has the credentials
+            why += f" ({problem})"
+        raise BadInput(f"--cluster {shown}: {why}; it looks like tcp://HOST:8786") from None
     try:
         try:
             client.wait_for_workers(1, timeout=WORKER_S)
         except TimeoutError:
-            raise BadInput(f"--cluster {address}: the scheduler has no worker") from None
+            raise BadInput(f"--cluster {shown}: the scheduler has no worker") from None
         yield client.get_executor(pure=False)  # a trace may have changed since the last read
     finally:
         client.close(timeout=CONNECT_S)

@@ -10,6 +10,9 @@ from tracereader.trace import Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
 
+# Clocks that are aligned to a microsecond change no figure that a report prints.
+LEAST_LEAD_NS = 1_000
+
 
 class TraceWarning(msgspec.Struct, frozen=True):
     """A defect of the trace itself.
@@ -17,7 +20,8 @@ class TraceWarning(msgspec.Struct, frozen=True):
     name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names; table_of_another_run,
     a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
     files of a trace without CUDA graphs; no_capture_fits, `count` CUDA graph launches that none of these files fits;
-    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum.
+    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum;
+    starts_before_launch, of `count` GPU activities, at most `us` µs before their launch calls.
     """
 
     name: str
@@ -85,6 +89,9 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         yield TraceWarning("no_gpu_records")
     if unlaunched := [one.us for one in trace.work if one.launch is None]:
         yield TraceWarning("no_launch", len(unlaunched), us=sum(unlaunched))
+    leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]
+    if early := [ns for ns in leads if ns >= LEAST_LEAD_NS]:
+        yield TraceWarning("starts_before_launch", len(early), us=max(early) / 1e3)
 
 
 def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -176,6 +177,18 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 
+def _own_start(trace: Trace, step: Step) -> int:
+    """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
+    if not step.work:
+        return step.start
+    (own,) = on_busiest_stream([step])
+    first = min(own, key=attrgetter("start"))
+    mine = {id(one) for one in step.work}
+    before = [one for one in trace.work if one.start < first.start and one.device == first.device]
+    earlier = max((one.end for one in before if id(one) not in mine), default=step.start)
+    return max(step.start, min(first.start, earlier))
+
+
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Return the measurements of a trace. step: the step to report; None for a typical one."""
     usual = typical(trace)  # only once, because it counts every op of a trace without GPU work
@@ -185,7 +198,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     left_out = len(trace.steps) - len(counted)
     wide_start = not left_out and facts[0].times_the_typical is not None
     gpu = gpu_time(trace.work, start, end)
-    steady_start, steady_end = _steady(counted[wide_start:]) or (counted[wide_start].start, end)
+    steady_start, steady_end = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
     layers = layer_names(trace, step)
     waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(

@@ -1,11 +1,35 @@
-"""Replaces a file atomically."""
+"""Replaces a file atomically, and protects the traces that are read from being replaced."""
 
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader import interrupts
+from tracereader.command import BadInput
+
+
+def status_of(flag: str, target: str, traces: Iterable[Path]) -> os.stat_result | None:
+    """Return the status of the file that a flag writes; None if there is none, but its folder exists.
+
+    Raises BadInput for a URL, for one of the traces that are read, and for a path that the system refuses. The message
+    does not repeat a URL, because it may contain credentials.
+    """
+    if "://" in target:
+        raise BadInput(f"{flag} writes a file on this machine and takes no URL")
+    try:
+        status = Path(target).stat()
+    except FileNotFoundError:
+        folder = Path(target).resolve().parent
+        if not folder.is_dir():
+            raise BadInput(f"{flag} {target}: no such folder: {folder.name}") from None
+        return None
+    except OSError as problem:  # a loop of links, which Path.resolve() reports as a RuntimeError, or too long a name
+        raise BadInput(f"{flag} {target}: {problem.strerror}") from None
+    if any(one.exists() and os.path.samestat(status, one.stat()) for one in traces):
+        raise BadInput(f"{flag} {target}: that is the trace itself, which stays as it is; name another file")
+    return status
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -1,11 +1,12 @@
 """Writes a trace as JSON of which Perfetto shows every slice, for --export."""
 
 import gzip
+import stat
 from pathlib import Path
 
 from tracereader.command import BadInput
 from tracereader.show import tracks
-from tracereader.show.atomic import replace
+from tracereader.show.atomic import replace, status_of
 from tracereader.show.perfetto import said_of
 from tracereader.show.text import console, paragraph, plain, shown_path
 from tracereader.trace import TraceError
@@ -15,17 +16,14 @@ ENDINGS = (".json", ".json.gz")
 
 def refuse_early(target: str, force: bool, traces: list[Path]) -> None:
     """Raise BadInput if the copy cannot be written there. This comes before a trace is read, which may take long."""
-    path = Path(target)
-    if not path.name.endswith(ENDINGS) or path.name in ENDINGS:
+    status = status_of("--export", target, traces)
+    name = Path(target).name
+    if not name.endswith(ENDINGS) or name in ENDINGS:
         raise BadInput(f"--export {target}: the name has to end in .json or .json.gz")
-    if not path.resolve().parent.is_dir():
-        raise BadInput(f"--export {target}: no such folder: {path.resolve().parent.name}")
-    if not path.exists():
+    if status is None:
         return
-    if not path.is_file():
+    if not stat.S_ISREG(status.st_mode):
         raise BadInput(f"--export {target}: not a plain file")
-    if any(trace.exists() and path.samefile(trace) for trace in traces):
-        raise BadInput(f"--export {target}: that is the trace itself, which stays as it is; name another file")
     if not force:
         raise BadInput(f"--export {target}: exists; --force overwrites it")
 

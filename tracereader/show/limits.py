@@ -37,7 +37,7 @@ def limit_of(text: str) -> Limit:
     if measure not in MEASURES:
         known = ", ".join(MEASURES)
         raise BadInput(f"--fail-if {printable(text)[:60]!r}: write for example {EXAMPLES}; the measures are {known}")
-    unit = (match[4] or "").lower()
+    unit = (match[4] or "").lower().replace("\u03bc", "µ")  # the Greek letter looks like the sign for micro
     wanted = OF_TIME if measure in TIMES else OF_SIZE if measure == "memory" else ("",)
     if unit != "%" and (unit not in wanted or measure == "gpu busy"):
         units = "%" if measure == "gpu busy" else " or ".join(("%", *filter(None, wanted)))

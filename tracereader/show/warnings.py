@@ -8,10 +8,10 @@ from tracereader.trace.kernel_names import short
 
 def of(summary: Summary) -> list[str]:
     """Return a sentence for each warning."""
-    return [_in_words(one) for one in summary.source.warnings]
+    return [_in_words(one, summary.source.has_steps) for one in summary.source.warnings]
 
 
-def _in_words(one: TraceWarning) -> str:
+def _in_words(one: TraceWarning, has_steps: bool) -> str:
     match one.name:
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
@@ -39,9 +39,15 @@ def _in_words(one: TraceWarning) -> str:
         case "no_launch":
             several = one.count > 1
             first = activities(one.count) if several else "one GPU activity"
+            said = f"{first} ({duration(one.us)}) {'have' if several else 'has'} no launch call in the trace, so "
+            belong = f"{'they belong' if several else 'it belongs'} to no"
+            if not has_steps:
+                return f"{said}{belong} op"
+            left_out = f"the tables of steps and names leave {'them' if several else 'it'} out"
+            return f"{said}{belong} step and no op, and {left_out}"
+        case "starts_before_launch":
             return (
-                f"{first} ({duration(one.us)}) {'have' if several else 'has'} no launch call in the trace, so "
-                f"{'they belong' if several else 'it belongs'} to no step and no op, and the tables of steps and names "
-                f"leave {'them' if several else 'it'} out"
+                f"{activities(one.count)} {'start' if one.count > 1 else 'starts'} before the launch call, by up to "
+                f"{duration(one.us)}: launch latencies and idle times by cause are wrong by about that"
             )
     raise ValueError(one.name)

@@ -24,12 +24,12 @@ from tracereader import progress
 from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
-from tracereader.trace.labels import MODULE, STEP, annotation_of
+from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
     "user_annotation": "label",
-    "cpu_op": "op", "Operator": "op",
+    "cpu_op": "op", "Operator": "old op",  # annotations, too, before torch 1.11
     "python_function": "python",
     "cuda_runtime": "runtime", "cuda_driver": "runtime", "Runtime": "runtime", "hip_runtime": "runtime",
     "xpu_runtime": "runtime", "xpu_driver": "runtime",
@@ -349,9 +349,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
-    nodes, syncs, edges, counted, inside = [], [], [], [], []
+    old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
-             "node": nodes}  # fmt: skip
+             "node": nodes, "old op": old_ops}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
@@ -402,6 +402,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         else:
             frames.setdefault(track, []).append(Frame(name, start, start + length))
         events[number] = None  # so that the events and what is made of them never stand side by side
+    for op in old_ops:
+        op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
+    ops += old_ops
     if not ops and not work and not zeroed:
         if any(event is not None and event.name.startswith("PyTorch Profiler") for event in events):
             raise TraceError(

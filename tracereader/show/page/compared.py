@@ -31,31 +31,31 @@ class Runs:
         self.proposed: tuple[Opportunity, ...] = ()  # by the first run's report
         self.decoded: dict[str, str] = {}
         self.pieces: list[dict] = []
-        self.ends: list[tuple[str, int]] = []
+        self.steps: list[dict] = []
         self.hosts: list[str | None] = []
 
     def add(self, trace: Trace, summary: Summary) -> None:
-        """Add a run with the step that its summary describes. All steps start at zero on the axis."""
+        """Add a run with the step that its summary describes. On the axis, each run starts at zero."""
         step, number = trace.steps[summary.typical_index], len(self.summaries) + 1
+        # The clocks of the CPU and the GPU differ, so that GPU work may start before the step that launches it.
+        zero = min([step.start, *(one.start for one in step.work)])
         first = len(self.pieces)
         own = {id(one): first + place for place, one in enumerate(step.work, 1)}
-        self.packing.add_trace(trace, own, step.start, [step], f"run {number} · ")
+        self.packing.add_trace(trace, own, zero, [step], f"run {number} · ")
         self.pieces += data.pieces(summary)
         self.decoded |= data.decoded_names(trace)
         if not self.summaries:
             found = opportunities(trace, summary)
             self.proposed = () if isinstance(found, Refused) else found
         self.summaries.append(summary)
-        self.ends.append((step.number, step.end - step.start))
+        self.steps.append(
+            {"name": f"run {number}, step {step.number}", "start": step.start - zero, "end": step.end - zero}
+        )
         self.hosts.append(trace.host)
 
     def page(self) -> tuple[dict, dict, list[bytes]]:
         """Return the figures, the description of the timeline's columns, and the columns."""
-        steps = [
-            {"name": f"run {number}, step {name}", "start": 0, "end": end}
-            for number, (name, end) in enumerate(self.ends, 1)
-        ]
-        slices, chunks = self.packing.packed({"steps": steps})
+        slices, chunks = self.packing.packed({"steps": self.steps})
         slices = data.described(slices, self.decoded, self.pieces, "")
         figures = {
             "page": "comparison",

@@ -2,34 +2,28 @@
 
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader.command import BadInput
-from tracereader.show.atomic import replace
+from tracereader.show.atomic import replace, status_of
 from tracereader.show.page.html import MARK
 
 STDOUT = "-"
 
 
-def refuse_early(target: str, force: bool) -> None:
+def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
     """Raise BadInput if the page cannot be written there. This comes before a trace is read, which may take long."""
     if target == STDOUT:
         return
-    path = Path(target).resolve()
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise BadInput(f"--html {target}: no such folder: {path.parent.name}") from None
+    if (status := status_of("--html", target, traces)) is None:
         return
-    except OSError as problem:
-        raise BadInput(f"--html {target}: {problem.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
         raise BadInput(f"--html {target}: a folder; name a file in it")
     if not stat.S_ISREG(status.st_mode):
         raise BadInput(f"--html {target}: not a plain file; --html - writes to standard output")
     if status.st_size and not force:
-        with path.open("rb") as file:
+        with open(target, "rb") as file:
             if file.read(len(MARK)) != MARK.encode():
                 raise BadInput(f"--html {target}: exists and is not a report of read-trace; --force overwrites it")
 
