@@ -490,8 +490,13 @@ def test_only_and_step_apply_everywhere(capsys):
 
 
 def in_some_unit(us):
-    """Return the forms of a time in a column: in µs, ms or s."""
-    return {f"{us:.1f}", f"{us / 1e3:.2f}", f"{us / 1e3:.1f}", f"{us / 1e6:.2f}", "<0.01", "<0.1"}
+    """Return the forms of a time in a column: in µs, ms or s, with at least three digits or down to 1 µs."""
+    forms = {f"{us:.1f}", f"{us / 1e3:.3f}", f"{us / 1e6:.6f}"}
+    if us >= 9995:
+        forms.add(f"{us / 1e3:.2f}")
+    if us >= 99_950:
+        forms.add(f"{us / 1e3:.1f}")
+    return forms
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])

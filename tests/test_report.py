@@ -20,6 +20,7 @@ from tracereader.show.text import unit_of
 from tracereader.trace import read
 
 TRACES = sorted([*ROOT.glob("traces/reference/**/*.json.gz"), *ROOT.glob("tests/traces/**/*.json.gz")])
+OTHERS = ROOT / "tests/traces"
 CHANGES = ROOT / "traces/reference/nvidia-h200/changes"
 # Reports of one trace are held to more than all other output.
 RETIRED = re.compile(
@@ -142,7 +143,7 @@ def test_the_warning_about_activities_without_a_launch_gives_their_time(capsys):
 
 
 def test_the_call_tree_says_that_the_calls_below_a_sum_are_those_of_one_call(capsys):
-    trace = ROOT / "tests/traces/blocking.json.gz"
+    trace = OTHERS / "blocking.json.gz"
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     mark = raw_steps(events)[1]
     inside = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
@@ -262,6 +263,53 @@ def test_a_column_has_one_unit(times, unit, told):
     found = unit_of(times)
     assert found.name == unit
     assert told is None or told in [found(one) for one in times]
+
+
+@pytest.mark.parametrize(
+    ("trace", "unit"),
+    [
+        (CHANGES / "loader/inline.json.gz", "ms"),  # a span of 3.4 ms, an idle time of 91% and latencies of 26 µs
+        (OTHERS / "models/bert_cold.json.gz", "ms"),  # a first step of 958 ms
+        (H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "µs"),
+    ],
+    ids=["loader", "a slow first step", "small"],
+)
+def test_a_steps_tables_share_their_unit(trace, unit, capsys):
+    text = printed(capsys, trace, "--only", "gpu,steps")
+    assert re.search(rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of the step$", text, re.M)
+    title, *rows = re.search(r"^step, in .*\n(?:#.*\n)+", text, re.M)[0].splitlines()
+    assert re.split(r" {2,}", title) == [f"step, in {unit}", "CPU", "to first op", "launches", "GPU busy", "span",
+                                         "idle", "latency"]  # fmt: skip
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    length = {"ms": 1e3, "µs": 1.0}[unit]
+    for row, step in zip(rows, raw_steps([e for e in events if e.get("ph") == "X"]), strict=True):
+        cells = row.replace(" *", "").split()
+        assert float(cells[1].replace(",", "")) * length == pytest.approx(step["dur"], rel=1e-3)
+        assert all(float(cell.replace(",", "")) > 0 for cell in (*cells[1:6], cells[7]))
+
+
+def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):
+    text = printed(capsys, H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "--only", "work")
+    assert not re.search(r"(?<![\d.,–])([\d.,]+)–\1(?![\d.,])", text)
+    assert printed(capsys, OTHERS / "attention_naive.json.gz", "--only", "work").count("–") > 2
+
+
+def test_a_stacked_table_has_the_unit_after_the_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(capsys, OTHERS / "attention_naive.json.gz", "--only", "work")
+    assert "median 84.7 µs · range 84.3–85.8 µs" in text and "µs 84.7" not in text
+
+
+def test_the_time_of_left_out_activities_is_a_sum(capsys):
+    text = printed(capsys, OTHERS / "models/bert_cold.json.gz", "--only", "work")
+    assert re.search(r"^3 others, 5\.8 µs in total$", text, re.M)
+
+
+def test_a_few_bytes_have_no_rate(capsys):
+    """A copy of 4 bytes takes as long as its start-up."""
+    text = printed(capsys, OTHERS / "blocking.json.gz", "--only", "names")
+    assert "4 B moved" in text and " 0 GB/s" not in text and "67.1 MB moved at 2 GB/s" in text
+    assert "under 1% of the data sheet" in printed(capsys, CHANGES / "guards/compile.json.gz", "--only", "names")
 
 
 def test_steps_without_a_slice_on_the_cpu_are_not_priced(tmp_path, capsys):
