@@ -141,6 +141,11 @@ class Summary(msgspec.Struct, frozen=True):
         return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
 
     @property
+    def idle_share(self) -> float | None:
+        """Return the share of the steady window in which the GPU is idle, by which the regime is decided."""
+        return self.steady.idle_us / self.steady_us if self.steady and self.steady_us else None
+
+    @property
     def by_family(self) -> Counter:
         """Return the times of that GPU work by family."""
         times = Counter()

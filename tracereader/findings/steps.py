@@ -80,7 +80,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
             return word, "the trace has GPU work, but none in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
-    idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
+    idle = summary.idle_share or 0.0
     after = "after the slow first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
         return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
@@ -169,7 +169,18 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; the script's flag --record-shapes adds the rates that show what limits the step" if could else ""
-    return "cpu-only", f"the trace has no GPU activity{asked}"
+    return "cpu-only", _costliest_op(summary) + asked
+
+
+def _costliest_op(summary: Summary) -> str:
+    """Return a sentence on the op with the most self time of a step without GPU work."""
+    own, step_us = {name: one.self_us for name, one in summary.cpu.ops.items()}, summary.chosen.cpu_us
+    if not step_us or not any(own.values()):
+        return "the trace has no GPU activity"
+    name = max(own, key=own.get)
+    if summary.cpu.op_threads > 1:  # several threads' times can add up to more than the step
+        return f"of all ops, {name} has the most self time: {own[name] / sum(own.values()):.0%} of it"
+    return f"{own[name] / step_us:.0%} of the step is self time of {name}"
 
 
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.

@@ -12,14 +12,14 @@ from tracereader.findings.finding import family_in_words, in_one_unit, size, tok
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
+from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
 ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
-LIMITS = {"communication": "collectives"}  # shorter words for the table
+LIMITS = {"communication": "collectives", "neither": "CPU"}  # words that fit the table
 
 
 def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportunity]:
@@ -164,6 +164,8 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
             idle = [max(0.0, one.recorded_step_us - us) if us is not None else None
                     for one, us in zip(some, busy, strict=True)]  # fmt: skip
             times("GPU idle", idle)
+            shares = [one.idle_share if there else None for one, there in zip(some, on_gpu, strict=True)]
+            rows.append(("GPU idle, share", *map(percent, shares)))
         rows.append(("limited by", *(LIMITS.get(found := steps.bound_by(one), found) for one in some)))
         counts("launches", [one.chosen.launches if there else None for one, there in zip(some, on_gpu, strict=True)])
         for name, kind in (("kernels", "kernel"), ("copies", "memcpy"), ("memsets", "memset")):
