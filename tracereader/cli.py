@@ -19,7 +19,7 @@ def main(argv=None):
         prog="read-trace",
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
-        "  read-trace EAGER.json COMPILED.json      the changes between two runs\n"
+        "  read-trace EAGER.json COMPILED.json       the changes between two runs\n"
         "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run, and their waits",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")

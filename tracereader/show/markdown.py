@@ -29,7 +29,8 @@ def side_by_side(summaries: Sequence[Summary]) -> str:
     for number, name, side in zip(numbers, names, sides, strict=True):
         word, why = steps.waiting(side.summary)
         lines.append(f"{number}. {code(name)}: {plain(f'{word}; {why}')}")
-    lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), "change"], _measures(summaries))]
+    change = "change" if len(sides) == 2 else f"change to run {len(sides)}"
+    lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), change], _measures(summaries))]
     rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]
     if rows:
         heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]

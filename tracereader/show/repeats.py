@@ -73,12 +73,12 @@ def table(out: Console, summary: Summary) -> None:
 
 def _which(summary: Summary, one: Repeat) -> str:
     """Return which activities of the step are repeated, in words."""
-    told = f"{one.times} times the same {one.pieces:,} GPU activities"
+    same = f"the same {one.pieces:,} GPU activities {one.times} times"
     if one.replays:
-        return f"{told}, replays of a CUDA graph"
+        return f"{same}, replays of a CUDA graph"
     layers = summary.llm.decoding.facts.layers if summary.llm.decoding and summary.llm.decoding.facts else None
     each = f", {layers // one.times} layers each" if layers and layers > one.times and not layers % one.times else ""
-    return f"{told}{each}, the first is no. {one.start + 1:,}"
+    return f"{same}{each}, from no. {one.start + 1:,} of the step"
 
 
 @dataclass(frozen=True)
