@@ -16,7 +16,7 @@ from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
 from tracereader.findings.opportunities import opportunities
-from tracereader.show.text import unit_of
+from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
 
 TRACES = sorted([*ROOT.glob("traces/reference/**/*.json.gz"), *ROOT.glob("tests/traces/**/*.json.gz")])
@@ -128,7 +128,7 @@ def test_the_repetitions_fit_80_columns(capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed(capsys, CHANGES / f"{name}.json.gz", "--only", "repeats").splitlines()
     assert any(re.match(r"repetitions in step #3 .* share$", line) for line in lines), "a row is one line"
-    assert any(re.match(r"  \d+ times the same \d+ GPU activities, the first is no. \d+", line) for line in lines)
+    assert any(re.match(r"  the same \d+ GPU activities \d+ times, from no. \d+ of the step", line) for line in lines)
     assert max(map(cell_len, lines)) <= 80
 
 
@@ -150,9 +150,9 @@ def test_the_call_tree_says_that_the_calls_below_a_sum_are_those_of_one_call(cap
     times = [e["dur"] for e in inside if e["name"] == "aten::to"]
     lines = printed(capsys, trace, "--only", "chain").splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.endswith("in total; the slowest call:")]
-    assert f"{len(times)} calls of aten::to  {sum(times):,.1f} µs in total" in lines[at]
+    assert f"{len(times)} calls of aten::to  {sum(times) / 1e3:,.1f} ms in total" in lines[at]
     below = max(e["dur"] for e in inside if e["name"] == "aten::_to_copy")
-    assert lines[at + 1].strip() == f"aten::_to_copy  {below:,.1f} µs"
+    assert lines[at + 1].strip() == f"aten::_to_copy  {below / 1e3:,.1f} ms"
 
 
 def test_a_default_report_ends_with_what_more_there_is(capsys):
@@ -286,6 +286,17 @@ def test_a_steps_tables_share_their_unit(trace, unit, capsys):
         cells = row.replace(" *", "").split()
         assert float(cells[1].replace(",", "")) * length == pytest.approx(step["dur"], rel=1e-3)
         assert all(float(cell.replace(",", "")) > 0 for cell in (*cells[1:6], cells[7]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "times", "shown"),
+    [("ms", [47_700.0, 4_270.0], ["47.700", "4.270"]), ("ms", [957_924.0, 20_000.0], ["957.92", "20.00"]),
+     ("ms", [2.8, 9.0], ["0.0028", "0.0090"]), ("ms", [22.0], ["0.022"]), ("µs", [2.84, 0.02], ["2.8", "<0.1"]),
+     ("s", [12_345_678.0], ["12.35"]), ("s", [41.0], ["0.000041"]), ("ms", [None, 0.0], ["–", "0.000"])],
+)  # fmt: skip
+def test_columns_that_share_a_unit_keep_their_digits(unit, times, shown):
+    (found,) = sharing(unit, [times])
+    assert [found(one) for one in times] == shown
 
 
 def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):

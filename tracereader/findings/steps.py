@@ -327,7 +327,8 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
         return f"it makes {_more_calls(more)}{beside}"
     if _slower_alike(more):
-        slower = f"most calls are {more.times_low:.1f} to {more.times_high:.1f} times slower"
+        low, high = f"{more.times_low:.1f}", f"{more.times_high:.1f}"
+        slower = f"most calls are {low if low == high else f'{low} to {high}'} times slower"
         started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
         return slower + started + beside
     slowest, us = [], 0.0

@@ -273,14 +273,16 @@ DIGITS = 4  # significant ones
 def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
     """Return the unit of this name for each column of times (µs) that are compared with the others.
 
-    Each column has the decimals that its shortest time needs for four significant digits, but none below 1 µs.
+    Each column has the decimals that its shortest time needs for four significant digits, but none below 1 µs; or
+    0.1 µs, if that time is shorter than 10 µs.
     """
     length = {"s": 1e6, "ms": 1e3, "µs": 1.0}[name]
     units = []
     for column in columns:
         least = min((abs(value) / length for value in column if value), default=1.0)
-        needed = DIGITS - 1 - math.floor(math.log10(least))
-        units.append(Unit(name, length, max(1, min(needed, round(math.log10(length))))))
+        before_point, to_us = 1 + math.floor(math.log10(least)), round(math.log10(length))
+        finest = max(to_us, min(to_us + 1, 2 - before_point))
+        units.append(Unit(name, length, max(1, min(DIGITS - before_point, finest))))
     return units
 
 
