@@ -53,6 +53,12 @@ BOUND_BY = {
     "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
     None: "unknown",
 }  # fmt: skip
+# The parts of a GPU's time that are not compute.
+PARTS = {
+    "communication": "exposed communication", "copy": "exposed copies and memsets",
+    "not_launched": "idle, waiting for CPU launches", "launched": "idle, next activity launched, not started",
+    "unknown": "idle, next activity's launch not in the trace",
+}  # fmt: skip
 # Calls are slower if most of them took at least this many times as long as in the typical step. On the H200 the factors
 # are 1.3 to 3.7 in the first recorded step, and 0.8 to 1.3 between the others.
 ALIKE_SLOWER = 1.25

@@ -95,9 +95,8 @@ def _in_short(
         against = sides.index(base)
         who, whose = ("the second", "the first's") if two else (f"run {number}", f"run {against + 1}'s")
         of_one_step = view.step is not None
-        us = [faster.step_us(one, of_one_step) for one in (base, side)]
-        sentence = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
-        paragraph(out, plain("; ".join(sentence + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
+        than = "" if two else f"run {against + 1}"
+        paragraph(out, plain(faster.sentence(who, base, side, than, of_one_step)), rest="    ")
         known = proposed[against] if against < len(proposed) and not of_one_step else ()
         beside = _beside(base, side, known, whose)
         shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"

@@ -18,7 +18,6 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
-from tracereader.figures.steps import StepFacts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
@@ -282,18 +281,18 @@ def _left_out_for(summary: Summary) -> str:
 
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     """Print the GPU's time per step, as recorded, in rows that add up to it."""
-    gpu, held = summary.steady, _steady_steps(summary)
+    gpu, held = summary.steady, summary.steady_steps
     count = max(1, len(held))
     names = {"copy": "copy kernels"}
     rows = [
         (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
     ]
     rows += [
-        ("exposed communication", gpu.exposed_communication_us),
-        ("exposed copies and memsets", gpu.exposed_copy_us),
-        ("idle, waiting for CPU launches", gpu.idle_not_launched_us),
-        ("idle, next activity launched, not started", gpu.idle_launched_us),
-        ("idle, next activity's launch not in the trace", gpu.idle_unknown_us),
+        (steps.PARTS["communication"], gpu.exposed_communication_us),
+        (steps.PARTS["copy"], gpu.exposed_copy_us),
+        (steps.PARTS["not_launched"], gpu.idle_not_launched_us),
+        (steps.PARTS["launched"], gpu.idle_launched_us),
+        (steps.PARTS["unknown"], gpu.idle_unknown_us),
     ]
     rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
     whole = sum(us for _, us in rows)
@@ -312,11 +311,6 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
 def _unit_of_the_step(summary: Summary) -> Unit:
     """Return the unit that the tables of a step's time share."""
     return unit_of([summary.recorded_step_us], ms_from=1e3)
-
-
-def _steady_steps(summary: Summary) -> Sequence[StepFacts]:
-    """Return the steps in the steady window: from one step's first GPU activity to the last step's."""
-    return [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us][:-1]
 
 
 def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
