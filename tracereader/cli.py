@@ -53,7 +53,7 @@ def main(argv=None):
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
     )
-    parser.add_argument("--rank", type=not_negative, metavar="N", help="of several ranks, show rank N in full")
+    parser.add_argument("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
     )
