@@ -730,7 +730,9 @@ def test_two_steps_have_no_outlier(tmp_path, capsys):
     file = written(tmp_path, made_steps([USUAL, [("aten::mm", 300), *USUAL[1:]]]))
     assert [one.times_the_typical for one in measured(file).steps] == [None, None]
     assert "*" not in shown(capsys, file, "--only", "steps")
-    assert "2 steps are too few to tell an outlier from a trend: record 20\n" in shown(capsys, file, "--only", "series")
+    assert "2 steps are too few to distinguish an outlier from a trend: record 20\n" in shown(
+        capsys, file, "--only", "series"
+    )
 
 
 def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):

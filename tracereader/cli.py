@@ -196,8 +196,8 @@ def _compare(args, view, first: list, summary, limits) -> None:
     if limits:
         from tracereader.show.limits import crossed
 
-        if told := crossed(summaries, limits):
-            raise RunFailed("; ".join(told))
+        if crossings := crossed(summaries, limits):
+            raise RunFailed("; ".join(crossings))
 
 
 def _located(named: list[str]) -> list[Path]:

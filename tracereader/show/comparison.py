@@ -50,7 +50,7 @@ def side_by_side(
         wanted = [name for name in wanted if name != "gpu"]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
-    names = compare.told_apart(sides)
+    names = compare.distinct_names(sides)
     bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]
     _runs(out, sides, names)
     sections = {

@@ -63,12 +63,12 @@ def table(out: Console, summary: Summary) -> None:
         busy = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"these are sums, and kernels overlap: the GPU is busy {busy} of the step", "  ", "    ")
     for one in by_place:
-        told = _which(summary, one)
+        line = _which(summary, one)
         if one.us and one.high_us > LONG_STRETCH * one.us:
-            told += f"; the longest, number {one.longest}, takes {one.high_us / one.us:.1f} times the median"
+            line += f"; the longest, number {one.longest}, takes {one.high_us / one.us:.1f} times the median"
         if one is largest[0]:
-            told += f"; one of them: {_families(summary, one)}"
-        paragraph(out, plain(told), "  ", "    ")
+            line += f"; one of them: {_families(summary, one)}"
+        paragraph(out, plain(line), "  ", "    ")
 
 
 def _which(summary: Summary, one: Repeat) -> str:

@@ -57,7 +57,7 @@ def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, nu
     if steps < ENOUGH:
         few = "1 step is" if steps == 1 else f"{steps} steps are"
         advice = "record with --active 20" if numbered_script else "record 20"
-        paragraph(out, f"{few} too few to tell an outlier from a trend: {advice}")
+        paragraph(out, f"{few} too few to distinguish an outlier from a trend: {advice}")
         return
     if not asked or len(shown[0].us) < ENOUGH:
         return

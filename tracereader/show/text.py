@@ -31,8 +31,8 @@ def console() -> Console:
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some terminals report a width of 0
     else:
-        told = os.environ.get("COLUMNS", "")
-        width = int(told) if told.isdecimal() and int(told) else PIPE_WIDTH
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
 

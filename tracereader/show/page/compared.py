@@ -69,7 +69,7 @@ class Runs:
 
 def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
     sides = [compare.Side(summary) for summary in summaries]
-    names = compare.told_apart(sides)
+    names = compare.distinct_names(sides)
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
     for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
