@@ -491,7 +491,9 @@ def test_only_and_step_apply_everywhere(capsys):
 
 def in_some_unit(us):
     """Return the forms of a time in a column: in µs, ms or s, with at least three digits or down to 1 µs."""
-    forms = {f"{us:.1f}", f"{us / 1e3:.3f}", f"{us / 1e3:.4f}", f"{us / 1e6:.6f}"}
+    forms = {f"{us:.1f}", f"{us / 1e3:.3f}", f"{us / 1e6:.6f}"}
+    if us < 10:
+        forms.add(f"{us / 1e3:.4f}")
     if us >= 9995:
         forms.add(f"{us / 1e3:.2f}")
     if us >= 99_950:

@@ -113,6 +113,9 @@ def test_a_comparisons_page_begins_with_the_pace_and_the_reason(pages, capsys):
     assert "pace" not in figures["runs"][0]
     for run in figures["runs"][1:]:
         assert run["pace"] in report and " as run 1: " in run["pace"]
+    assert cli.main([*map(str, runs), "--markdown"]) == 0
+    comment = capsys.readouterr().out.splitlines()
+    assert [comment[2], comment[4]] == [f"R{run['pace'][1:]}.".replace("&", "\\&") for run in figures["runs"][1:]]
 
 
 def json_of(capsys, *arguments):

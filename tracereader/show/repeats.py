@@ -164,4 +164,5 @@ def _families(summary: Summary, one: Repeat) -> str:
     return ", ".join(
         f"{share / one.total_us:.0%} {family_in_words(family)} ({pieces[family] / one.times:,.0f})"
         for family, share in time.most_common(4)
+        if share >= 0.005 * one.total_us
     )

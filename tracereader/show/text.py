@@ -268,20 +268,21 @@ def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
 
 
 DIGITS = 4  # significant ones
+SHORT_US = 10.0
 
 
 def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
     """Return the unit of this name for each column of times (µs) that are compared with the others.
 
     Each column has the decimals that its shortest time needs for four significant digits, but none below 1 µs; or
-    0.1 µs, if that time is shorter than 10 µs.
+    0.1 µs, if all of its times are shorter than 10 µs.
     """
     length = {"s": 1e6, "ms": 1e3, "µs": 1.0}[name]
     units = []
     for column in columns:
-        least = min((abs(value) / length for value in column if value), default=1.0)
-        before_point, to_us = 1 + math.floor(math.log10(least)), round(math.log10(length))
-        finest = max(to_us, min(to_us + 1, 2 - before_point))
+        times = [abs(value) for value in column if value]
+        before_point = 1 + math.floor(math.log10(min(times, default=length) / length))
+        finest = round(math.log10(length)) + (max(times, default=length) < SHORT_US)
         units.append(Unit(name, length, max(1, min(DIGITS - before_point, finest))))
     return units
 
