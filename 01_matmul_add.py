@@ -66,7 +66,7 @@ def profiled(args, eager, x, w, b):
 
 def predictions(args):
     small = (args.batch or 1) * args.size**3 < 2**31  # of multiply-adds
-    # Without shapes nothing in the trace tells arithmetic from memory.
+    # Without shapes the trace does not show whether arithmetic or memory limits a kernel.
     yield expect.regime_is("overhead-bound" if small else "compute-bound" if args.record_shapes else "GPU-bound")
     yield expect.records_steps(args.wait + args.schedule_warmup, args.active)
     yield expect.steps_are_alike() if args.warmup or args.pause else expect.first_step_is_wider()

@@ -63,14 +63,14 @@ class Point:
         summary = summarize(read(trace))
         work = summary.gpu_work or summary.cpu.work
         total = sum(one.us for one in work)
-        on_gpu, steady = bool(summary.gpu_work), summary.steady
+        on_gpu = bool(summary.gpu_work)
         products = [one for one in work if one.family in ("GEMM", "matrix product")]
         return cls(
             value=value,
             cpu_us=summary.chosen.cpu_us,
             busy_us=summary.chosen.gpu_busy_us,
             bound_by=bound_by(summary),
-            idle_share=steady.idle_us / summary.steady_us if steady and summary.steady_us else None,
+            idle_share=summary.idle_share,
             pointwise_share=sum(one.us for one in work if one.family == "pointwise") / total if total else None,
             compute_share=None if on_gpu or not total else covered_us(summary.cpu.work) / summary.chosen.cpu_us,
             tflops=_per_us([(one.flops, one.us) for one in products], 1e6),

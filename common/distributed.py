@@ -21,8 +21,8 @@ from tracereader import interrupts
 from tracereader.command import BadInput, RunFailed, printable
 
 # Torch is imported in the functions that use it, because the flags need only place(), and are read before torch is
-# loaded. This variable turns off torch's own long messages about errors that are told here in one line. Torch reads it
-# when its libraries are loaded.
+# loaded. This variable turns off torch's own long messages about errors that are reported here in one line. Torch reads
+# it when its libraries are loaded.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 LOOK_EVERY_S = 0.05

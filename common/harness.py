@@ -292,9 +292,9 @@ def save(
         error = check(out) if check else reference and _checked(out, reference, args, against)
     peak_bytes = stats and stats["allocated_bytes"]["all"]["peak"]
     run_id = args.ranks.run_id if args.ranks else secrets.token_hex(8)
-    told = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
-    told |= {"peak_bytes": peak_bytes, "relative_error": error, "roofs": _roofs(args)}
-    lesson = as_stored(_run_facts(args, run_id, told | (facts or {})))
+    known = {"first_call_s": steps.first_call_s, "unprofiled_step_us": steps.unprofiled_us}
+    known |= {"peak_bytes": peak_bytes, "relative_error": error, "roofs": _roofs(args)}
+    lesson = as_stored(_run_facts(args, run_id, known | (facts or {})))
     code = "\n\n".join(dict.fromkeys(steps.code))
     if args.code and not code:
         raise RunFailed("--code: Inductor handed out no code for what ran; no file was written")

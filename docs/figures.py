@@ -49,7 +49,7 @@ PART_1 = (
     Figure("4", "the two lanes and the recorded steps", RUN_64, TRACE_64, "--only steps",
            "wait and warm-up skip two steps, so the first recorded one is #2.", r".* 3 steps of .*|#2 .*"),
     Figure("5", "the first step is wider", RUN_64, TRACE_64, "--only steps",
-           "The line with a star says by how much, and gives the cause as far as the trace tells.", r"#2 .*|\* #2.*"),
+           "The line with a star says by how much, and gives the cause if the trace shows it.", r"#2 .*|\* #2.*"),
     Figure("6", "the gap before the first op", RUN_64, TRACE_64, "--only predictions",
            "The prediction that the gap before the first op explains the wide step, compared with the figures.",
            r".*are in the gap.*"),

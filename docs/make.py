@@ -310,12 +310,12 @@ ABOUT_THE_SUITE = (
 
 def seen_in(figure: Figure, machine: str) -> tuple[list[str], str]:
     """The lines of a command's output that show a figure on a machine, or the reason why there are none."""
-    told = (figure.on_cpu or figure.lines) if machine == "cpu" else figure.lines
+    pattern = (figure.on_cpu or figure.lines) if machine == "cpu" else figure.lines
     trace = REFERENCE / machine / f"{figure.trace}.json.gz"
-    if machine == "cpu" and (told.startswith(GPU_ONLY) or told == NEEDS_TRITON):
-        return [], told
+    if machine == "cpu" and (pattern.startswith(GPU_ONLY) or pattern == NEEDS_TRITON):
+        return [], pattern
     printed = output_of("uv run read-trace", f"{trace.relative_to(ROOT)} {figure.look}")
-    found = [line for line in printed.splitlines() if re.fullmatch(told, line)]
+    found = [line for line in printed.splitlines() if re.fullmatch(pattern, line)]
     heads = [line for line in printed.splitlines() if re.fullmatch(HEADS, line)]
     return [line for line in printed.splitlines() if line in found or (found and line in heads)], ""
 

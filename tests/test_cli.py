@@ -490,8 +490,15 @@ def test_only_and_step_apply_everywhere(capsys):
 
 
 def in_some_unit(us):
-    """Return the forms of a time in a column: in µs, ms or s."""
-    return {f"{us:.1f}", f"{us / 1e3:.2f}", f"{us / 1e3:.1f}", f"{us / 1e6:.2f}", "<0.01", "<0.1"}
+    """Return the forms of a time in a column: in µs, ms or s, with at least three digits or down to 1 µs."""
+    forms = {f"{us:.1f}", f"{us / 1e3:.3f}", f"{us / 1e6:.6f}"}
+    if us < 10:
+        forms.add(f"{us / 1e3:.4f}")
+    if us >= 9995:
+        forms.add(f"{us / 1e3:.2f}")
+    if us >= 99_950:
+        forms.add(f"{us / 1e3:.1f}")
+    return forms
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
@@ -684,15 +691,15 @@ CAUSES = {
     "more calls": (USUAL * 5, "it makes 5 calls of aten::mm instead of the typical step's 1, "
                               "and 5 of aten::gelu instead of 1"),
     "two were held up": ([("aten::mm", 1100), ("aten::gelu", 920), *USUAL[2:]],
-                         "1,000 of the additional 1,900 µs are self time of aten::mm"),
+                         "1.00 of the additional 1.90 ms are self time of aten::mm"),
     "and both needed": ([("aten::mm", 1100), ("aten::gelu", 1120), ("aten::add", 110), ("aten::sum", 6)],
-                        "1,100 of the additional 2,200 µs are self time of aten::gelu, "
-                        "1,000 are self time of aten::mm"),
+                        "1.10 of the additional 2.20 ms are self time of aten::gelu, "
+                        "1.00 are self time of aten::mm"),
     "others were faster": ([("aten::mm", 400), ("aten::gelu", 2), *USUAL[2:]],
-                           "aten::mm took 300 µs more, and other calls took less"),
-    "outside": ([*USUAL, None, None], "100 µs more are outside every call"),
-    "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 to 2.0 times slower"),
-    "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300 µs in calls that the typical step does not make"),
+                           "aten::mm took 300.0 µs more, and other calls took less"),
+    "outside": ([*USUAL, None, None], "100.0 µs more are outside every call"),
+    "all slower": ([(name, 2 * us) for name, us in USUAL], "most calls are 2.0 times slower"),
+    "other calls": ([*USUAL, ("aten::save", 300)], "aten::save 300.0 µs in calls that the typical step does not make"),
 }  # fmt: skip
 
 
@@ -715,17 +722,19 @@ def test_cold_start_cost_is_reported_if_the_trace_shows_it(tmp_path, capsys):
     took = f"{(5000 + 36) / 136:.1f}"
     left_out = "ProfilerStep#0 is left out of every figure over all steps"
     assert f"{left_out}: it took {took} times the typical step\n" in screen
-    assert "aten::mm took 4,900 µs more" in screen and "cold" not in screen
+    assert "aten::mm took 4.9 ms more" in screen and "cold" not in screen
     screen = shown(capsys, written(tmp_path, made_steps([slow, USUAL, USUAL], [LOADING])), "--only", "steps")
     assert f"it took {took} times the typical step, which includes cold-start cost\n" in screen
-    assert "a cold start: aten::mm took 4,900 µs more (in the same step: Lazy Function Loading 20 µs)" in screen
+    assert "a cold start: aten::mm took 4.9 ms more (in the same step: Lazy Function Loading 20.0 µs)" in screen
 
 
 def test_two_steps_have_no_outlier(tmp_path, capsys):
     file = written(tmp_path, made_steps([USUAL, [("aten::mm", 300), *USUAL[1:]]]))
     assert [one.times_the_typical for one in measured(file).steps] == [None, None]
     assert "*" not in shown(capsys, file, "--only", "steps")
-    assert "2 steps are too few to tell an outlier from a trend: record 20\n" in shown(capsys, file, "--only", "series")
+    assert "2 steps are too few to distinguish an outlier from a trend: record 20\n" in shown(
+        capsys, file, "--only", "series"
+    )
 
 
 def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
@@ -741,9 +750,9 @@ def test_a_series_holds_only_steps_with_as_many_calls(tmp_path, capsys):
 def test_a_first_step_that_is_not_longer(tmp_path):
     wider = expect.first_step_is_wider()
     same = measured(written(tmp_path, made_steps([USUAL, USUAL, USUAL])))
-    assert wider.ask(same) == Verdict(False, "it is not slower: it takes 136.0 µs, and the typical step 136.0 µs")
+    assert wider.ask(same) == Verdict(False, "it is not slower: 136 instead of 136 µs")
     little = measured(written(tmp_path, made_steps([[("aten::mm", 110), *USUAL[1:]], USUAL, USUAL])))
-    assert wider.ask(little) == Verdict(False, "it is hardly slower: it takes 146.0 µs, and the typical step 136.0 µs")
+    assert wider.ask(little) == Verdict(False, "it is hardly slower: 146 instead of 136 µs")
 
 
 def test_recompilation_is_reported_with_its_time(capsys):

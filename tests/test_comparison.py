@@ -92,6 +92,21 @@ def test_the_pace_equals_that_of_the_raw_events(before, change, after):
         assert float(factor[2]) == pytest.approx(max(us) / min(us), rel=0.06)
 
 
+def test_the_idle_share_is_the_one_of_each_runs_own_report(capsys):
+    """Overhead-bound steps with shares of 90% and 40% differ, although the words are the same."""
+    screen = printed(capsys, *files("vit/eager", "vit/graph"))
+    own = [re.search(r"idle (\d+%) of the time", said(capsys, file))[1] for file in files("vit/eager", "vit/graph")]
+    assert re.search(rf"^GPU idle, share +{own[0]} +{own[1]}$", screen, re.M)
+    events = slices(files("vit/eager")[0])
+    steps = [raw_work(events, mark) for mark in raw_steps(events)]
+    window = steps[0][0]["ts"], steps[-1][0]["ts"]
+    busy, reached = 0.0, window[0]
+    for one in sorted((e for work in steps for e in work), key=lambda e: e["ts"]):
+        start, stop = max(reached, one["ts"]), min(window[1], end(one))
+        busy, reached = busy + max(0.0, stop - start), max(reached, stop)
+    assert own[0] == f"{1 - busy / (window[1] - window[0]):.0%}"
+
+
 @pytest.mark.parametrize(("before", "change", "after"), PAIRS)
 def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, change, after):
     side, proposed = run(before)

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from collections import Counter
 
 import pytest
 from raw_events import event
@@ -103,6 +104,25 @@ def test_work_far_from_both_peaks_is_not_bound_by_them(capsys):
     assert cli.main([str(trace), "--only", "short"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"CPU only. 100% of the step is in ops that reach {one.of_roof:.0%} of the best arithmetic rate" in said
+
+
+def test_without_peaks_the_costliest_op_is_named(capsys):
+    trace = ROOT / "tests/traces/attention_cpu_naive.json.gz"
+    step, events = raw_step(trace, summarize(read(trace)).typical_step)
+    own = Counter()
+    ops = [e for e in events if e.get("cat") == "cpu_op"]
+    for one in ops:
+        covered, reached = 0.0, one["ts"]
+        for below in sorted((e for e in ops if one["ts"] <= e["ts"] and e is not one), key=lambda e: e["ts"]):
+            stop = below["ts"] + below["dur"]
+            if stop <= one["ts"] + one["dur"]:
+                covered += max(0.0, stop - max(reached, below["ts"]))
+                reached = max(reached, stop)
+        own[one["name"]] += one["dur"] - covered
+    (name, us), *_ = own.most_common()
+    assert cli.main([str(trace), "--only", "short"]) == 0
+    said = capsys.readouterr().out
+    assert f"CPU only. {us / step['dur']:.0%} of the step is self time of {name}.\n" in said
 
 
 def test_calls_of_one_size_are_one_line(capsys):

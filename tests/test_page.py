@@ -85,6 +85,40 @@ def starts_of(found, columns):
     return starts
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [H200 / "05_llm/32x512_bf16_warm_eager_graph.json.gz", TRAINING],  # the first one's launches take a third of a step
+    ids=["decode", "training"],
+)
+def test_the_top_of_the_page_has_the_parts_of_a_step_that_the_report_has(trace, pages, capsys):
+    figures = json.loads(block(pages(trace), "figures"))
+    head, parts = figures["head"], figures["time"]["parts"]
+    assert cli.main([str(trace), "--only", "short,gpu"]) == 0
+    report = capsys.readouterr().out
+    how, share = re.search(r"The GPU is (busy|idle) (\d+%) of the time", report).groups()
+    assert f"{head['busy_share'] if how == 'busy' else 1 - head['busy_share']:.0%}" == share
+    times = {one["name"]: one["us"] for one in parts}
+    whole = sum(times.values())
+    assert re.search(r"^where the step goes: ([\d.]+) ms on the GPU", report, re.M)[1] == f"{whole / 1e3:.2f}"
+    idle = {name: us for name, us in times.items() if name.startswith("idle")}
+    assert 1 - sum(idle.values()) / whole == pytest.approx(head["busy_share"])
+    for name, us in idle.items():
+        assert re.search(rf"^{name} +[\d.]+ +{100 * us / whole:.1f}%$", report, re.M)
+
+
+def test_a_comparisons_page_begins_with_the_pace_and_the_reason(pages, capsys):
+    runs = [H200 / f"changes/vit/{name}.json.gz" for name in ("eager", "graph", "compile")]
+    figures = json.loads(block(pages(*runs), "figures"))
+    assert cli.main([*map(str, runs), "--only", "short"]) == 0
+    report = capsys.readouterr().out
+    assert "pace" not in figures["runs"][0]
+    for run in figures["runs"][1:]:
+        assert run["pace"] in report and " as run 1: " in run["pace"]
+    assert cli.main([*map(str, runs), "--markdown"]) == 0
+    comment = capsys.readouterr().out.splitlines()
+    assert [comment[2], comment[4]] == [f"R{run['pace'][1:]}.".replace("&", "\\&") for run in figures["runs"][1:]]
+
+
 def json_of(capsys, *arguments):
     capsys.readouterr()
     assert cli.main([*map(str, arguments), "--json"]) == 0

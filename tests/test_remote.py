@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -169,6 +170,41 @@ def test_a_url_is_read_like_the_file(server, memory, capsys, words, where):
         assert ours == local
     else:
         assert without_paths(ours) == without_paths(local)
+
+
+URL_COMMANDS = re.findall(
+    r"^uv run read-trace ((?!--cluster).*?\w://.*?)(?: {3}.*)?$", (ROOT / "docs/ranks.md").read_text(), re.M
+)
+
+
+def test_the_page_has_commands_with_urls():
+    assert len(URL_COMMANDS) >= 5
+
+
+@pytest.mark.parametrize("command", URL_COMMANDS)
+def test_a_pages_command_with_a_url_runs(server, memory, tmp_path, monkeypatch, capsys, command):
+    """A store's URL stands for the file system in memory, and a web server's for one of this machine."""
+    monkeypatch.chdir(tmp_path)
+    there, here = [], []  # the words of the command, and those that name the same files on this machine
+    for word in shlex.split(command):
+        scheme, is_url, path = word.partition("://")
+        if scheme == "https":
+            (server.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(SMALL, server.folder / path)
+            there.append(server.url(path))
+            here.append(server.folder / path)
+        elif is_url:
+            for one in RANKS:
+                memory.pipe_file(f"/job/{path.rpartition('/')[0]}/{one.name}", one.read_bytes())
+            there.append(f"memory://job/{path}")
+            here += RANKS
+        else:
+            there.append(word)
+            here.append(word)
+            if not word.startswith("--"):
+                shutil.copy(COMPILED, word)
+    ours, local = printed(capsys, *there), printed(capsys, *here)
+    assert without_paths(ours) == without_paths(local)
 
 
 def test_a_page_of_a_url_is_that_of_the_file(server, tmp_path, capsys):

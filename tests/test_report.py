@@ -16,10 +16,11 @@ from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
 from tracereader.findings.opportunities import opportunities
-from tracereader.show.text import unit_of
+from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
 
 TRACES = sorted([*ROOT.glob("traces/reference/**/*.json.gz"), *ROOT.glob("tests/traces/**/*.json.gz")])
+OTHERS = ROOT / "tests/traces"
 CHANGES = ROOT / "traces/reference/nvidia-h200/changes"
 # Reports of one trace are held to more than all other output.
 RETIRED = re.compile(
@@ -127,7 +128,7 @@ def test_the_repetitions_fit_80_columns(capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed(capsys, CHANGES / f"{name}.json.gz", "--only", "repeats").splitlines()
     assert any(re.match(r"repetitions in step #3 .* share$", line) for line in lines), "a row is one line"
-    assert any(re.match(r"  \d+ times the same \d+ GPU activities, the first is no. \d+", line) for line in lines)
+    assert any(re.match(r"  the same \d+ GPU activities \d+ times, from no. \d+ of the step", line) for line in lines)
     assert max(map(cell_len, lines)) <= 80
 
 
@@ -142,16 +143,16 @@ def test_the_warning_about_activities_without_a_launch_gives_their_time(capsys):
 
 
 def test_the_call_tree_says_that_the_calls_below_a_sum_are_those_of_one_call(capsys):
-    trace = ROOT / "tests/traces/blocking.json.gz"
+    trace = OTHERS / "blocking.json.gz"
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     mark = raw_steps(events)[1]
     inside = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
     times = [e["dur"] for e in inside if e["name"] == "aten::to"]
     lines = printed(capsys, trace, "--only", "chain").splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.endswith("in total; the slowest call:")]
-    assert f"{len(times)} calls of aten::to  {sum(times):,.1f} µs in total" in lines[at]
+    assert f"{len(times)} calls of aten::to  {sum(times) / 1e3:,.1f} ms in total" in lines[at]
     below = max(e["dur"] for e in inside if e["name"] == "aten::_to_copy")
-    assert lines[at + 1].strip() == f"aten::_to_copy  {below:,.1f} µs"
+    assert lines[at + 1].strip() == f"aten::_to_copy  {below / 1e3:,.1f} ms"
 
 
 def test_a_default_report_ends_with_what_more_there_is(capsys):
@@ -262,6 +263,72 @@ def test_a_column_has_one_unit(times, unit, told):
     found = unit_of(times)
     assert found.name == unit
     assert told is None or told in [found(one) for one in times]
+
+
+@pytest.mark.parametrize(
+    ("trace", "unit"),
+    [
+        (CHANGES / "loader/inline.json.gz", "ms"),  # a span of 3.4 ms, an idle time of 91% and latencies of 26 µs
+        (OTHERS / "models/bert_cold.json.gz", "ms"),  # a first step of 958 ms
+        (H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "µs"),
+    ],
+    ids=["loader", "a slow first step", "small"],
+)
+def test_a_steps_tables_share_their_unit(trace, unit, capsys):
+    text = printed(capsys, trace, "--only", "gpu,steps")
+    assert re.search(rf"^where the step goes: [\d.,]+ {unit} on the GPU.* {unit}  of the step$", text, re.M)
+    title, *rows = re.search(r"^step, in .*\n(?:#.*\n)+", text, re.M)[0].splitlines()
+    assert re.split(r" {2,}", title) == [f"step, in {unit}", "CPU", "to first op", "launches", "GPU busy", "span",
+                                         "idle", "latency"]  # fmt: skip
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    length = {"ms": 1e3, "µs": 1.0}[unit]
+    for row, step in zip(rows, raw_steps([e for e in events if e.get("ph") == "X"]), strict=True):
+        cells = row.replace(" *", "").split()
+        assert float(cells[1].replace(",", "")) * length == pytest.approx(step["dur"], rel=1e-3)
+        assert all(float(cell.replace(",", "")) > 0 for cell in (*cells[1:6], cells[7]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "times", "shown"),
+    [
+        ("ms", [47_700.0, 4_270.0], ["47.700", "4.270"]),
+        ("ms", [957_924.0, 20_000.0], ["957.92", "20.00"]),
+        ("ms", [2.8, 9.0], ["0.0028", "0.0090"]),
+        ("ms", [0.7, 20_112.2], ["0.001", "20.112"]),
+        ("ms", [22.0], ["0.022"]),
+        ("µs", [2.84, 0.02], ["2.8", "<0.1"]),
+        ("s", [12_345_678.0], ["12.35"]),
+        ("s", [41.0], ["0.000041"]),
+        ("ms", [None, 0.0], ["–", "0.000"]),
+    ],
+)
+def test_columns_that_share_a_unit_keep_their_digits(unit, times, shown):
+    (found,) = sharing(unit, [times])
+    assert [found(one) for one in times] == shown
+
+
+def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):
+    text = printed(capsys, H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "--only", "work")
+    assert not re.search(r"(?<![\d.,–])([\d.,]+)–\1(?![\d.,])", text)
+    assert printed(capsys, OTHERS / "attention_naive.json.gz", "--only", "work").count("–") > 2
+
+
+def test_a_stacked_table_has_the_unit_after_the_figure(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(capsys, OTHERS / "attention_naive.json.gz", "--only", "work")
+    assert "median 84.7 µs · range 84.3–85.8 µs" in text and "µs 84.7" not in text
+
+
+def test_the_time_of_left_out_activities_is_a_sum(capsys):
+    text = printed(capsys, OTHERS / "models/bert_cold.json.gz", "--only", "work")
+    assert re.search(r"^3 others, 5\.8 µs in total$", text, re.M)
+
+
+def test_a_few_bytes_have_no_rate(capsys):
+    """A copy of 4 bytes takes as long as its start-up."""
+    text = printed(capsys, OTHERS / "blocking.json.gz", "--only", "names")
+    assert "4 B moved" in text and " 0 GB/s" not in text and "67.1 MB moved at 2 GB/s" in text
+    assert "under 1% of the data sheet" in printed(capsys, CHANGES / "guards/compile.json.gz", "--only", "names")
 
 
 def test_steps_without_a_slice_on_the_cpu_are_not_priced(tmp_path, capsys):

@@ -208,7 +208,7 @@ def test_time_in_a_library_is_the_ops_self_time(capsys):
     for op in (e for e in ops if e["name"] == "aten::_cudnn_attention_forward"):
         below = [(e["ts"], end(e)) for e in ops if e is not op and op["ts"] <= e["ts"] and end(e) <= end(op)]
         own += op["dur"] - covered(below)
-    assert f"aten::_cudnn_attention_forward: {own:,.1f} of" in printed(capsys, path, "--only", "patterns")
+    assert f"aten::_cudnn_attention_forward: {own / 1e3:.1f} of the" in printed(capsys, path, "--only", "patterns")
 
 
 def test_a_broken_prediction_has_its_figure():

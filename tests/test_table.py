@@ -87,7 +87,12 @@ def test_it_fits_a_terminal_of_80_columns(trace, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("profiler table"))
     assert max(map(len, lines[head:])) <= 80
-    assert f"{profiler_table(read(trace)).self_cpu_us:,.1f}" in "\n".join(lines[head:])
+    whole_us = profiler_table(read(trace)).self_cpu_us
+    unit = re.match(r"profiler table, (?:\d+ steps, )?(µs|ms|s)  ", lines[head])[1]
+    assert unit == ("µs" if whole_us < 1e5 else "ms" if whole_us < 1e7 else "s")
+    (total,) = re.findall(r"^self times of all .* rows +([\d,.]+)", "\n".join(lines[head:]), re.M)
+    length = {"µs": 1, "ms": 1e3, "s": 1e6}[unit]
+    assert float(total.replace(",", "")) * length == pytest.approx(whole_us, abs=0.06 if unit == "µs" else 0.6)
 
 
 def test_the_annotations_second_row_is_explained(capsys):

@@ -19,7 +19,7 @@ def main(argv=None):
         prog="read-trace",
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
-        "  read-trace EAGER.json COMPILED.json      the changes between two runs\n"
+        "  read-trace EAGER.json COMPILED.json       the changes between two runs\n"
         "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run, and their waits",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
@@ -52,7 +52,7 @@ def main(argv=None):
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
     )
-    parser.add_argument("--rank", type=not_negative, metavar="N", help="of several ranks, show rank N in full")
+    parser.add_argument("--rank", type=not_negative, metavar="N", help="show one of several ranks in full")
     parser.add_argument(
         "--cluster", metavar="ADDRESS", help="read the ranks of one run on the Dask cluster at this address"
     )
@@ -196,8 +196,8 @@ def _compare(args, view, first: list, summary, limits) -> None:
     if limits:
         from tracereader.show.limits import crossed
 
-        if told := crossed(summaries, limits):
-            raise RunFailed("; ".join(told))
+        if crossings := crossed(summaries, limits):
+            raise RunFailed("; ".join(crossings))
 
 
 def _located(named: list[str]) -> list[Path]:

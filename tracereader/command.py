@@ -69,8 +69,8 @@ def command(
                 _discard_buffer(sys.stdout)
                 return 141
             except Exception as problem:
-                if told := advice(str(problem)):
-                    return _stop(told, 2)
+                if line := advice(str(problem)):
+                    return _stop(line, 2)
                 if isinstance(problem, OSError):
                     return _stop(_system_error(problem), 2)
                 raise
@@ -136,16 +136,16 @@ def not_negative(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    told = text if len(text) <= LONG_WORD else f"{text[:LONG_WORD]}…, of {len(text):,} characters,"
+    shown = text if len(text) <= LONG_WORD else f"{text[:LONG_WORD]}…, of {len(text):,} characters,"
     digits = re.fullmatch(r"\s*([-+]?)0*(\d+)\s*", text)
     if digits and len(digits[2]) > LONG_WORD:  # Python converts at most 4,300 of them
-        raise argparse.ArgumentTypeError(f"{told} is too {'small' if digits[1] == '-' else 'large'}")
+        raise argparse.ArgumentTypeError(f"{shown} is too {'small' if digits[1] == '-' else 'large'}")
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{told!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a whole number") from None
     if number < least:
-        raise argparse.ArgumentTypeError(f"{told} is too small: {least} is the least")
+        raise argparse.ArgumentTypeError(f"{shown} is too small: {least} is the least")
     if number >= 2**63:
-        raise argparse.ArgumentTypeError(f"{told} is too large")
+        raise argparse.ArgumentTypeError(f"{shown} is too large")
     return number

@@ -15,7 +15,7 @@ def devices_of(side: Side) -> str:
     return ", ".join(dict.fromkeys(side.summary.source.devices)) or "CPU only"
 
 
-def told_apart(sides: Sequence[Side]) -> list[str]:
+def distinct_names(sides: Sequence[Side]) -> list[str]:
     """Return a distinct name for each run: a repeated name also shows its device, or else its folder."""
     names = [side.name for side in sides]
     devices = [devices_of(side) for side in sides]

@@ -138,8 +138,18 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def busy_share(self) -> float | None:
-        """Return the share of the window in which the GPU is busy."""
-        return self.gpu.busy_us / self.window_us if self.gpu and self.window_us else None
+        """Return the share of the steady window in which the GPU is busy."""
+        return None if self.idle_share is None else 1 - self.idle_share
+
+    @property
+    def idle_share(self) -> float | None:
+        """Return the share of the steady window in which the GPU is idle, by which the regime is decided."""
+        return self.steady.idle_us / self.steady_us if self.steady and self.steady_us else None
+
+    @property
+    def steady_steps(self) -> Sequence[StepFacts]:
+        """Return the steps of the steady window: from one step's first GPU activity to the last step's."""
+        return [one for one in self.steps[len(self.left_out) + self.after_first :] if one.gpu_busy_us][:-1]
 
     @property
     def by_family(self) -> Counter:

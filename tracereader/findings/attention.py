@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     finding,
     how_often,
     listed,
+    part_of,
     size,
 )
 from tracereader.trace.kernel_names import CUDA_CORES, short
@@ -254,7 +255,7 @@ def time_in_a_library(summary: Summary) -> Verdict:
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")
     seen = (
-        f"{name}: {own[name]:,.1f} of the {total:,.1f} µs of CPU self time in ops and CUDA calls; "
+        f"{name}: {part_of(own[name], total)} of CPU self time in ops and CUDA calls; "
         f"{makers[name].split()[0]} provides its kernel"
     )
     return Verdict(own[name] >= MUCH_SELF_TIME * total, seen)

@@ -39,6 +39,12 @@ def pace(before_us: float, after_us: float, than: str = "") -> str:
     )
 
 
+def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:
+    """Return the pace of a run against another, with the reasons; of one step without them."""
+    paced = pace(step_us(before, of_one_step), step_us(after, of_one_step), than)
+    return "; ".join([f"{who} {paced}", *([] if of_one_step else reasons(before, after))])
+
+
 def is_alike(one_us: float, other_us: float) -> bool:
     return abs(one_us - other_us) <= ALIKE * max(one_us, other_us)
 

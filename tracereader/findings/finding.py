@@ -155,6 +155,15 @@ def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
     return unit, [significant(one / scale) for one in us]
 
 
+def part_of(part_us: float, whole_us: float, between: str = "of the") -> str:
+    """Return a time within another (µs) in one unit, for example "106 of the 220 µs". between: the words for "of the".
+
+    The unit fits the longer one, and both have three significant digits.
+    """
+    unit, (part, whole) = in_one_unit([part_us, whole_us])
+    return f"{part} {between} {whole} {unit}"
+
+
 def significant(value: float) -> str:
     """Return a value with three significant digits; all digits before the point are kept."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3

@@ -293,7 +293,7 @@ def tensor_cores(case: Case) -> Proposal | None:
     }
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
-        f"{listed(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
+        f"{' and '.join(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
         "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
         assumed=True,
     )

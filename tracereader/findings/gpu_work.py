@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     counted,
     finding,
     listed,
+    part_of,
     size,
 )
 from tracereader.trace.kernel_names import short
@@ -348,4 +349,4 @@ def copies_into_graph(summary: Summary) -> Verdict:
         return Verdict(False, "")
     us = sum(one.us for one in copies)
     total = summary.summed_us
-    return Verdict(True, f"{us:,.1f} of {total:,.1f} µs of GPU work per step")
+    return Verdict(True, f"{part_of(us, total)} of GPU work per step")

@@ -5,7 +5,18 @@ from collections.abc import Sequence
 
 from tracereader.figures import Summary
 from tracereader.figures.sizes import MATMULS
-from tracereader.findings.finding import COMPILE, TABLE, TREE, Verdict, counted, duration, finding, listed
+from tracereader.findings.finding import (
+    COMPILE,
+    TABLE,
+    TREE,
+    Verdict,
+    counted,
+    duration,
+    finding,
+    in_one_unit,
+    listed,
+    part_of,
+)
 from tracereader.findings.steps import compiled
 from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
 
@@ -29,10 +40,8 @@ def self_time_excludes_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
     if label is None or not label.calls_inside:
         return Verdict(None, "the step has no annotation with ops in it")
-    seen = (
-        f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, "
-        f"{label.us - label.self_us:,.1f} in ops below"
-    )
+    unit, (total, own, below) = in_one_unit([label.us, label.self_us, label.us - label.self_us])
+    seen = f"{label.name}: {total} {unit} in total, {own} self, {below} in the ops below it"
     return Verdict(label.self_us < label.us - label.self_us, seen)
 
 
@@ -53,7 +62,7 @@ def cost_in_children(summary: Summary) -> Verdict:
     label = summary.cpu.label
     if label is None or label.us - label.self_us <= label.us / 2:
         return Verdict(False, "")
-    return Verdict(True, f"{label.name}: {label.us:,.1f} µs in total, {label.self_us:,.1f} µs self, in one call")
+    return Verdict(True, f"{label.name}: {part_of(label.self_us, label.us, 'of self time in a total of')}, in one call")
 
 
 @finding(
@@ -67,7 +76,8 @@ def annotation_twice(summary: Summary) -> Verdict:
     # If a step has several annotations, none of them spans the step.
     if label is None or summary.places.by_label or not step.gpu_busy_us or step.gpu_span_us < 1.2 * step.gpu_busy_us:
         return Verdict(False, "")
-    return Verdict(True, f"{label.name}: a span of {step.gpu_span_us:,.1f} µs for {step.gpu_busy_us:,.1f} µs of work")
+    span, busy = duration(step.gpu_span_us), duration(step.gpu_busy_us)
+    return Verdict(True, f"{label.name}: a span of {span} for {busy} of GPU work")
 
 
 @finding(predicts=lambda parent, child: f"{parent} resolves to {child}")
@@ -166,7 +176,8 @@ def no_compile_rows(summary: Summary) -> Verdict:
 @finding(predicts=lambda op: f"torch.compile takes more CPU time to reach {op} than {op} itself takes", claims="18")
 def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     us, step = summary.cpu.ops[op].total_us if op in summary.cpu.ops else 0.0, summary.chosen.cpu_us
-    return Verdict(0 < us < step / 2, f"{op} takes {us:,.1f} of the step's {step:,.1f} µs")
+    seen = part_of(us, step, "of the step's")
+    return Verdict(0 < us < step / 2, f"{op} takes {seen}")
 
 
 @finding(
@@ -179,10 +190,8 @@ def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
     own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
-    seen = (
-        f"{lookup:,.1f} of the step's {summary.chosen.cpu_us:,.1f} µs; with pregraph bytecode, prologues and the "
-        f"regions' self time it is {own:,.1f} µs"
-    )
+    lookups = part_of(lookup, summary.chosen.cpu_us, "of the step's")
+    seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
     in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
     return Verdict(in_all, seen)
 

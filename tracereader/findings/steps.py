@@ -21,7 +21,9 @@ from tracereader.findings.finding import (
     duration,
     family_as_noun,
     finding,
+    in_one_unit,
     listed,
+    part_of,
 )
 from tracereader.trace import STEP
 from tracereader.trace.labels import COLLECTIVE, LOADER
@@ -50,6 +52,12 @@ BOUND_BY = {
     "overhead": "overhead", "gpu-side": "GPU side", "communication": "communication", "compute": "compute",
     "memory": "memory", "gpu": "GPU", "outside": "overhead", "cpu-only": "neither", "capture": "capture",
     None: "unknown",
+}  # fmt: skip
+# The parts of a GPU's time that are not compute.
+PARTS = {
+    "communication": "exposed communication", "copy": "exposed copies and memsets",
+    "not_launched": "idle, waiting for CPU launches", "launched": "idle, next activity launched, not started",
+    "unknown": "idle, next activity's launch not in the trace",
 }  # fmt: skip
 # Calls are slower if most of them took at least this many times as long as in the typical step. On the H200 the factors
 # are 1.3 to 3.7 in the first recorded step, and 0.8 to 1.3 between the others.
@@ -80,7 +88,7 @@ def waiting(summary: Summary) -> tuple[str, str]:
             return word, "the trace has GPU work, but none in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
-    idle = gpu.idle_us / summary.steady_us if summary.steady_us else 0.0
+    idle = summary.idle_share or 0.0
     after = "after the slow first step, " if summary.after_first else ""
     if found in ("overhead", "gpu-side", None):
         return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
@@ -169,7 +177,18 @@ def _on_cpu(summary: Summary) -> tuple[str, str]:
         return "outside", f"{summary.cpu.outside_ops:.0%} of the step is in no recorded op: {where}"
     could = summary.source.facts.script and not summary.source.shapes_recorded
     asked = "; the script's flag --record-shapes adds the rates that show what limits the step" if could else ""
-    return "cpu-only", f"the trace has no GPU activity{asked}"
+    return "cpu-only", _costliest_op(summary) + asked
+
+
+def _costliest_op(summary: Summary) -> str:
+    """Return a sentence on the op with the most self time of a step without GPU work."""
+    own, step_us = {name: one.self_us for name, one in summary.cpu.ops.items()}, summary.chosen.cpu_us
+    if not step_us or not any(own.values()):
+        return "the trace has no GPU activity"
+    name = max(own, key=own.get)
+    if summary.cpu.op_threads > 1:  # several threads' times can add up to more than the step
+        return f"of all ops, {name} has the most self time: {own[name] / sum(own.values()):.0%} of it"
+    return f"{own[name] / step_us:.0%} of the step is self time of {name}"
 
 
 # In these calls the CPU does not wait for other programs, but for the GPU, other ranks, loader workers or memory.
@@ -302,19 +321,20 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
     more = step.excess
     if more is None:
         return None
-    overheads = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.overheads.items())[:3])
+    overheads = ", ".join(f"{name} {duration(us)}" for name, us in list(more.overheads.items())[:3])
     beside = f" (in the same step: {overheads})" if overheads else ""
     first = summary.source.has_steps and step is summary.steps[0]
     cold = "a cold start: " if step.name in summary.left_out and paid_for_first_use(step) else ""
     if step.compile_us > more.us / 3:
         return f"{compiled(step)} for {duration(step.compile_us)} of its {duration(step.cpu_us)}{beside}"
     if sum(more.first_calls.values()) > more.us / 3:
-        calls = ", ".join(f"{name} {us:,.0f} µs" for name, us in list(more.first_calls.items())[:3])
+        calls = ", ".join(f"{name} {duration(us)}" for name, us in list(more.first_calls.items())[:3])
         return f"{cold}{calls} in calls that the typical step does not make{beside}"
     if sum(us for _, _, us in more.more_calls.values()) > more.us / 2:
         return f"it makes {_more_calls(more)}{beside}"
     if _slower_alike(more):
-        slower = f"most calls are {more.times_low:.1f} to {more.times_high:.1f} times slower"
+        low, high = f"{more.times_low:.1f}", f"{more.times_high:.1f}"
+        slower = f"most calls are {low if low == high else f'{low} to {high}'} times slower"
         started = ", probably because the profiler has just started" * (first and more.times_high < MUCH_SLOWER)
         return slower + started + beside
     slowest, us = [], 0.0
@@ -324,7 +344,8 @@ def cause(summary: Summary, step: StepFacts) -> str | None:
         if us > more.us / 2:
             return f"{cold}{_took(more, slowest)}{beside}"
     if more.before_first_op_us > more.us / 3:
-        return f"{more.before_first_op_us:,.0f} of the additional {more.us:,.0f} µs are before its first op{beside}"
+        before = part_of(more.before_first_op_us, more.us, "of the additional")
+        return f"{before} are before its first op{beside}"
     if slowest and more.slower[slowest[0]] > more.us / 3:
         return f"{cold}{_took(more, slowest[:1])}{beside}"
     if sum(more.overheads.values()) > more.us / 4:
@@ -379,12 +400,12 @@ def _took(more: Excess, names: list[str]) -> str:
         parts = [
             (more.slower[name], OUTSIDE_CALLS if name == OUTSIDE_CALLS else f"self time of {name}") for name in names
         ]
-        (us, what), *others = parts
-        rest = [f", {us:,.0f} are {what}" for us, what in others]
-        return f"{us:,.0f} of the additional {more.us:,.0f} µs are {what}{''.join(rest)}"
+        unit, (whole, first, *others) = in_one_unit([more.us, *(us for us, _ in parts)])
+        rest = [f", {us} are {what}" for us, (_, what) in zip(others, parts[1:], strict=True)]
+        return f"{first} of the additional {whole} {unit} are {parts[0][1]}{''.join(rest)}"
     whose = [
-        f"{more.slower[name]:,.0f} µs more are {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
-        else f"{name} took {more.slower[name]:,.0f} µs more"
+        f"{duration(more.slower[name])} more are {OUTSIDE_CALLS}" if name == OUTSIDE_CALLS
+        else f"{name} took {duration(more.slower[name])} more"
         for name in names
     ]  # fmt: skip
     beyond = sum(more.slower[name] for name in names) - more.us
@@ -403,8 +424,8 @@ def _took(more: Excess, names: list[str]) -> str:
 def slow_first_step(summary: Summary) -> Verdict:
     first = summary.steps[0]
     if first.times_the_typical is None or not summary.source.has_steps:
-        return Verdict(False, f"the first step took {first.cpu_us:,.1f} µs")
-    return Verdict(True, f"{first.cpu_us:,.1f} µs, {first.times_the_typical:,.1f} times the typical step")
+        return Verdict(False, f"the first step took {duration(first.cpu_us)}")
+    return Verdict(True, f"{duration(first.cpu_us)}, {first.times_the_typical:,.1f} times the typical step")
 
 
 @finding(
@@ -419,10 +440,12 @@ def first_step_is_wider(summary: Summary) -> Verdict:
     more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
     if not slow_first_step.ask(summary).holds:
         slower = "it is hardly slower" if more > 0 else "it is not slower"
-        return Verdict(False, f"{slower}: it takes {first.cpu_us:,.1f} µs, and the typical step {usual:,.1f} µs")
+        return Verdict(False, f"{slower}: {part_of(first.cpu_us, usual, 'instead of')}")
+    in_gap = part_of(max(0.0, gap_more), more, "of the additional")
+    gap_unit, shown = in_one_unit(gaps[:3])
     seen = (
-        f"{first.cpu_us:,.1f} µs instead of {usual:,.1f}; {max(0.0, gap_more):,.1f} of the additional {more:,.1f} µs "
-        f"are in the gap (the steps' gaps: {', '.join(f'{gap:.1f}' for gap in gaps[:3])} µs)"
+        f"{part_of(first.cpu_us, usual, 'instead of')}; {in_gap} are in the gap (the steps' gaps: {', '.join(shown)} "
+        f"{gap_unit})"
     )
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
 
@@ -443,13 +466,16 @@ def late_first_op(summary: Summary) -> Verdict:
     if len(gaps) < 2 or first is None or first - median(gaps[1:]) < 5 or first < LONG_GAP * median(gaps[1:]):
         return Verdict(False, "")
     whose = "" if summary.cpu.label else "; without an annotation, from the step's start"
-    return Verdict(True, f"{first:,.1f} µs in the first step, {median(gaps[1:]):,.1f} in the others{whose}")
+    return Verdict(True, f"{part_of(first, median(gaps[1:]), 'in the first step,')} in the others{whose}")
 
 
 @finding(predicts="in a warm run all steps take about the same time", claims="07")
 def steps_are_alike(summary: Summary) -> Verdict:
     times = [one.cpu_us for one in summary.steps]
-    shown = ", ".join(f"{us:,.1f}" for us in times[:5]) + (" …" if len(times) > 5 else "") + " µs"
+    unit, figures = in_one_unit(times[:5])
+    shown = f"{', '.join(figures)} {unit}"
+    if len(times) > len(figures):
+        shown = f"{shown} in the first {len(figures)} steps"
     if min(times) <= 0:
         return Verdict(None, shown)
     alike = max(times) < ALIKE * min(times)
@@ -464,7 +490,7 @@ def one_buffer_request(summary: Summary) -> Verdict:
     requests = summary.profiler.buffer_requests
     before = [one for one in requests if one.before_first_work]
     seen = counted(len(requests), "request") + (
-        f"; the one before the first kernel takes {before[0].us:,.0f} µs" if before else ""
+        f"; the one before the first kernel takes {duration(before[0].us)}" if before else ""
     )
     return Verdict(len(requests) == 1 and len(before) == 1, seen)
 
@@ -477,14 +503,17 @@ def one_buffer_request(summary: Summary) -> Verdict:
 )
 def buffer_request(summary: Summary) -> Verdict:
     requests = summary.profiler.buffer_requests
-    return Verdict(bool(requests), f"{len(requests)}, {sum(one.us for one in requests):,.0f} µs in all")
+    return Verdict(
+        bool(requests), f"{counted(len(requests), 'request')}, {duration(sum(one.us for one in requests))} in all"
+    )
 
 
 @finding(CPU, "module or function loading", "CUDA loads code when it is first used. This is cold-start cost.")
 def module_loading(summary: Summary) -> Verdict:
     loads = [one for name, one in summary.profiler.overheads.items() if "Loading" in name]
     return Verdict(
-        bool(loads), f"{sum(one.count for one in loads)} loads, {sum(one.us for one in loads):,.0f} µs in all"
+        bool(loads),
+        f"{counted(sum(one.count for one in loads), 'load')}, {duration(sum(one.us for one in loads))} in all",
     )
 
 
@@ -493,7 +522,7 @@ def long_final_sync(summary: Summary) -> Verdict:
     if summary.profiler.final_sync_us is None:
         return Verdict(None, "no synchronization after the last step")
     busy = summary.gpu.busy_us if summary.gpu else 0.0
-    seen = f"it takes {summary.profiler.final_sync_us:,.1f} µs, and the GPU work {busy:,.1f} µs"
+    seen = f"it takes {duration(summary.profiler.final_sync_us)}, and the GPU work {duration(busy)}"
     short = "here it only waits for the last kernel, so it shows nothing about idle time"
     return Verdict(summary.profiler.final_sync_us > 10 * busy, seen, short)
 
@@ -509,7 +538,7 @@ def final_synchronization(summary: Summary) -> Verdict:
     # The shortest on the H200 took 8.5 µs, the time of the call itself.
     us, busy = summary.profiler.final_sync_us, summary.gpu.busy_us if summary.gpu else 0.0
     long = us is not None and us > max(20, 0.05 * summary.window_us)
-    return Verdict(long, f"{us or 0:,.1f} µs, for {busy:,.1f} µs of GPU work")
+    return Verdict(long, f"{duration(us or 0)}, for {duration(busy)} of GPU work")
 
 
 @finding(
@@ -527,7 +556,7 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
     # A launch alone takes 5 µs.
     return Verdict(
         us > 5,
-        f"the GPU is idle for {us:,.1f} µs of a step in these calls and the launch after each: {calls}",
+        f"the GPU is idle for {duration(us)} of a step in these calls and the launch after each: {calls}",
     )
 
 
@@ -548,7 +577,7 @@ def kernels_queue(summary: Summary) -> Verdict:
     if not waits:
         return Verdict(None, "no launch in the trace")
     ahead = summary.gpu is not None and summary.gpu.idle_not_launched_us < MUCH_IDLE / 3 * summary.window_us
-    seen = f"the median launch latency of a step is {median(waits):,.0f} µs"
+    seen = f"the median launch latency of a step is {duration(median(waits))}"
     return Verdict(median(waits) > 30 and ahead, seen)
 
 
@@ -562,7 +591,7 @@ def kernels_queue(summary: Summary) -> Verdict:
 def gaps_between_kernels(summary: Summary) -> Verdict:
     span, found = summary.chosen.gpu_span_us, summary.step_gpu
     gaps = found.idle_not_launched_us if found else 0.0
-    seen = f"gaps take {gaps:,.1f} of the {span:,.1f} µs that a step's GPU work spans"
+    seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans"
     # Back-to-back kernels of one stream are 1 to 2 µs apart.
     return Verdict(gaps >= 3 * len(summary.gpu_work) and gaps > 0.02 * span, seen)
 
@@ -581,5 +610,5 @@ def gaps_in_a_graph(summary: Summary) -> Verdict:
         return Verdict(False, "no CUDA graph in the step")
     gaps = found.idle_launched_us
     each = f"{gaps / kernels:.1f} µs for each of {kernels:,} kernels"
-    seen = f"gaps take {gaps:,.1f} of the {span:,.1f} µs that a step's GPU work spans, {each}"
+    seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans, {each}"
     return Verdict(gaps > 0.05 * span, seen)

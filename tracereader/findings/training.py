@@ -1,7 +1,7 @@
 """Findings about a training step: phases, optimizer launches, a slow DataLoader, communication."""
 
 from tracereader.figures import Summary
-from tracereader.findings.finding import CPU, Verdict, activities, counted, finding, listed
+from tracereader.findings.finding import CPU, Verdict, activities, counted, duration, finding, listed
 
 # Share of a step spent waiting for its batch. Below this share, the batch comes from a queue that is never empty.
 MUCH_LOADING = 0.1
@@ -24,9 +24,9 @@ def recomputation(summary: Summary) -> Verdict:
     again = summary.training.recomputed
     if again is None:
         return Verdict(False, "no forward op runs again in the backward")
-    where = f"{again.cpu_us:,.1f} µs of CPU time"
+    where = f"{duration(again.cpu_us)} of CPU time"
     if again.gpu_us:
-        where = f"{again.gpu_us:,.1f} µs of GPU time in {activities(again.pieces)}"
+        where = f"{duration(again.gpu_us)} of GPU time in {activities(again.pieces)}"
     return Verdict(True, f"{counted(again.calls, 'forward op')} per step, {where}")
 
 
@@ -46,8 +46,8 @@ def optimizer_for_loop(summary: Summary) -> Verdict:
         return Verdict(False, listed(found) if found else "no optimizer in the step")
     most = max(loops, key=lambda one: one.launches)
     seen = (
-        f"{most.name}: {most.launches:,} launches per step, {most.cpu_us:,.1f} µs of CPU time for {most.gpu_us:,.1f} "
-        f"of GPU time; the GPU is idle for {most.idle_us:,.1f} µs"
+        f"{most.name}: {most.launches:,} launches per step, {duration(most.cpu_us)} of CPU time for "
+        f"{duration(most.gpu_us)} of GPU time; the GPU is idle for {duration(most.idle_us)}"
     )
     return Verdict(True, seen)
 

@@ -7,7 +7,8 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.cpu import Call
 from tracereader.figures.repeats import repeated_names
-from tracereader.show.text import head, paragraph, plain, us
+from tracereader.findings.finding import duration
+from tracereader.show.text import head, paragraph, plain
 from tracereader.show.view import View
 from tracereader.trace.kernel_names import short
 
@@ -26,7 +27,7 @@ def show(out: Console, summary: Summary, view: View) -> None:
         return
     for call in summary.cpu.chain:
         indent = "  " * (call.depth + 1)
-        line = f"{plain(short(call.name, 70))}  [dim]{us(call.us)} µs[/dim]"
+        line = f"{plain(short(call.name, 70))}  [dim]{duration(call.us)}[/dim]"
         if call.layer:
             line += f"  {plain(call.layer)}"
         if call.launched:
@@ -64,7 +65,7 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             indent = "  " * (depth + deeper + 1)
             # The calls below are those of one call, not of the sum.
             one = "; the slowest call:" * (len(same) > 1 and name == costliest[0][0] and start < end and last > level)
-            line = f"{times}{plain(short(name, 60))}  [dim]{us(total)} µs{summed}[/dim]{named}{one}"
+            line = f"{times}{plain(short(name, 60))}  [dim]{duration(total)}{summed}[/dim]{named}{one}"
             paragraph(out, line, indent, indent + "    ")
 
 
@@ -81,6 +82,6 @@ def _median_stretch(
     middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
     kept = stretches[middle]
     indent = "  " * (chain[calls[0]].depth + deeper + 1)
-    line = f"the same {length:,} calls repeat {times} times, [dim]{us(sum(each))} µs in total[/dim]; one repetition:"
+    line = f"the same {length:,} calls repeat {times} times, [dim]{duration(sum(each))} in total[/dim]; one repetition:"
     paragraph(out, line, indent, indent + "    ")
     return kept, next((index for index in calls if index > kept[-1]), end)

@@ -12,14 +12,14 @@ from tracereader.findings.finding import family_in_words, in_one_unit, size, tok
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show.text import LEAST_NAME, Name, console, paragraph, plain, print_columns, printable
+from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
 SECTIONS = ("short", "steps", "gpu", "cpu", "work", "chain")
 ROWS_SHOWN = 8
 ROOM_FOR_A_TABLE = 100  # columns; in fewer a kernel's name does not fit into one of three
-LIMITS = {"communication": "collectives"}  # shorter words for the table
+LIMITS = {"communication": "collectives", "neither": "CPU"}  # words that fit the table
 
 
 def proposed_by(trace: Trace, summary: Summary, view: View) -> Sequence[Opportunity]:
@@ -50,7 +50,7 @@ def side_by_side(
         wanted = [name for name in wanted if name != "gpu"]
     out = console()
     sides = [compare.Side(summary) for summary in summaries]
-    names = compare.told_apart(sides)
+    names = compare.distinct_names(sides)
     bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]
     _runs(out, sides, names)
     sections = {
@@ -95,9 +95,8 @@ def _in_short(
         against = sides.index(base)
         who, whose = ("the second", "the first's") if two else (f"run {number}", f"run {against + 1}'s")
         of_one_step = view.step is not None
-        us = [faster.step_us(one, of_one_step) for one in (base, side)]
-        sentence = [f"{who} {faster.pace(*us, '' if two else f'run {against + 1}')}"]
-        paragraph(out, plain("; ".join(sentence + ([] if of_one_step else faster.reasons(base, side)))), rest="    ")
+        than = "" if two else f"run {against + 1}"
+        paragraph(out, plain(faster.sentence(who, base, side, than, of_one_step)), rest="    ")
         known = proposed[against] if against < len(proposed) and not of_one_step else ()
         beside = _beside(base, side, known, whose)
         shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
@@ -164,6 +163,8 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
             idle = [max(0.0, one.recorded_step_us - us) if us is not None else None
                     for one, us in zip(some, busy, strict=True)]  # fmt: skip
             times("GPU idle", idle)
+            shares = [one.idle_share if there else None for one, there in zip(some, on_gpu, strict=True)]
+            rows.append(("GPU idle, share", *map(percent, shares)))
         rows.append(("limited by", *(LIMITS.get(found := steps.bound_by(one), found) for one in some)))
         counts("launches", [one.chosen.launches if there else None for one, there in zip(some, on_gpu, strict=True)])
         for name, kind in (("kernels", "kernel"), ("copies", "memcpy"), ("memsets", "memset")):

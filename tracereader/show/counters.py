@@ -67,6 +67,6 @@ def _kernels(out: Console, found: Counters, view: View) -> None:
     out.print()
     heads = ("kernels that hold whole samples", unit.name, "samples", "SM active", "DRAM", "DRAM by shapes")
     print_columns(out, heads, rows)
-    told = {one.name: one for one in reversed(shown) if disagreement(one) is not None}  # the longest of each name
-    for one in list(reversed(told.values()))[: view.most(2)]:
+    longest = {one.name: one for one in reversed(shown) if disagreement(one) is not None}  # the longest of each name
+    for one in list(reversed(longest.values()))[: view.most(2)]:
         paragraph(out, plain(f"{named[one.name]}: {compared(one)}"), rest="  ")

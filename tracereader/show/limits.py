@@ -93,10 +93,10 @@ def in_words(measure: str, before: float, after: float) -> str:
     name = {"step": "the step", "cpu": "the step on the CPU", "gpu": "GPU time", "gpu busy": "GPU busy"}.get(
         measure, measure
     )
-    told = f"{value_in_words(measure, before)} to {value_in_words(measure, after)}"
+    values = f"{value_in_words(measure, before)} to {value_in_words(measure, after)}"
     if measure == "gpu busy" or not before or after == before:
-        return f"{name}: {told}"
-    return f"{name}: {told}, {after / before - 1:+.1%}"
+        return f"{name}: {values}"
+    return f"{name}: {values}, {after / before - 1:+.1%}"
 
 
 def value_in_words(measure: str, value: float | None) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tracereader.command import printable
 from tracereader.figures import Summary, compare
-from tracereader.findings import differences, steps
+from tracereader.findings import differences, faster, steps
 from tracereader.show.limits import MEASURES, measures, value_in_words
 from tracereader.show.page.compared import kernel_rows
 from tracereader.trace.kernel_names import short
@@ -23,13 +23,16 @@ APART = "\u200b"  # invisible; it keeps @name, #1 and addresses from becoming li
 def side_by_side(summaries: Sequence[Summary]) -> str:
     """Return the comparison of several runs, each against the first."""
     sides = [compare.Side(summary) for summary in summaries]
-    names = compare.told_apart(sides)
+    names = compare.distinct_names(sides)
     numbers = range(1, len(sides) + 1)
     lines = ["### Profile", ""]
+    for number, side in zip(numbers[1:], sides[1:], strict=True):
+        lines += [plain(f"{faster.sentence(f'Run {number}', sides[0], side, 'run 1')}."), ""]
     for number, name, side in zip(numbers, names, sides, strict=True):
         word, why = steps.waiting(side.summary)
         lines.append(f"{number}. {code(name)}: {plain(f'{word}; {why}')}")
-    lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), "change"], _measures(summaries))]
+    change = "change" if len(sides) == 2 else f"change to run {len(sides)}"
+    lines += ["", *_table(["of one step", *(f"run {number}" for number in numbers), change], _measures(summaries))]
     rows = [row for row in kernel_rows(sides) if row["status"] != "alike"]
     if rows:
         heads = ["GPU activity", *(f"run {number}, µs" for number in numbers), ""]

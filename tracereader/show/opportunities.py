@@ -52,8 +52,8 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
     out.print("[bold]other changes, each by itself[/bold]")
     for number, one in enumerate(found[1:], 2):
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
-        saved = f"{step} takes {unit(one.times_us[1])} {unit.name} after it, which saves {_saved(one, one.share)}"
-        paragraph(out, plain(f"{one.title}; {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
+        saved = f"{step} takes {unit(one.times_us[1])} {unit.name} then, which saves {_saved(one, one.share)}"
+        paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
         paragraph(out, plain(_reason(one)), "    ", "    ")
 
 
@@ -72,5 +72,7 @@ def _while_recorded(one: Opportunity) -> str:
     if not one.knows_unprofiled:
         return ""
     unit = unit_of([one.step_us], ms_from=1e3)
-    change = f"{unit(one.step_us)} -> {unit(one.step_us_after)} {unit.name}"
-    return f"While recorded: {change}, which saves {_saved(one, one.saves_us / one.step_us)}. "
+    before, after = unit(one.step_us), unit(one.step_us_after)
+    if before == after:
+        return "The recorded step does not become shorter. "
+    return f"While recorded: {before} -> {after} {unit.name}, which saves {_saved(one, one.saves_us / one.step_us)}. "

@@ -63,22 +63,22 @@ def table(out: Console, summary: Summary) -> None:
         busy = duration(summary.chosen.gpu_busy_us)
         paragraph(out, f"these are sums, and kernels overlap: the GPU is busy {busy} of the step", "  ", "    ")
     for one in by_place:
-        told = _which(summary, one)
+        line = _which(summary, one)
         if one.us and one.high_us > LONG_STRETCH * one.us:
-            told += f"; the longest, number {one.longest}, takes {one.high_us / one.us:.1f} times the median"
+            line += f"; the longest, number {one.longest}, takes {one.high_us / one.us:.1f} times the median"
         if one is largest[0]:
-            told += f"; one of them: {_families(summary, one)}"
-        paragraph(out, plain(told), "  ", "    ")
+            line += f"; one of them: {_families(summary, one)}"
+        paragraph(out, plain(line), "  ", "    ")
 
 
 def _which(summary: Summary, one: Repeat) -> str:
     """Return which activities of the step are repeated, in words."""
-    told = f"{one.times} times the same {one.pieces:,} GPU activities"
+    same = f"the same {one.pieces:,} GPU activities {one.times} times"
     if one.replays:
-        return f"{told}, replays of a CUDA graph"
+        return f"{same}, replays of a CUDA graph"
     layers = summary.llm.decoding.facts.layers if summary.llm.decoding and summary.llm.decoding.facts else None
     each = f", {layers // one.times} layers each" if layers and layers > one.times and not layers % one.times else ""
-    return f"{told}{each}, the first is no. {one.start + 1:,}"
+    return f"{same}{each}, from no. {one.start + 1:,} of the step"
 
 
 @dataclass(frozen=True)
@@ -164,4 +164,5 @@ def _families(summary: Summary, one: Repeat) -> str:
     return ", ".join(
         f"{share / one.total_us:.0%} {family_in_words(family)} ({pieces[family] / one.times:,.0f})"
         for family, share in time.most_common(4)
+        if share >= 0.005 * one.total_us
     )

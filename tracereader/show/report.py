@@ -18,7 +18,6 @@ from tracereader.figures.layers import layer_names
 from tracereader.figures.places import Place
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
-from tracereader.figures.steps import StepFacts
 from tracereader.figures.table import profiler_table
 from tracereader.findings import cheatsheet, decoding, recording, steps
 from tracereader.findings.finding import ROOFS, counted, duration, family_in_words, size
@@ -34,6 +33,7 @@ from tracereader.show import table as table_of_torch
 from tracereader.show.sections import SECTIONS
 from tracereader.show.text import (
     Name,
+    Unit,
     ascii_only,
     console,
     head,
@@ -42,6 +42,7 @@ from tracereader.show.text import (
     plain,
     print_columns,
     print_whole,
+    sharing,
     shown_path,
     unit_of,
 )
@@ -57,6 +58,7 @@ SMALL = 12
 STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
 WIDE = 100  # columns; in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
+LONG_US = 1e5
 EXPLAINED = 12  # the largest number of calls in a step for which each pattern is explained
 
 
@@ -279,23 +281,23 @@ def _left_out_for(summary: Summary) -> str:
 
 def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     """Print the GPU's time per step, as recorded, in rows that add up to it."""
-    gpu, held = summary.steady, _steady_steps(summary)
+    gpu, held = summary.steady, summary.steady_steps
     count = max(1, len(held))
     names = {"copy": "copy kernels"}
     rows = [
         (f"compute: {names.get(family) or family_in_words(family)}", us) for family, us in gpu.compute_by_family.items()
     ]
     rows += [
-        ("exposed communication", gpu.exposed_communication_us),
-        ("exposed copies and memsets", gpu.exposed_copy_us),
-        ("idle, waiting for CPU launches", gpu.idle_not_launched_us),
-        ("idle, next activity launched, not started", gpu.idle_launched_us),
-        ("idle, next activity's launch not in the trace", gpu.idle_unknown_us),
+        (steps.PARTS["communication"], gpu.exposed_communication_us),
+        (steps.PARTS["copy"], gpu.exposed_copy_us),
+        (steps.PARTS["not_launched"], gpu.idle_not_launched_us),
+        (steps.PARTS["launched"], gpu.idle_launched_us),
+        (steps.PARTS["unknown"], gpu.idle_unknown_us),
     ]
     rows = sorted(((name, us / count) for name, us in rows if us), key=lambda row: -row[1])
     whole = sum(us for _, us in rows)
     shown, rest = view.parted(rows)
-    unit = unit_of([whole], ms_from=1e3)
+    unit = _unit_of_the_step(summary)
     parts = [*shown, *[(others(rest), sum(us for _, us in rest))] * bool(rest)]
     cells = [(name, unit(us), f"{us / whole:.1%}" if whole else "") for name, us in parts]
     whose = " on the busiest GPU" * (len(summary.source.devices) > 1)
@@ -306,9 +308,9 @@ def _where_the_step_goes(out: Console, summary: Summary, view: View) -> None:
     print_columns(out, (title, unit.name, "of the step"), cells, section="gpu")
 
 
-def _steady_steps(summary: Summary) -> Sequence[StepFacts]:
-    """Return the steps in the steady window: from one step's first GPU activity to the last step's."""
-    return [one for one in summary.steps[len(summary.left_out) + summary.after_first :] if one.gpu_busy_us][:-1]
+def _unit_of_the_step(summary: Summary) -> Unit:
+    """Return the unit that the tables of a step's time share."""
+    return unit_of([summary.recorded_step_us], ms_from=1e3)
 
 
 def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
@@ -330,7 +332,7 @@ def _ops_of_the_step(out: Console, summary: Summary, view: View) -> None:
         rows.append((others(rest), sum(own for _, own, _, _ in rest), None, sum(calls for *_, calls in rest)))
     if summary.cpu.outside_ops and step_us:
         rows.append(("in no recorded op", summary.cpu.outside_ops * step_us, None, None))
-    unit = unit_of([step_us], ms_from=1e3)
+    unit = _unit_of_the_step(summary)
     cells = [
         (name, unit(own), f"{own / step_us:.1%}" if step_us else "", unit(total) if total is not None else "",
          f"{calls:,}" if calls is not None else "")
@@ -397,8 +399,9 @@ def _functions(times: dict[str, float]) -> str:
 def _places(title: str, places: Sequence[Place], view: View) -> tuple[Sequence[str], list[tuple]]:
     """Return the heads and the rows of a table of places in the program."""
     shown, rest = view.parted(places)
-    gpu = unit_of([one.gpu_us for one in places] + [sum(one.gpu_us for one in rest)])
-    cpu = unit_of([one.cpu_us for one in places])
+    gpu_us = [*(one.gpu_us for one in shown), sum(one.gpu_us for one in rest)]
+    cpu_us = [one.cpu_us for one in shown]
+    gpu, cpu = sharing(unit_of([*gpu_us, *cpu_us]).name, (gpu_us, cpu_us))
     on_cpu = any(one.cpu_us is not None for one in places)
     named = labels([one.name for one in shown], 50)
     rows = [(Name(named[one.name]), gpu(one.gpu_us), f"{one.pieces:,}", *[cpu(one.cpu_us)] * on_cpu) for one in shown]
@@ -500,7 +503,12 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     shown, rest = view.parted(found, STEPS_SHOWN)
     gpu = summary.has_gpu_work
     keys = ["cpu_us", "label_to_first_op_us"] + ["gpu_busy_us", "gpu_span_us", "launch_to_start_us"] * gpu
-    unit = {key: unit_of([getattr(one, key) for one in found]) for key in keys}
+    columns = [[getattr(one, key) for one in found] for key in keys]
+    unit_name = _unit_of_the_step(summary).name
+    # A step far longer than the others is shown in ms, although the others would fit µs.
+    stands_out = max(us for column in columns for us in column if us is not None) >= LONG_US
+    name = "ms" if stands_out and unit_name == "µs" else unit_name
+    unit = dict(zip(keys, sharing(name, columns), strict=True))
 
     def row(name: str, of: Callable[[str], float | None]) -> list[str]:
         cells = [name, unit["cpu_us"](of("cpu_us")), unit["label_to_first_op_us"](of("label_to_first_op_us"))]
@@ -517,13 +525,8 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     def marked(one) -> str:
         return one.number + " *" * (one.times_the_typical is not None or one.gpu_times_the_median is not None)
 
-    units = {one.name for one in unit.values()}
-    named = {key: f" {one.name}" * (len(units) > 1) for key, one in unit.items()}
-    heads = [f"step, in {units.pop()}" if len(units) == 1 else "step"]
-    heads += [f"CPU{named['cpu_us']}", f"to first op{named['label_to_first_op_us']}"]
-    if gpu:
-        heads += ["launches", f"GPU busy{named['gpu_busy_us']}", f"span{named['gpu_span_us']}", "idle"]
-        heads += [f"latency{named['launch_to_start_us']}"]
+    heads = [f"step, in {name}", "CPU", "to first op"]
+    heads += ["launches", "GPU busy", "span", "idle", "latency"] * gpu
     rows = [row(marked(one), lambda key, one=one: getattr(one, key)) for one in shown]
     if rest:
         rows.append(row(f"{others(rest)}, median", median_of))

@@ -8,7 +8,7 @@ from rich.console import Console
 from tracereader.figures.series import Series
 from tracereader.findings.finding import counted
 from tracereader.findings.gpu_work import VARIES
-from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.show.text import Name, paragraph, plain, print_columns, sharing, unit_of
 from tracereader.show.view import ROWS, View
 from tracereader.trace import STEP
 from tracereader.trace.kernel_names import labels, short
@@ -31,18 +31,20 @@ def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, nu
         out.print("[bold]the same activities over the steps[/bold]: none in every step")
         return
     named = labels([one.name for one in shown], 60)
+    times = [us for one in shown for us in one.us]
+    (unit,) = sharing(unit_of(times).name, [times])
     steps = max(len(one.us) for one in shown)
     rows = [
         [
-            Name(named[one.name] + f" ({one.nth + 1})" * bool(one.nth)), spark(one.us, ascii_only), us(one.median_us),
-            us(one.mean_us), f"{us(min(one.us))}–{us(max(one.us))}", "–" if one.ramp is None else f"x {one.ramp:.2f}",
+            Name(named[one.name] + f" ({one.nth + 1})" * bool(one.nth)), spark(one.us, ascii_only), unit(one.median_us),
+            unit(one.mean_us), unit.range(min(one.us), max(one.us)), "–" if one.ramp is None else f"x {one.ramp:.2f}",
         ]
         for one in shown
     ]  # fmt: skip
     kind = "GPU activities" if shown[0].on_gpu else "ops by self time"
     if len(shown) < len(found):
         kind = f"the {len(shown)} costliest {kind}"
-    heads = (f"{kind} over {counted(steps, 'step')}, µs", "", "median", "mean", "range", "ramp")
+    heads = (f"{kind} over {counted(steps, 'step')}, {unit.name}", "", "median", "mean", "range", "ramp")
     print_columns(out, heads, rows, left=(0, 1), section="series")
     uneven = [one for one in shown if one.other_calls]
     if uneven:
@@ -55,7 +57,7 @@ def show(out: Console, found: Sequence[Series], view: View, ascii_only: bool, nu
     if steps < ENOUGH:
         few = "1 step is" if steps == 1 else f"{steps} steps are"
         advice = "record with --active 20" if numbered_script else "record 20"
-        paragraph(out, f"{few} too few to tell an outlier from a trend: {advice}")
+        paragraph(out, f"{few} too few to distinguish an outlier from a trend: {advice}")
         return
     if not asked or len(shown[0].us) < ENOUGH:
         return

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tracereader.figures.table import Row, Table
-from tracereader.show.text import Name, paragraph, plain, print_columns, us
+from tracereader.findings.finding import duration
+from tracereader.show.text import Name, Unit, paragraph, plain, print_columns, sharing, unit_of
 from tracereader.show.view import ROWS, View, others
 from tracereader.trace.kernel_names import labels, short
 
@@ -18,51 +19,59 @@ def show(out: Console, table: Table, steps: int, view: View) -> None:
     """Print the rows, torch's two last lines, and the meaning of self, total and the annotation's second row."""
     gpu = any(row.on_gpu for row in table.rows)
     shown, rest = view.parted(table.rows, ROWS if view.brief else ROWS_SHOWN)
-    recorded = f"{steps} steps, µs" if steps > 1 else "µs"
+    unit = _unit(table)
+    recorded = f"{steps} steps, {unit.name}" if steps > 1 else unit.name
     heads = [f"profiler table, {recorded}", "self CPU", "total CPU", *(["self GPU", "total GPU"] * gpu), "calls"]
     totals = [
         f"self times of all {len(table.rows)} rows",
-        us(table.self_cpu_us),
+        unit(table.self_cpu_us),
         "",
-        *([us(table.self_gpu_us), ""] * gpu),
+        *([unit(table.self_gpu_us), ""] * gpu),
         "",
     ]
-    rows = _rows(shown, gpu)
+    rows = _rows(shown, gpu, unit)
     if rest:
-        on_gpu = [us(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
+        on_gpu = [unit(sum(row.self_gpu_us for row in rest if row.on_gpu)), ""] * gpu
         calls = f"{sum(row.calls for row in rest):,}"
-        rows.append([others(rest), us(sum(row.self_cpu_us for row in rest)), "", *on_gpu, calls])
+        rows.append([others(rest), unit(sum(row.self_cpu_us for row in rest)), "", *on_gpu, calls])
     print_columns(out, heads, [*rows, totals], section="table")
-    for line in _how_to_read(table)[: 1 if view.brief else None]:
+    for line in _how_to_read(table, unit)[: 1 if view.brief else None]:
         paragraph(out, line)
 
 
-def _rows(shown: Sequence[Row], gpu: bool) -> list[list[str]]:
+def _unit(table: Table) -> Unit:
+    """Return the unit of all times of the table."""
+    times = [us for row in table.rows for us in (row.self_cpu_us, row.total_cpu_us, row.self_gpu_us, row.total_gpu_us)]
+    (unit,) = sharing(unit_of([*times, table.self_cpu_us], ms_from=1e5).name, [times])
+    return unit
+
+
+def _rows(shown: Sequence[Row], gpu: bool, unit: Unit) -> list[list[str]]:
     named = labels([row.name for row in shown], 60)
     rows = []
     for row in shown:
-        cpu = ["–", "–"] if row.on_gpu else [us(row.self_cpu_us), us(row.total_cpu_us)]
-        times = [us(row.self_gpu_us), us(row.total_gpu_us)] if gpu else []
+        cpu = ["–", "–"] if row.on_gpu else [unit(row.self_cpu_us), unit(row.total_cpu_us)]
+        times = [unit(row.self_gpu_us), unit(row.total_gpu_us)] if gpu else []
         rows.append([Name(named[row.name]), *cpu, *times, f"{row.calls:,}"])
     return rows
 
 
-def _how_to_read(table: Table) -> list[str]:
+def _how_to_read(table: Table, unit: Unit) -> list[str]:
     lines = []
     label = next((row for row in table.rows if row.name == table.label and not row.on_gpu), None)
     if label and table.label_calls:
-        calls = [f"{us(time)} {plain(short(name, 30))}" for name, time in table.label_calls.items()]
+        calls = [f"{unit(time)} {plain(short(name, 30))}" for name, time in table.label_calls.items()]
         rest = sum(list(table.label_calls.values())[CALLS_NAMED:])
-        calls = calls[:CALLS_NAMED] + ([f"{us(rest)} other calls"] if rest else [])
+        calls = calls[:CALLS_NAMED] + ([f"{unit(rest)} other calls"] if rest else [])
         lines.append(
             f"self: time in the row itself; total: with the calls below it. {plain(label.name)}'s total of "
-            f"{us(label.total_cpu_us)} is {us(label.self_cpu_us)} of self time + {' + '.join(calls)}"
+            f"{unit(label.total_cpu_us)} {unit.name} is {unit(label.self_cpu_us)} of self time + {' + '.join(calls)}"
         )
     for span in table.label_spans[:1]:
         if label and span.name == label.name and span.us > LABEL_SPAN_MISLEADS * table.self_gpu_us > 0:
             lines.append(
                 f"torch lists {plain(label.name)} twice: the second row, which this table omits, is from its first "
-                f"kernel's start to its last one's end, including idle gaps: {us(span.us)} µs, "
+                f"kernel's start to its last one's end, including idle gaps: {duration(span.us)}, "
                 f"{span.us / table.self_gpu_us:,.0%} of the GPU's time"
             )
     return lines

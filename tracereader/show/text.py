@@ -31,8 +31,8 @@ def console() -> Console:
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns or PIPE_WIDTH  # some terminals report a width of 0
     else:
-        told = os.environ.get("COLUMNS", "")
-        width = int(told) if told.isdecimal() and int(told) else PIPE_WIDTH
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() and int(columns) else PIPE_WIDTH
     return Console(highlight=False, soft_wrap=True, emoji=False, width=width)
 
 
@@ -205,7 +205,7 @@ def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[s
         for head, cell in zip(heads[1:], row[1:], strict=True):
             if not cell:
                 continue
-            part = f" {head} {cut(cell, 40) if isinstance(cell, Name) else cell} ".rstrip() if head else f" {cell}"
+            part = f" {_with_unit(head, cut(cell, 40) if isinstance(cell, Name) else cell)} ".rstrip()
             if cell_len(line) + cell_len(part) + 1 > out.width and line.strip():
                 out.print(escape(line.rstrip(" ·")))
                 line = "   "
@@ -213,6 +213,12 @@ def _print_stacked(out: Console, heads: Sequence[str], rows: Sequence[Sequence[s
         if line.strip():
             out.print(escape(line.rstrip(" ·")))
         _print_below(out, below, number)
+
+
+def _with_unit(head: str, cell: str) -> str:
+    """Return a cell after its column's head. A unit at the head's end stands after the figure: "median 1.5 ms"."""
+    name, unit = re.fullmatch(r"(.*?)(?:,? ?\b(µs|ms|s|GB/s))?", head).groups()
+    return " ".join(filter(None, (name, cell, unit)))
 
 
 def shown_path(path: Path) -> str:
@@ -240,12 +246,15 @@ class Unit:
         """Return a time in µs in this unit without its name; "<0.01" for a time that rounds to zero."""
         if value is None:
             return "–"
-        told = f"{value / self.us:,.{self.digits}f}"
         least = 10**-self.digits
-        return f"<{least:.{self.digits}f}" if 0 < value / self.us < least / 2 else told
+        if 0 < value / self.us < least / 2:
+            return f"<{least:.{self.digits}f}"
+        return f"{value / self.us:,.{self.digits}f}"
 
     def range(self, low: float | None, high: float | None) -> str:
-        return f"{self(low)}–{self(high)}"
+        """Return "low–high", or one figure if both look the same."""
+        first, last = self(low), self(high)
+        return first if first == last else f"{first}–{last}"
 
 
 def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
@@ -256,6 +265,26 @@ def unit_of(values: Iterable[float | None], ms_from: float = 1e4) -> Unit:
     if most >= ms_from:
         return Unit("ms", 1e3, 1 if most >= 1e5 else 2)
     return Unit("µs", 1.0, 1)
+
+
+DIGITS = 4  # significant ones
+SHORT_US = 10.0
+
+
+def sharing(name: str, columns: Sequence[Iterable[float | None]]) -> list[Unit]:
+    """Return the unit of this name for each column of times (µs) that are compared with the others.
+
+    Each column has the decimals that its shortest time needs for four significant digits, but none below 1 µs; or
+    0.1 µs, if all of its times are shorter than 10 µs.
+    """
+    length = {"s": 1e6, "ms": 1e3, "µs": 1.0}[name]
+    units = []
+    for column in columns:
+        times = [abs(value) for value in column if value]
+        before_point = 1 + math.floor(math.log10(min(times, default=length) / length))
+        finest = round(math.log10(length)) + (max(times, default=length) < SHORT_US)
+        units.append(Unit(name, length, max(1, min(DIGITS - before_point, finest))))
+    return units
 
 
 def percent(share: float | None) -> str:

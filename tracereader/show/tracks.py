@@ -96,12 +96,12 @@ def _names(events: list[_Event], numbers: dict[tuple, int]) -> Iterator[bytes]:
         if isinstance(args, dict):
             said.setdefault(_track(event), {})[event.name] = args
     for (track, lane), number in numbers.items():
-        told = said.get(track, {})
-        name = str(told.get("thread_name", {}).get("name", track[1])).strip()
+        metadata = said.get(track, {})
+        name = str(metadata.get("thread_name", {}).get("name", track[1])).strip()
         place = {"ph": "M", "pid": track[0], "tid": number, "ts": 0}
         yield msgspec.json.encode(place | {"name": "thread_name", "args": {"name": f"{name}, lane {lane + 1}"}})
-        if "thread_sort_index" in told:
-            yield msgspec.json.encode(place | {"name": "thread_sort_index", "args": told["thread_sort_index"]})
+        if "thread_sort_index" in metadata:
+            yield msgspec.json.encode(place | {"name": "thread_sort_index", "args": metadata["thread_sort_index"]})
 
 
 def _slices(events: list[_Event]) -> list[tuple]:

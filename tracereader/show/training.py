@@ -5,7 +5,7 @@ from rich.console import Console
 from tracereader.figures import Summary
 from tracereader.figures.training import MemoryCurve
 from tracereader.findings.finding import counted, duration, size
-from tracereader.show.text import Name, paragraph, plain, print_columns, unit_of
+from tracereader.show.text import Name, paragraph, plain, print_columns, sharing, unit_of
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
@@ -70,8 +70,8 @@ def show(out: Console, summary: Summary, view: View, ascii_only: bool) -> None:
         shown, rest = view.parted(found.syncs)
         named = labels([one.asked_by for one in shown], 40)
         calls, cpu_us, idle_us = (sum(getattr(one, key) for one in rest) for key in ("calls", "cpu_us", "idle_us"))
-        cpu = unit_of([*(one.cpu_us for one in shown), cpu_us])
-        idle = unit_of([*(one.idle_us for one in shown), idle_us])
+        times = [*(one.cpu_us for one in shown), cpu_us], [*(one.idle_us for one in shown), idle_us]
+        cpu, idle = sharing(unit_of(times[0] + times[1]).name, times)
         cells = [
             (Name(named[one.asked_by]), Name(one.call), f"{one.calls:,}", cpu(one.cpu_us), idle(one.idle_us))
             for one in shown

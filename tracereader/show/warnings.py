@@ -17,10 +17,11 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "overlapping_slices":
             names = ", ".join(map(short, one.names))
-            slices = f"{one.count:,} slices overlap" if one.count > 1 else "1 slice overlaps"
+            several = one.count > 1
             return (
-                f"{slices} another slice of the same track without nesting, and Perfetto drops slices that do; --open "
-                f"and --export give it a copy that it shows whole: {names}"
+                f"{f'{one.count:,} slices overlap' if several else '1 slice overlaps'} another slice of the same track "
+                f"without nesting, so Perfetto does not show {'them' if several else 'it'}; --open and --export make a "
+                f"copy in which it does: {names}"
             )
         case "table_of_another_run":
             return f"{one.names[0]} beside it is the profiler table of another run"

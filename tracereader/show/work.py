@@ -10,7 +10,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.sizes import Product
 from tracereader.findings.finding import ROOFS, duration, size
 from tracereader.show import repeats
-from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, unit_of
+from tracereader.show.text import Name, head, operations, paragraph, plain, print_columns, rate, sharing, unit_of
 from tracereader.show.view import View, others
 from tracereader.trace.kernel_names import labels
 
@@ -23,7 +23,8 @@ def show(out: Console, summary: Summary, view: View) -> None:
     folded = not view.all and bool(repeats.worth_showing(summary))
     listed = repeats.in_order(summary) if folded else [repeats.Row(one) for one in summary.gpu_work]
     shown, rest = (listed, ()) if folded else view.parted(listed, LINES_SHOWN)
-    unit = unit_of([row.work.us for row in listed if row.work] + [sum(row.work.us for row in rest)])
+    times = [row.work.us for row in listed if row.work]
+    (unit,) = sharing(unit_of(times).name, [times])
     named = labels([one.work.name for one in shown if one.work], 60)
     asking = labels([one.work.asked_by for one in shown if one.work], 28)
     rows = []
@@ -40,20 +41,25 @@ def show(out: Console, summary: Summary, view: View) -> None:
                 )
             )
         else:
-            rows.append((f"{row.left_out:,} others", "", unit(row.left_out_us), *[""] * 5))
+            rows.append(_summed(f"{row.left_out:,} others", row.left_out_us))
     if rest:
-        rows.append((others(rest), "", unit(sum(row.work.us for row in rest)), *[""] * 5))
+        rows.append(_summed(others(rest), sum(row.work.us for row in rest)))
     heads = (
         f"GPU activities of one step ({summary.chosen.number})",
         "from",
         f"median {unit.name}" if len(summary.steps) > 1 else unit.name,
-        "range",
+        f"range {unit.name}",
         "launched by",
         "regs",
         "shared",
         "grid x block",
     )
     print_columns(out, heads, rows, left=(0, 1, 3, 4, 7), section="work")
+
+
+def _summed(name: str, us: float) -> tuple[str, ...]:
+    """Return a row for several activities. Their sum is part of the name, because the other rows have medians."""
+    return (f"{name}, {duration(us)} in total", *[""] * 7)
 
 
 def _footprint(one: GpuWork) -> tuple[str, str, str]:
@@ -109,8 +115,13 @@ def _measured(same: Sequence[GpuWork]) -> list[str]:
                 f"{operations(conv.flops)}" + (f" at {rate(one.tflops)} TFLOP/s{_of_roof(one)}" if one.tflops else "")
             )
         elif one.bytes_moved and one.gb_s:
-            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved at {one.gb_s:,.0f} GB/s{_of_roof(one)}"
+            found[one.bytes_moved] = f"{size(one.bytes_moved)} moved{_speed(one)}"
     return list(found.values())
+
+
+def _speed(one: GpuWork) -> str:
+    """Return the rate of a copy or a kernel in words; "" for a few bytes, whose time is not that of the transfer."""
+    return f" at {one.gb_s:,.0f} GB/s{_of_roof(one)}" if one.gb_s >= 0.5 else ""
 
 
 def product_in_words(shape: Product) -> str:
@@ -154,4 +165,7 @@ def _range(shares: Sequence[float], digits: int) -> str:
 
 
 def _of_roof(one: GpuWork) -> str:
-    return f", {one.of_roof:.0%} of the data sheet's {ROOFS[one.roof][0]}" if one.roof else ""
+    if not one.roof:
+        return ""
+    share = f"{one.of_roof:.0%}" if one.of_roof >= 0.005 else "under 1%"
+    return f", {share} of the data sheet's {ROOFS[one.roof][0]}"

@@ -126,12 +126,12 @@ def _whole(value: object) -> object:
 
 def _usable(kind: type[T], found: object) -> T | None:
     """Return the struct of all values of the right type; None if a field without a default has none."""
-    told = found if isinstance(found, dict) else {}
+    stored = found if isinstance(found, dict) else {}
     values = {}
     for field in msgspec.structs.fields(kind):
         with contextlib.suppress(msgspec.ValidationError):
-            if field.name in told:
-                value = told[field.name]
+            if field.name in stored:
+                value = stored[field.name]
                 values[field.name] = value if isinstance(value, msgspec.Struct) else msgspec.convert(value, field.type)
     with contextlib.suppress(TypeError):
         return kind(**values)

@@ -7,7 +7,7 @@ import msgspec
 
 from tracereader import __version__
 from tracereader.figures import Summary, compare
-from tracereader.findings import differences, made, steps
+from tracereader.findings import differences, faster, made, steps
 from tracereader.findings.finding import family_in_words
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -69,8 +69,10 @@ class Runs:
 
 def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
     sides = [compare.Side(summary) for summary in summaries]
-    names = compare.told_apart(sides)
+    names = compare.distinct_names(sides)
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
+    for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
+        run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
     for run in runs:
         run["of_first"] = run["step"] / runs[0]["step"] if runs[0]["step"] else None
     return {

@@ -62,7 +62,7 @@ def figures(
 
 def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
-    told = [why, recording.unprofiled(summary)]
+    sentences = [why, recording.unprofiled(summary)]
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -88,7 +88,7 @@ def _head(summary: Summary) -> dict:
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
         "regime": word + " while it is recorded" * recording.changes_the_regime(summary),
-        "why": ". ".join(filter(None, told)).removesuffix("."),
+        "why": ". ".join(filter(None, sentences)).removesuffix("."),
         "facts": facts,
         "script": summary.source.facts.script or None,
         "warnings": warnings.of(summary),
@@ -138,18 +138,21 @@ def _steps(summary: Summary) -> list[dict]:
 
 
 def _time(summary: Summary) -> dict:
-    """Return the window's time in parts that add up to it, and the GPU time by family, phase and annotation."""
-    gpu, parts = summary.gpu, []
+    """Return a step's time in parts that add up to it, and the GPU time by family, phase and annotation.
+
+    The parts are the mean over the steady window, as in the report.
+    """
+    gpu, parts, count = summary.steady, [], max(1, len(summary.steady_steps))
     if gpu:
         parts = [
-            {"name": name, "key": key, "us": us}
-            for name, key, us in (
-                ("compute", "compute", gpu.compute_us),
-                ("exposed communication", "communication", gpu.exposed_communication_us),
-                ("exposed copies and memsets", "copy", gpu.exposed_copy_us),
-                ("idle, CPU launching", "not_launched", gpu.idle_not_launched_us),
-                ("idle, next activity launched and waiting", "launched", gpu.idle_launched_us),
-                ("idle, launch not in the trace", "unknown", gpu.idle_unknown_us),
+            {"name": steps.PARTS.get(key, key), "key": key, "us": us / count}
+            for key, us in (
+                ("compute", gpu.compute_us),
+                ("communication", gpu.exposed_communication_us),
+                ("copy", gpu.exposed_copy_us),
+                ("not_launched", gpu.idle_not_launched_us),
+                ("launched", gpu.idle_launched_us),
+                ("unknown", gpu.idle_unknown_us),
             )
             if us
         ]
@@ -328,14 +331,14 @@ def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], ste
 
 def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
     """Return descriptions of content that the user may not want to share: host names, and paths in the slices."""
-    told = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
+    found = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
     texts = [*slices["names"], *map(str, slices["arguments"])]
     paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
     if paths:
         named = ", ".join(list(paths)[:PATHS_NAMED])
         more = f" and {len(paths) - PATHS_NAMED:,} more" if len(paths) > PATHS_NAMED else ""
-        told.append(f"{counted(len(paths), 'path')} of files: {named}{more}")
-    return told
+        found.append(f"{counted(len(paths), 'path')} of files: {named}{more}")
+    return found
 
 
 def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:

@@ -16,7 +16,7 @@ function comparisonPage(data, root) {
   ];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
   withTimeline(data, place, {
-    note: "Each run has the step that its report speaks of, and all steps start at zero.",
+    note: "The timeline shows the step that each run's report describes. All steps start at zero.",
     showKernel: name => pick({name}),
     ready: made => {
       timeline = made;
@@ -34,14 +34,15 @@ function runsOverview(data) {
     : faster >= 1 ? `${digits(faster, 2)} times as fast` : `${digits(1 / faster, 2)} times as slow`;
   const plain = value => value === null || value === undefined ? NONE : whole(value);
   const rows = [
-    ["step", "step", time], ["of run 1", "of_first", value => value === null ? NONE : share(value)], ["CPU per step", "cpu", time],
-    ["GPU busy per step", "gpu", time], ["GPU busy", "gpu busy", value => share(value)], ["launches", "launches", plain],
+    ["step", "step", time], ["step, share of run 1's", "of_first", value => value === null ? NONE : share(value)], ["CPU per step", "cpu", time],
+    ["GPU busy per step", "gpu", time], ["GPU busy, share", "gpu busy", value => share(value)], ["launches", "launches", plain],
     ["kernels", "kernels", plain], ["copies", "memcpys", plain], ["memsets", "memsets", plain], ["peak memory", "memory", bytes],
     ["tokens/s", "tokens_s", value => value === null ? NONE : digits(value, 0)], ["limited by", "regime", value => value],
   ].filter(([, key]) => runs.some(run => run[key] !== null && run[key] !== undefined));
   return el("section", {class: "comparison", id: "overview"},
     el("p", {class: "device"}, [...new Set(runs.map(run => run.device))].join(" · ")),
     el("h1", {}, word),
+    runs.map(run => run.pace && el("p", {class: "pace"}, sentence(run.pace))),
     runs.map((run, place) => el("p", {}, el("b", {}, `Run ${place + 1}, ${run.name}: `), `${run.regime}; ${run.why}.`)),
     el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "measures"},
       el("table", {class: "measures", id: "measures"},
@@ -56,7 +57,7 @@ function predictedSection(data) {
   if (!predicted.length) return null;
   const unit = columnUnit([...predicted.map(one => one.step_us), ...runs.map(run => run.step)]);
   return section("predicted", "Predicted and measured",
-    "What the report of run 1 proposes, each change by itself. A measured step stands where the traces show that the run makes this change; a run that makes several is measured with all of them.",
+    "Run 1's report proposes these changes, and predicts the step after each change alone. A run has a measured step in this table if the traces show that it makes the change. If it makes several of them, the measured step includes them all.",
     table({id: "predicted-table", rows: predicted.map((one, place) => ({...one, place, name: one.title})), sort: "place", down: false, columns: [
       {key: "name", title: "change", name: true},
       {key: "step_us", title: `run 1 ${unit.name}`, number: true, text: row => inUnit(row.step_us, unit)},
@@ -97,7 +98,7 @@ function comparedKernels(data, pick) {
     draw(status);
   }}, status === null ? `all ${all.length}` : `${status} ${all.filter(row => row.status === status).length}`));
   draw(null);
-  return section("kernels", "Kernels", "GPU time of one step by name, where it differs most first. Up to 9% apart two times are alike: so far two recordings of one program differ.",
+  return section("kernels", "Kernels", "GPU time of one step by name, the largest differences first. Two times are alike if they differ by up to 9%, as two recordings of one program do.",
     el("div", {class: "chips"}, chips), holder);
 }
 

@@ -6,8 +6,8 @@ const LEAST_WIDE = 1; // pixels; narrower slices of a row are drawn as one
 const LEAST_HIGH = 3, LOOKED_AT = 16; // pixels of such slices; the number of them that are searched for the longest
 const ARROWS_DRAWN = 400;
 const IDLE = [
-  ["not_launched", "idle, CPU launching"], ["launched", "idle, next activity launched and waiting"],
-  ["unknown", "idle, launch not in the trace"],
+  ["not_launched", "idle, waiting for CPU launches"], ["launched", "idle, next activity launched, not started"],
+  ["unknown", "idle, next activity's launch not in the trace"],
 ];
 
 class Painter {
@@ -353,6 +353,8 @@ class Painter {
       context.fillText(`${digits(at / 1e3 / unit.scale, decimals)} ${unit.name}`, x + 4, 33);
     }
     let last = -99;
+    // The steps of several runs start together. Their names would cover each other, so only the chosen one has its name.
+    const together = slices.steps.length > 1 && slices.steps[1].start < slices.steps[0].end;
     for (const one of slices.steps) {
       const x = this.x(one.start), end = this.x(one.end);
       if (end < 0 || x > this.width || end - last < 1) continue;
@@ -362,7 +364,7 @@ class Painter {
       context.globalAlpha = one === state.step ? 1 : 0.45;
       context.fillRect(left, 3, Math.max(1, wide - 1), 15);
       context.globalAlpha = 1;
-      if (wide > 24) {
+      if (wide > 24 && (!together || one === state.step)) {
         context.fillStyle = one === state.step ? this.inkOn(paint.accent) : paint.ink;
         context.fillText(cut(one.name.replace(/^ProfilerStep/, "step "), Math.floor((wide - 8) / this.character)), left + 5, 11);
       }

@@ -46,7 +46,7 @@ function tracePage(data, root) {
   fill(root, [bar(data, parts), el("main", {}, parts)]);
 
   withTimeline(data, place, {
-    note: "These are all slices that the reader keeps; frames of Python functions are not among them. Idle gaps are colored by cause, GPU activities by family.",
+    note: "These are all slices that the reader keeps, without the frames of Python functions. Idle gaps are colored by cause, GPU activities by family.",
     showKernel, ready: made => { timeline = made; applyAddress(); },
   });
 
@@ -100,13 +100,15 @@ const KIND_WORDS = {label: "annotation", op: "CPU op", runtime: "CUDA runtime ca
   span: "annotation on the GPU's side", phase: "computing", wait: "waiting for another rank",
   inside: "phase inside a kernel", inside_wait: "waiting inside a kernel"};
 
+const FAMILY_WORDS = {GEMM: "matrix products", unknown: "kernels of unknown names"}; // as in the tables
+
 function timelineLegend(slices) {
   const used = valuesOf(slices.columns.family), kinds = valuesOf(slices.columns.kind);
   const idle = slices.idle ? IDLE.filter(([cause]) => slices.idle[cause].length) : [];
   const item = (value, text) => el("li", {}, swatch(value), text);
   return el("ul", {class: "legend small"},
     idle.map(([cause, text]) => item(`var(--idle-${cause.replace("_", "-")})`, text)),
-    slices.families.map((family, place) => used.has(place) && slices.work > 0 && item(familyColor(family), family)),
+    slices.families.map((family, place) => used.has(place) && slices.work > 0 && item(familyColor(family), FAMILY_WORDS[family] ?? family)),
     slices.kinds.map((kind, place) => kinds.has(place) && !["kernel", "memcpy", "memset"].includes(kind)
       && item(`var(--kind-${kind})`, KIND_WORDS[kind] ?? kind)));
 }
@@ -136,8 +138,8 @@ function bar(data, parts) {
 
 function about(data) {
   return el("footer", {id: "about"},
-    el("p", {}, `Written by read-trace ${data.version}. Every figure on this page is one of its report and of --json. The page asks nothing of any network.`),
-    data.holds.length > 0 && el("p", {id: "holds"}, "Before you hand it on: it holds ", data.holds.join("; "), "."));
+    el("p", {}, `Written by read-trace ${data.version}. Every figure on this page is one of its report and of --json. The page makes no network request.`),
+    data.holds.length > 0 && el("p", {id: "holds"}, "Before you share this page: it holds ", data.holds.join("; "), "."));
 }
 
 const data = figuresOf(), root = document.getElementById("page");

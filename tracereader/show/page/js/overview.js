@@ -15,20 +15,24 @@ function overview(data) {
       el("p", {class: "why", id: "why"}, sentence(head.why)),
       head.script && el("p", {class: "told"}, `Recorded by ${head.script}.`),
       head.left_out.length > 0 && el("p", {class: "told"},
-        `Step ${head.left_out.join(", ")} is left out of every figure over all steps: it is far wider than the others.`),
+        `Step ${head.left_out.join(", ")} is left out of every figure over all steps, because it takes far longer than the others.`),
       head.warnings.map(one => el("p", {class: "warning"}, el("b", {}, "Warning: "), one))),
     el("dl", {class: "figures"},
       figure("step", time(head.step_us), "step_us", head.step_us),
       head.unprofiled_us !== null && figure("without the profiler", time(head.unprofiled_us), "unprofiled_us", head.unprofiled_us),
       head.gpu && figure("GPU busy per step", time(head.gpu_us), "gpu_us", head.gpu_us),
       figure("CPU per step", time(head.cpu_us), "cpu_us", head.cpu_us),
-      head.busy_share !== null && figure("GPU busy", share(head.busy_share), "busy_share", head.busy_share)),
+      head.busy_share !== null && figure("GPU busy, share", share(head.busy_share), "busy_share", head.busy_share)),
     parts.parts.length > 0 && el("div", {class: "wide"},
-      partsBar(coloredParts(parts.parts), parts.window_us, "time of the GPU"), legend(coloredParts(parts.parts), parts.window_us)));
+      partsBar(coloredParts(parts.parts), sumOf(parts.parts), "a step's time on the GPU"), legend(coloredParts(parts.parts), sumOf(parts.parts))));
 }
 
 function figure(title, text, key, value) {
   return el("div", {}, el("dt", {}, title), el("dd", {id: key, data: {value}}, text));
+}
+
+function sumOf(parts) {
+  return parts.reduce((sum, one) => sum + one.us, 0);
 }
 
 function coloredParts(parts) {
@@ -45,9 +49,9 @@ function opportunities(data, pick) {
   const {refused, found} = data.opportunities;
   const section = el("section", {id: "try"}, el("h2", {}, "Try first"));
   if (refused) return fill(section, [el("p", {}, `No change can be priced: ${refused}.`)]);
-  if (!found.length) return fill(section, [el("p", {}, "Nothing that read-trace knows saves more than 2% of this step.")]);
+  if (!found.length) return fill(section, [el("p", {}, "No change that read-trace knows saves more than 2% of this step.")]);
   return fill(section, [
-    el("p", {class: "told"}, "Each change by itself, by a replay of this trace without what the change removes. Several together do not save their sum."),
+    el("p", {class: "told"}, "Each time comes from a replay of this trace with that change alone. The savings of several changes do not add up."),
     el("ol", {class: "opportunities"}, found.map((one, place) => {
       const saved = part => `${one.basis === "bound" ? "about " : ""}${share(part)}`;
       const unprofiled = one.unprofiled_step_us_after !== null;

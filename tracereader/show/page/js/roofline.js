@@ -40,8 +40,8 @@ function rooflineSection(data, pick) {
     }));
   const unit = columnUnit(points.map(one => one.us));
   return section("roofline", "Roofline",
-    `Placed are ${whole(found.placed)} of the ${whole(found.of)} kernels of step ${data.head.step}, ${share(found.placed_us / found.summed_us)} of its GPU time: `
-    + "those whose FLOPs and bytes the trace tells. Bytes are counted once for each input and output, so a cache does not show. Equal kernels are one circle; its area is their time.",
+    `The chart has ${whole(found.placed)} of the ${whole(found.of)} kernels of step ${data.head.step}, ${share(found.placed_us / found.summed_us)} of its GPU time. `
+    + "The trace does not have the FLOPs and bytes of the others. Bytes are counted once for each input and output, so the effect of caches is not included. Equal kernels are one circle, whose area is their time.",
     el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "roofline"}, chart),
     table({id: "roofline-table", rows: points, sort: "us", pick, columns: [
       {key: "name", title: "kernel", name: true, node: row => el("div", {class: "kernel"},

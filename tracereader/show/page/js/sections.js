@@ -22,7 +22,7 @@ function timeSection(data) {
         {key: "pieces", title: "activities", number: true, text: row => whole(row.pieces)},
       ]}).node,
     el("p", {class: "told"}, data.head.gpu ? `Over ${time(wholeUs)}, the window from the first step to the end of the last${several ? "; the time of the busiest GPU" : ""}.` : null),
-    idle.length > 0 && el("h3", {}, `What the CPU was in while the GPU waited for a launch, step ${data.head.step}`),
+    idle.length > 0 && el("h3", {}, `What the launching thread does while the GPU waits for step ${data.head.step}`),
     idle.length > 0 && table({id: "idle-in", rows: idle, sort: "us", columns: [
       {key: "name", title: "innermost op or call", name: true},
       {key: "us", title: idleUnit.name, number: true, text: row => inUnit(row.us, idleUnit), bar: row => row.us / idle[0].us},
@@ -82,7 +82,7 @@ function kernelsSection(data, pick, isPicked) {
       {key: "of_roof", title: "of peak", number: true, text: row => row.of_roof === null ? NONE
         : `${share(row.of_roof)} ${row.roof === "compute" ? "arithmetic" : "bandwidth"}`},
     ]});
-  const noted = `Counts and times are of all steps. Rates are means by time over step ${data.head.step}, of the activities whose sizes the trace tells; the peak is the data sheet's.`;
+  const noted = `Counts and times are of all steps. Rates are means by time over step ${data.head.step}, of the activities whose sizes the trace has; the peak is the data sheet's.`;
   return {node: section("kernels", "Kernels", noted, made.node), draw: made.draw};
 }
 
@@ -106,7 +106,7 @@ function modulesSection(data) {
   if (!tree.length) return null;
   const wholeUs = tree.reduce((sum, one) => sum + one.total_us, 0) || 1, lane = onGpu ? "GPU" : "CPU";
   const unit = columnUnit([wholeUs]);
-  return section("modules", "Modules", `${lane} time of step ${data.head.step} by the nn.Module that asked for it; backward counts for the module of its forward op.`,
+  return section("modules", "Modules", `${lane} time of step ${data.head.step} by the nn.Module that launched it; backward counts for the module of its forward op.`,
     el("div", {class: "tree", role: "tree", "aria-label": "modules"}, tree.map(one => branch(one, wholeUs, unit, 0))),
     classes.length > 0 && el("h3", {}, "By class of module"),
     classes.length > 0 && table({id: "module-classes", rows: classes, sort: onGpu ? "gpu_us" : "cpu_us", columns: [
@@ -145,7 +145,7 @@ function memorySection(data) {
 
 function guessesSection(data) {
   if (!data.guesses.length) return null;
-  const words = {true: "yes", false: "no", null: "cannot tell"};
+  const words = {true: "yes", false: "no", null: "cannot decide"};
   return section("guesses", "Predictions, and what was seen", null,
     el("ul", {class: "guesses"}, data.guesses.map(one => el("li", {class: `holds-${one.holds}`},
       el("b", {}, words[one.holds]), el("div", {}, one.text, one.evidence && el("small", {}, one.evidence))))));

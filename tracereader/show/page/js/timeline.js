@@ -91,9 +91,9 @@ class Timeline {
     const {merged, narrow, seen} = this.painter.draw(this.state);
     this.view = this.state.view;
     const left = this.painter.arrowsLeft ? ` ${whole(this.painter.arrowsLeft)} more arrows are not drawn.` : "";
-    const high = narrow ? " What is narrower than a pixel is as high as the share of the pixel that it fills." : "";
+    const high = narrow ? " Each bar of them is as high as the share of its pixel that they fill." : "";
     this.told.textContent = (merged
-      ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors: zoom in to tell them apart.`
+      ? `${whole(merged)} of the ${whole(seen)} slices in view are narrower than a pixel and drawn together with their neighbors. Zoom in to see each one.`
       : `All ${whole(seen)} slices in view are drawn.`) + high + left;
     this.canvas.dataset.from = this.state.view.from;
     this.canvas.dataset.to = this.state.view.to;
