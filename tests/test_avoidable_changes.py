@@ -121,6 +121,21 @@ def later(document, mark, us):
     mark["dur"] += us
 
 
+def test_idle_time_counts_against_a_compute_bound_step(case_of):
+    """Products near the peak take 71% of the busy time. With a pause, they take less than half of the step."""
+    shapes = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
+
+    def pauses(document):
+        for mark in raw_steps(document["traceEvents"]):
+            later(document, mark, 110)
+
+    assert case_of(shapes).summary.waits_for == "compute"
+    slower = case_of(shapes, pauses).summary
+    products = sum(one.us for one in slower.gpu_work if one.family == "GEMM")
+    assert slower.steady.idle_us < 0.35 * slower.steady_us and products < 0.5 * slower.recorded_step_us
+    assert slower.waits_for == "gpu"
+
+
 def compiles_in_every_step(document, us=40_000):
     for mark in raw_steps(document["traceEvents"]):
         later(document, mark, us)
