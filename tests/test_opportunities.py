@@ -438,3 +438,31 @@ def test_no_cuda_graph_is_proposed_after_a_wait_for_a_size_or_between_reads_of_f
     file = CHANGED / "selection/chosen.json.gz"
     trace = read(file)
     assert cuda_graph(Case(trace, summarize(trace), graph_of(trace))) is None
+
+
+def test_a_blocking_copy_of_a_result_is_copied_to_pinned_memory_beside_the_next_step():
+    file = TESTS / "blocking.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    work = raw_work(events, raw_steps(events)[1])
+    (batch,) = (one for one in work if "HtoD" in one["name"])
+    result, scalar = sorted((one for one in work if "DtoH" in one["name"]), key=lambda one: -one["dur"])
+    assert "Pageable" in result["name"] and scalar["args"]["bytes"] == 4
+    one = priced_changes(file)["overlap_copies"]
+    assert one.basis == "bound" and "pin_memory=True" in one.how and "non_blocking=True" in one.how
+    assert "1 copy of 67.1 MB from the GPU to pageable memory: 39.2 ms" in one.evidence
+    # Both copies run one after the other beside the kernels: the batch as recorded, the result at the rate of pinned
+    # memory.
+    copies = batch["dur"] + result["args"]["bytes"] / 50e3
+    assert one.step_us_after == pytest.approx(copies, rel=0.01)
+
+
+@pytest.mark.parametrize("read_back", ["as recorded", "larger than 64 KB"])
+def test_a_small_result_is_a_wait_and_no_copy_to_overlap(edited, read_back):
+    """The program reads one value in each step. A copy of 1 MB in its place would be worth overlapping."""
+
+    def larger(one):
+        small = read_back != "as recorded" and one.get("cat") == "gpu_memcpy" and "DtoH" in one["name"]
+        return one | {"dur": 1000, "args": one["args"] | {"bytes": 2**20}} if small else one
+
+    found = edited("syncs/end", larger)
+    assert ("overlap_copies" in found) is (read_back != "as recorded")

@@ -221,7 +221,9 @@ def test_a_step_that_the_gpu_does_not_fill_without_the_profiler_is_not_only_call
         busy.append(sum(one["dur"] for one in work))
     idle = 1 - sorted(busy)[1] / document["unprofiled_step_us"]
     assert 0.1 < idle < 0.35
-    assert recording.unprofiled(summarize(read(file))).endswith(f"GPU-bound. The GPU is still idle {idle:.0%} of that time.")
+    assert recording.unprofiled(summarize(read(file))).endswith(
+        f"GPU-bound. The GPU is still idle {idle:.0%} of that time."
+    )
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("pinned/prefetched", True), ("pinned/same_stream", False)])
@@ -232,7 +234,6 @@ def test_a_busy_time_longer_than_the_step_is_explained(capsys, monkeypatch, name
     assert (last[0]["ts"] < max(one["ts"] + one["dur"] for one in middle)) is overlaps
     told = " ".join(printed(capsys, CHANGES / f"{name}.json.gz").split())
     assert ("activities of different steps overlap on the GPU" in told) is overlaps
-
 
 
 def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_path, capsys):

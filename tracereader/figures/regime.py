@@ -19,8 +19,8 @@ MUCH_EXPOSED = 0.3
 # Share of the data sheet's peak from which on a kernel is near it: the H200's large bf16 products reach 70 to 83%, its
 # pointwise kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
 NEAR_THE_ROOF = 0.5
-# The regime is compute- or memory-bound only if kernels that are known to be near that peak take more than this share of
-# the step. Idle time counts against it.
+# The regime is compute- or memory-bound only if kernels that are known to be near that peak take more than this share
+# of the step. Idle time counts against it.
 MUCH_KNOWN = 0.5
 
 

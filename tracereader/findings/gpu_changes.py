@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -12,7 +12,15 @@ from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
-from tracereader.replay import overlapped, with_durations, without_cpu_time, without_ops, without_waits, without_work
+from tracereader.replay import (
+    is_wait,
+    overlapped,
+    with_durations,
+    without_cpu_time,
+    without_ops,
+    without_waits,
+    without_work,
+)
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import OPTIMIZER
@@ -30,6 +38,9 @@ FP32_PRODUCT = 0.6
 LEAST_PRODUCT_US, LEAST_KERNEL_US = 1.85, 1.0
 # Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
 PINNED_GB_S = 50
+# CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
+# so the time that it costs is the CPU's wait for it (remove_sync).
+STAGED_BYTES = 64 * 1024
 # The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
 # takes 466 µs for 67 million elements on an H200.
 TRANSCENDENTAL, OTHER = 40, 3
@@ -407,26 +418,51 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
 
 def overlap_copies(case: Case) -> Proposal | None:
-    copies = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
+    """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
+    batches = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
+    results = [
+        (work, one)
+        for work, one, _ in case.activities
+        if "DtoH" in one.name and work.kind == "memcpy" and (one.bytes_moved or 0) > STAGED_BYTES
+    ]
+    copies = batches + results
     if not copies:
         return None
     pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
     times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
     graph = with_durations(case.graph, case.in_all_steps(times))
     moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
-    us = sum(one.us for _, one in copies)
-    amount = sum(one.bytes_moved or 0 for _, one in copies)
-    how = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
-    return Proposal(
-        overlapped(
-            without_waits(graph, {id(work.launch): work.launch for work in moved if work.launch}.values()), moved
-        ),
-        f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU"
-        + (" from pageable memory" if pageable else "")
-        + f": {duration(us)}",
-        how if pageable else "copy the next batch on a stream of its own while this one is computed",
-        assumed=bool(pageable),
+    calls = {id(call): call for work in moved if work.launch for call in _waiting_with(work.launch)}
+    pinned = {id(work) for work, _ in pageable}
+    batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
+    if not any(id(work) in pinned for work, _ in batches):
+        batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
+    result = (
+        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
+        "them a step later"
     )
+    evidence = [
+        f"{counted(len(some), 'copy', 'copies')} of {size(sum(one.bytes_moved or 0 for _, one in some))} {way} the GPU"
+        + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")
+        + f": {duration(sum(one.us for _, one in some))}"
+        for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
+        if some
+    ]
+    return Proposal(
+        overlapped(without_waits(graph, calls.values()), moved),
+        "; ".join(evidence),
+        "; ".join([batch] * bool(batches) + [result] * bool(results)),
+        assumed=bool(pageable),
+        title="copy batches and results while other work is computed" if batches and results
+        else "copy results while the next step is computed" if results else None,
+    )  # fmt: skip
+
+
+def _waiting_with(call: Op) -> Iterator[Op]:
+    """Yield a copy's call, and the calls of the same op after it, which wait for the copy."""
+    yield call
+    if call.parent is not None and call.parent.kind == "op":
+        yield from (one for one in call.parent.children if one.start > call.start and is_wait(one))
 
 
 def small_grids(case: Case) -> Proposal | None:

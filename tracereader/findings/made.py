@@ -33,10 +33,14 @@ CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 @dataclass(frozen=True)
 class Checked:
-    """The proposals of a report that another run follows together, and that run's measured step (µs)."""
+    """The proposals of a report that another run follows together, and that run's measured step (µs).
+
+    also_compiled: whether that run also compiles its kernels, which none of these predictions includes.
+    """
 
     proposals: tuple[Opportunity, ...]
     measured_us: float
+    also_compiled: bool = False
 
 
 def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
@@ -54,12 +58,18 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
     if None not in model and model[0] != model[1]:
         return None
     found = tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
-    return Checked(found, step_us(after)) if found else None
+    if not found:
+        return None
+    also_compiled = _newly_compiled(before, after) and all(one.change == "cuda_graph" for one in found)
+    return Checked(found, step_us(after), also_compiled)
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """Both steps run about the same kernels, and a CUDA graph launches them in the second one."""
-    return bool(graphs_launched(after)) and not graphs_launched(before) and share_in_common(before, after) >= ALMOST
+    """A CUDA graph launches the second step: about the same kernels, or compiled ones with as many products."""
+    if graphs_launched(before) or not graphs_launched(after):
+        return False
+    compiled = _newly_compiled(before, after) and _same_products(before, after)
+    return compiled or share_in_common(before, after) >= ALMOST
 
 
 def _remove_sync(before: Side, after: Side) -> bool:
@@ -100,7 +110,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = _same_products(before, after) and attention[0] == attention[1]
     as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
-    compiled = _compiled(after) and not _compiled(before)
+    compiled = _newly_compiled(before, after)
     # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
     return compiled and as_large and (fewer or shorter) and as_many and _by_calls(before, after)
@@ -253,9 +263,10 @@ def _no_recompute(before: Side, after: Side) -> bool:
 
 
 def _overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU, and at most half of the time of exposed copies remains."""
+    """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
     was, now = (
-        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
+        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
+        for side in (before, after)
     )
     shares = [
         side.summary.steady.exposed_copy_us / side.summary.steady_us
@@ -300,9 +311,12 @@ def _same_heavy(before: Side, after: Side) -> bool:
 
 
 def _same_products(before: Side, after: Side) -> bool:
-    """Return whether equally many ops launch products and convolutions; for CUDA graphs, kernels are counted."""
+    """Return whether equally many ops launch products and convolutions.
+
+    If one of the steps has no such op, as a CUDA graph's replay, kernels of products and other heavy work are counted.
+    """
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
-    if any(map(any, calls)):
+    if all(map(any, calls)):
         return calls[0] == calls[1]
     kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
     return kernels[0] == kernels[1]
@@ -311,6 +325,10 @@ def _same_products(before: Side, after: Side) -> bool:
 def _compiled(side: Side) -> bool:
     """Return whether Inductor wrote some of the step's kernels."""
     return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
+
+
+def _newly_compiled(before: Side, after: Side) -> bool:
+    return _compiled(after) and not _compiled(before)
 
 
 def _on_cuda_cores_us(side: Side) -> float:

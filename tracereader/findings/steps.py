@@ -145,7 +145,7 @@ def _untraced(summary: Summary) -> str:
 
 
 def overlap_of_steps(summary: Summary) -> str:
-    """Return a sentence if a step's GPU activities take longer than a step, because steps overlap on the GPU; else ""."""
+    """Return a sentence if a step's GPU activities take longer than a step, because steps overlap; else ""."""
     busy = summary.chosen.gpu_busy_us
     if busy <= (1 + SAME_TIME) * summary.recorded_step_us:
         return ""
