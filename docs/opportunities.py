@@ -45,7 +45,9 @@ ASSUMES = {
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
-    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no kernel takes less than {gpu.LEAST_PRODUCT_US} µs",
+    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no kernel takes less than {gpu.LEAST_PRODUCT_US} µs; in bf16, "
+    f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {gpu.ATTENTION_IN_TWO_BYTES:.0%} of the time of an "
+    f"fp32 attention kernel, and casts that take the CPU {gpu.AUTOCAST_US} µs for each product",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
     f"kernel takes less than {gpu.LEAST_PRODUCT_US} µs",
     "channels_last": "the convolutions themselves take as long",
@@ -73,6 +75,7 @@ PAIRS = (
         ("vit/eager", "vit/graph"), ("vit/eager", "vit/compile"), ("decode/eager", "decode/graph"),
         ("decode/eager", "decode/batch32"), ("pointwise/eager", "pointwise/compile"),
         ("products/eager", "products/compile"), ("encoder/fp32", "encoder/tf32"), ("encoder/fp32", "encoder/bf16"),
+        ("encoder/tf32", "encoder/bf16"),
         ("encoder/bf16", "encoder/bf16_compile"), ("resnet/fp32", "resnet/tf32"),
         ("resnet/fp32", "resnet/bf16_channels_last"), ("conv_layout/contiguous", "conv_layout/channels_last"),
         ("attention/naive", "attention/sdpa"), ("gpt2/eager_attention", "gpt2/sdpa"), ("gpt2/sdpa", "gpt2/padded"),

@@ -39,6 +39,7 @@ FIRST = [
     ("copies/blocking", "overlap_copies"),
     ("resnet/fp32", "tensor_cores"),
     ("encoder/fp32", "tensor_cores"),
+    ("encoder/tf32", "tensor_cores"),
     ("gpt2/sdpa", "align_shapes"),
     ("attention/naive", "fused_attention"),
     ("optimizer/forloop", "fused_optimizer"),
@@ -293,6 +294,20 @@ def renamed(old, new):
 def test_a_wait_for_the_number_of_different_values_cannot_be_dropped(edited):
     assert "remove_sync" in edited("selection/chosen", lambda one: one)
     assert "remove_sync" not in edited("selection/chosen", renamed("aten::nonzero", "aten::_unique2"))
+
+
+def test_two_bytes_are_proposed_for_tf32_and_for_fp32_without_tf32(tmp_path):
+    """A V100 has no TF32 and no bf16. The recorded fp32 and TF32 steps have the same 96 products."""
+    assert "TF32" in proposed("encoder/tf32")["tensor_cores"].evidence
+    assert "bfloat16" in proposed("encoder/tf32")["tensor_cores"].how
+    assert "tensor_cores" not in proposed("encoder/bf16")
+    document = json.loads(gzip.decompress((CHANGED / "encoder/fp32.json.gz").read_bytes()))
+    for device in document["deviceProperties"]:
+        device["name"] = "Tesla V100-SXM2-16GB"
+    file = tmp_path / "v100.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file)["tensor_cores"]
+    assert "float16" in one.how and "bfloat16" not in one.how and "set_float32" not in one.how
 
 
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):

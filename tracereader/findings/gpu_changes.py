@@ -15,6 +15,7 @@ from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import (
     is_wait,
     overlapped,
+    with_cpu_time,
     with_durations,
     without_cpu_time,
     without_ops,
@@ -23,7 +24,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
 from tracereader.trace.types import dims_of, dtype_of, tensors_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -33,6 +34,12 @@ from tracereader.trace.types import dims_of, dtype_of, tensors_of
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
 # Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
+# bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
+# and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
+MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
+# autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
+# of them in two recorded models.
+AUTOCAST_US = 60
 # The shortest product on tensor cores in this repository's traces of an H200 takes this long: 64 x 64 x 64 in bf16,
 # in the first rung. The shortest kernels of any kind take about 1 µs there.
 LEAST_PRODUCT_US, LEAST_KERNEL_US = 1.85, 1.0
@@ -279,6 +286,11 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
 
 
 def tensor_cores(case: Case) -> Proposal | None:
+    return _in_tf32(case) or _in_two_bytes(case)
+
+
+def _in_tf32(case: Case) -> Proposal | None:
+    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
     if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
@@ -308,6 +320,49 @@ def tensor_cores(case: Case) -> Proposal | None:
         "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
         assumed=True,
     )
+
+
+def _in_two_bytes(case: Case) -> Proposal | None:
+    """Return a proposal to compute with bf16 or fp16 what tensor cores multiply in TF32, or what has no TF32."""
+    peaks = case.peaks
+    if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
+        return None
+    times, spent, kinds = {}, 0.0, set()
+    for work, one, op in case.activities:
+        if one.family == "attention" and one.name_says.get("types") == "fp32":
+            us = one.us * ATTENTION_IN_TWO_BYTES
+        elif one.family in ("GEMM", "convolution") and (types := _wide_type(work, one, op)):
+            reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
+            us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
+            if one.flops:
+                us = one.flops / (reach * peaks.bf16) / 1e6
+            moved_us = (one.bytes_moved or 0) / (BANDWIDTH * peaks.gb_s) / 1e3
+            us = max(us, moved_us / 2, LEAST_PRODUCT_US)
+            if op is not None and not any(above.name.startswith(AUTOGRAD) for above in op.above()):
+                us += moved_us  # the casts of its inputs read and write about as many bytes
+        else:
+            continue
+        if us < one.us:
+            times[work], spent = us, spent + one.us
+            kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
+    if not times:
+        return None
+    changed = case.in_all_steps(times)
+    calls = [one.launch for one in changed if one.launch is not None]
+    return Proposal(
+        with_cpu_time(with_durations(case.graph, changed), [(call.track, call.start, AUTOCAST_US) for call in calls]),
+        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
+        f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
+        assumed=True,
+        title="use bf16 or fp16 on tensor cores",
+    )
+
+
+def _wide_type(work: Work, one: GpuWork, op: Op | None) -> str:
+    """Return tf32 or fp32 if a kernel multiplies fp32 values; "" if it does not, or if the trace does not show it."""
+    if (one.name_says.get("types") or "").lower() == "tf32":
+        return "tf32"
+    return "fp32" if _on_cuda_cores(work, one, op) else ""
 
 
 def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:

@@ -135,15 +135,23 @@ def _fused_attention(before: Side, after: Side) -> bool:
 
 
 def _tensor_cores(before: Side, after: Side) -> bool:
-    """As many products and convolutions take at most half the time on CUDA cores, and more on tensor cores."""
-    was, now = (_on_cuda_cores_us(side) for side in (before, after))
-    on_tensor_cores = [
-        sum(one.us for one in _heavy(side) if one.name_says.get("types") in TENSOR_CORES) for side in (before, after)
-    ]
-    moved = was > 0 and now <= LEFT * was and on_tensor_cores[0] < on_tensor_cores[1]
+    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
+    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
+        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
+    )
     kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
     stay = _compiled(after) or kernels[1] >= STAY * kernels[0]
     return moved and stay and _same_products(before, after)
+
+
+def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
+    """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
+    was, now = slow_us(before), slow_us(after)
+    return was > 0 and now <= LEFT * was and _in_types_us(before, fast) < _in_types_us(after, fast)
+
+
+def _in_types_us(side: Side, types: Sequence[str]) -> float:
+    return sum(one.us for one in _heavy(side) if one.name_says.get("types") in types)
 
 
 def _align_shapes(before: Side, after: Side) -> bool:
