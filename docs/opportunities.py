@@ -49,7 +49,7 @@ ASSUMES = {
     f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {gpu.ATTENTION_IN_TWO_BYTES:.0%} of the time of an "
     f"fp32 attention kernel, and casts that take the CPU {gpu.AUTOCAST_US} µs for each product",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
-    f"kernel takes less than {gpu.LEAST_PRODUCT_US} µs",
+    f"kernel takes less than {gpu.LEAST_PRODUCT_US} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
     "no_recompute": "the activations fit into memory",

@@ -227,10 +227,6 @@ def test_a_saving_that_recording_hides_is_shown():
     assert 0.05 * unprofiled_us("syncs/item") < one.unprofiled_step_us - one.unprofiled_step_us_after
 
 
-def without_shapes(event):
-    return event | {"args": {key: value for key, value in event.get("args", {}).items() if "Input" not in key}}
-
-
 def in_hip(event):
     return event | {"name": event["name"].replace("cuda", "hip")} if event.get("cat") == "cuda_runtime" else event
 
@@ -308,6 +304,34 @@ def test_two_bytes_are_proposed_for_tf32_and_for_fp32_without_tf32(tmp_path):
     file.write_text(json.dumps(document))
     one = priced_changes(file)["tensor_cores"]
     assert "float16" in one.how and "bfloat16" not in one.how and "set_float32" not in one.how
+
+
+def without_shapes(event):
+    return event | {"args": {key: value for key, value in event.get("args", {}).items() if "Input" not in key}}
+
+
+@pytest.mark.parametrize(("before", "after"), [("odd_width/odd", "odd_width/padded"), ("gpt2/sdpa", "gpt2/padded")])
+def test_without_shapes_the_kernels_names_show_unaligned_products(edited, before, after):
+    one = edited(before, without_shapes)["align_shapes"]
+    assert one.basis == "bound" and "record_shapes=True names the dimensions" in one.how
+    assert 0.5 <= one.step_us_after / recorded_us(after) <= 2
+    assert "align_shapes" not in edited(after, without_shapes)
+
+
+def test_rows_of_activations_and_kernels_for_aligned_rows_need_no_padding(edited):
+    """The model's 5,461 features are odd. In the edited traces the features are even and the 8,191 rows are odd."""
+
+    def swapped(one):
+        dims = one.get("args", {}).get("Input Dims")
+        if dims is None:
+            return one
+        sizes = {5461: 5464, 8192: 8191}
+        other = [[sizes.get(size, size) for size in shape] if isinstance(shape, list) else shape for shape in dims]
+        return one | {"args": one["args"] | {"Input Dims": other}}
+
+    assert "align_shapes" not in edited("odd_width/odd", swapped)
+    aligned = renamed("_align1", "_align8")
+    assert "align_shapes" not in edited("odd_width/odd", aligned)
 
 
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):

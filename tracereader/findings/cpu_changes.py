@@ -47,6 +47,8 @@ MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
+# A loop writes into memory that these ops allocate. One batched call allocates its result itself.
+EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
@@ -350,7 +352,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
 
 
 class _WithSlices:
-    """Widens a span of calls to the whole loop: from the first slice op before them to the next op after them."""
+    """Widens a span of calls to the whole loop: from its memory and its first slice to the next op after the calls."""
 
     def __init__(self):
         self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
@@ -362,7 +364,7 @@ class _WithSlices:
             self.ops[key] = sorted(found, key=lambda op: op.start)
         ops = self.ops[key]
         place = bisect.bisect_left(ops, start, key=lambda op: op.start)
-        while place and ops[place - 1].name in SLICES:
+        while place and ops[place - 1].name in (*SLICES, *EMPTY):
             place -= 1
             start = ops[place].start
         following = bisect.bisect_left(ops, end, key=lambda op: op.start)

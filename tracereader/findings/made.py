@@ -15,6 +15,7 @@ from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
+from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.trace.labels import LOOKUP
 
@@ -158,6 +159,9 @@ def _align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
+    if not was and not now:  # without shapes, the kernels' names show the alignment
+        odd = [sum(UNALIGNED.search(one.name) is not None for one in _heavy(side)) for side in (before, after)]
+        return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_products(before, after)
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
 
 
