@@ -64,7 +64,8 @@ ASSUMES = {
     "cast_weights": "the weights do not change between the steps",
     "last_logits": f"the product takes the time of fewer rows, or {gpu.BANDWIDTH:.0%} of the memory bandwidth for its "
     "weight",
-    "shorter_cache": "attention takes proportionally less time for fewer keys",
+    "shorter_cache": f"attention reads proportionally less for fewer keys, at {gpu.BANDWIDTH:.0%} of the memory "
+    "bandwidth",
     "static_inputs": "inputs stay where they are, or are written where the graph reads them",
     "skip_guards": f"{avoidable.GUARDS_LEFT:.0%} of a cache lookup is left; inputs fulfil the guards in every step",
 }
