@@ -505,3 +505,22 @@ def test_a_small_result_is_a_wait_and_no_copy_to_overlap(edited, read_back):
 
     found = edited("syncs/end", larger)
     assert ("overlap_copies" in found) is (read_back != "as recorded")
+
+
+def test_a_single_overhead_bound_step_without_synchronization_may_be_a_cuda_graph():
+    """One step does not show that its launches repeat. The same program was recorded as a graph, too."""
+    files = [CHANGED.parent / f"05_llm/32x512_bf16_warm_eager_{name}.json.gz" for name in ("active1", "graph")]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    (mark,) = raw_steps(events)
+    one = priced_changes(files[0])["cuda_graph"]
+    assert one.basis == "bound" and "identical" not in one.evidence
+    assert f"{len(raw_work(events, mark)):,} launches" in one.evidence and "the trace has one step" in one.evidence
+    assert one.step_us_after == pytest.approx(raw_us(files[1]), rel=0.3)
+
+
+def test_a_single_step_with_a_wait_is_no_cuda_graph():
+    file = TESTS / "models/qwen3_prefill_logits.json.gz"
+    trace = read(file)
+    (step,) = trace.steps
+    assert any(op.name == "aten::is_nonzero" for op in step.walk())
+    assert "cuda_graph" not in priced_changes(file)

@@ -60,22 +60,24 @@ def _waits(case: Case) -> list[Op]:
 
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
+    single = len(case.steps) == 1  # whether other steps make the same launches is not known
     if (
-        not summary.llm.same_in_all_steps
+        not (summary.llm.same_in_all_steps or single)
         or summary.chosen.launches < 2
         or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
         or len({work.device for work in case.step.work}) > 1
     ):
         return None
     if waits := [op for step in case.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
-        return None if case.trains else _graphs_between_reads(case, waits)
+        return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
-        return None if case.trains else _small_graph(case)
+        return None if case.trains or single else _small_graph(case)
     if not case.trains:
         return Proposal(
             as_cuda_graph(case.graph),
-            _identical(summary.chosen.launches),
+            _launches(summary.chosen.launches, single),
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
+            assumed=single,
         )
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
     # through autograd, which passes each one to its parameter.
@@ -91,13 +93,19 @@ def cuda_graph(case: Case) -> Proposal | None:
     ]
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
-        _identical(len(captured), " in forward and backward"),
+        _launches(len(captured), single, " in forward and backward"),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
+        assumed=single,
         title="replay forward and backward as CUDA graphs",
     )
 
 
-def _identical(launches: int, where: str = "") -> str:
+def _launches(launches: int, single: bool = False, where: str = "") -> str:
+    if single:
+        return (
+            f"{launches:,} launches{where}, no synchronization between them; the trace has one step, so it does not "
+            "show whether each step makes the same launches"
+        )
     return f"{launches:,} identical launches per step{where}, no synchronization between them"
 
 
@@ -119,7 +127,7 @@ def _small_graph(case: Case) -> Proposal:
     ]
     return Proposal(
         with_cpu_time(graph, calls),
-        f"{_identical(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
+        f"{_launches(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
         "included",
         "torch.cuda.graph, with the inputs copied into the tensors that it reads",
         assumed=True,
