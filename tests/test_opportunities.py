@@ -524,3 +524,56 @@ def test_a_single_step_with_a_wait_is_no_cuda_graph():
     (step,) = trace.steps
     assert any(op.name == "aten::is_nonzero" for op in step.walk())
     assert "cuda_graph" not in priced_changes(file)
+
+
+def waits_in_every_step(name, op, copy, at, folder):
+    """Write a recorded trace in which every step waits 300 µs for a copy, after a part (0 to 1) of its launches.
+
+    op: the name of the op around the copy. copy: the name of the copy.
+    """
+    document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    for number, mark in enumerate(raw_steps(events)):
+        calls = sorted(
+            one["ts"]
+            for one in events
+            if one.get("cat") == "cuda_runtime"
+            and one["name"] == "cudaLaunchKernel"
+            and mark["ts"] <= one["ts"] < end(mark)
+        )
+        ops = [one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark)]
+        outer = [one for one in ops if not any(o["ts"] < one["ts"] and end(one) <= end(o) for o in ops)]
+        time = min(one["ts"] for one in outer if one["ts"] >= calls[int(at * (len(calls) - 1))] - 1e3 * (at == 0)) - 2
+        for one in events:
+            if one.get("ts", 0) > time:
+                one["ts"] += 400
+        mark["dur"] += 400
+        thread = {"pid": mark["pid"], "tid": mark["tid"]}
+        work = next(one for one in events if one.get("cat") == "kernel")
+        correlation = 10**8 + number
+        events += [
+            event(op, "cpu_op", time + 5, 330) | thread,
+            event("cudaMemcpyAsync", "cuda_runtime", time + 10, 310, correlation=correlation) | thread,
+            event(copy, "gpu_memcpy", time + 15, 300, correlation=correlation, bytes=2_400_000, device=0)
+            | {key: work[key] for key in ("pid", "tid")},
+        ]
+        events[-1]["args"]["stream"] = work["args"]["stream"]
+    file = folder / "waits.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("op", "copy", "at", "captured"),
+    [
+        ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0, "143 identical launches"),
+        ("aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, " in 2 groups between the synchronizations in aten::to"),
+        ("aten::nonzero", "Memcpy DtoH (Device -> Pageable)", 0.5, None),
+    ],
+)
+def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_path, op, copy, at, captured):
+    found = priced_changes(waits_in_every_step("vit/eager", op, copy, at, tmp_path)).get("cuda_graph")
+    assert (found and captured in found.evidence) == (captured and True)
+    if found:
+        graph = proposed("vit/eager")["cuda_graph"]
+        assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"

@@ -9,7 +9,7 @@ from tracereader.figures.gpu_time import python_in
 from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, SELECTS
+from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -73,9 +73,10 @@ def cuda_graph(case: Case) -> Proposal | None:
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains or single else _small_graph(case)
     if not case.trains:
+        before = sum(_copies_input(one.launch) for one in case.step.work if one.launch is not None)
         return Proposal(
             as_cuda_graph(case.graph),
-            _launches(summary.chosen.launches, single),
+            _launches(summary.chosen.launches - before, single),
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
             assumed=single,
         )
@@ -135,16 +136,23 @@ def _small_graph(case: Case) -> Proposal:
 
 
 def _waits_before_a_launch(step: Step) -> list[Op]:
+    """Return the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
     last = max((one.launch.start for one in step.work if one.launch), default=0)
-    return [op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op)]
+    found = (op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op))
+    return [op for op in found if not _copies_input(op)]
+
+
+def _copies_input(call: Op) -> bool:
+    """Return whether a call copies to the GPU and waits for the copy."""
+    return is_wait(call) and any("HtoD" in one.name for one in call.work)
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
-    """Return a proposal to replay the launches between these waits, if the step only reads values there.
+    """Return a proposal to replay the launches between these waits, if none of them is a wait for a result's size.
 
-    Launches after another wait may have sizes that the step waited for. Few launches between two reads stay.
+    Launches after such a wait may have sizes that differ. Few launches between two waits stay.
     """
-    if not all(any(above.name in READ_A_VALUE for above in op.above()) for op in waits):
+    if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
     stays, captured, graphs = [], 0, 0
     for step in case.steps:
