@@ -334,6 +334,18 @@ def test_rows_of_activations_and_kernels_for_aligned_rows_need_no_padding(edited
     assert "align_shapes" not in edited("odd_width/odd", aligned)
 
 
+def test_products_of_a_list_are_batched_if_their_results_are_stacked(edited):
+    """In the edited trace no op takes slices. The program may have made them before, as a list."""
+    slices = "aten::select", "aten::as_strided"
+    without = edited("small/loop", lambda one: one | {"ph": "M"} if one.get("name") in slices else one)
+    assert "200 calls of aten::mm in a row" in without["larger_batch"].evidence
+    assert without["larger_batch"].step_us_after <= 2 * recorded_us("small/batched")
+    alone = (*slices, "aten::cat", "aten::stack")
+    assert "larger_batch" not in edited(
+        "small/loop", lambda one: one | {"ph": "M"} if one.get("name") in alone else one
+    )
+
+
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):
     assert "foreach=True" in edited("optimizer/forloop", renamed("AdamW.step", "RMSprop.step"))["fused_optimizer"].how
     assert "fused_optimizer" not in edited("optimizer/foreach", renamed("AdamW.step", "RMSprop.step"))

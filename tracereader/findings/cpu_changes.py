@@ -343,10 +343,15 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
 
 def _calls_as_one(case: Case) -> Proposal | None:
-    """Return a proposal to replace equal products of slices of one tensor by one batched product."""
+    """Return a proposal to replace equal products of independent tensors by one batched product."""
     taken = sum(op.name in SLICES for op in case.step.walk() if op.kind == "op")
-    # Calls on slices of one tensor are independent of each other. Layers of a network need the layer before.
-    runs = [(count, run) for count, run in _repeated(case.activities) if MANY_ALIKE <= count <= taken]
+    # Calls on slices of one tensor, and calls whose results are stacked, are independent of each other. Layers of a
+    # network need the layer before.
+    runs = [
+        (count, run)
+        for count, run in _repeated(case.activities)
+        if count >= MANY_ALIKE and (count <= taken or _stacks(run[-1]))
+    ]
     if not runs:
         return None
     groups = []
@@ -360,7 +365,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
     count, longest = max(runs, key=lambda run: run[0])
     return Proposal(
         case.condensed(groups, ONE_CALL_US, _WithSlices()),
-        f"{count} calls of {longest[0][2].name} in a row, on slices of equal shape",
+        f"{count} calls of {longest[0][2].name} in a row, on tensors of equal shape",
         "stack the inputs and call torch.bmm once, if no call needs another one's result",
         assumed=True,
         title="batch equal operations into one",
@@ -407,9 +412,14 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
                 count, period = (reached - place) // length, length
         end = place + count * period
         if count > 1:
-            following = [entry for entry in activities[end : end + 1] if entry[2] and entry[2].name == "aten::cat"]
+            following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
             yield count, activities[place:end] + following
         place = end
+
+
+def _stacks(entry: Entry) -> bool:
+    _, _, op = entry
+    return op is not None and op.name == "aten::cat"
 
 
 CPU_CHANGES = (
