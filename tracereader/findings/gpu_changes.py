@@ -336,7 +336,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     times, spent, kinds = {}, 0.0, set()
     for work, one, op in case.activities:
         if one.family == "attention" and one.name_says.get("types") == "fp32":
-            us = one.us * ATTENTION_IN_TWO_BYTES
+            us = max(one.us * ATTENTION_IN_TWO_BYTES, LEAST_PRODUCT_US)
         elif one.family in ("GEMM", "convolution") and (types := _wide_type(work, one, op)):
             reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
             us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
