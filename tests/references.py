@@ -41,6 +41,7 @@ PREDICTED = [
     ("copies/blocking", "overlap_copies", "copies/prefetched"),
     ("resnet/fp32", "tensor_cores", "resnet/tf32"),
     ("encoder/fp32", "tensor_cores", "encoder/tf32"),
+    ("encoder/tf32", "tensor_cores", "encoder/bf16"),
     ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
     ("gpt2/eager_attention", "fused_attention", "gpt2/sdpa"),
     ("attention/naive", "fused_attention", "attention/sdpa"),

@@ -117,6 +117,26 @@ def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, 
         assert made.checked(run(after)[0], proposed, side) is None, "turned around, it was not done"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("1x512_bf16_warm_eager_active2_shapes", "1x512_bf16_warm_compile_reduce-overhead"),
+        ("32x512_bf16_warm_eager_graph", "32x512_bf16_warm_compile_gqa_reduce-overhead"),
+    ],
+)
+def test_a_cuda_graph_of_compiled_kernels_follows_the_advice(capsys, before, after):
+    """The advice is torch.compile's mode reduce-overhead, which also fuses kernels. A graph before it decides."""
+    files = [LLM / f"{name}.json.gz" for name in (before, after)]
+    names = [[one["name"] for one in slices(file)] for file in files]
+    was_graph, is_graph = ("cudaGraphLaunch" in some for some in names)
+    assert is_graph and not any("triton_" in name for name in names[0]) and any("triton_" in name for name in names[1])
+    told = said(capsys, *files)
+    assert ("(replay the step as a CUDA graph): predicted 4.92 ms, measured 2.45" in told) is not was_graph
+    assert ("leaves out that this run also compiles its kernels" in told) is not was_graph
+    turned = said(capsys, *reversed(files))
+    assert "predicted" not in turned
+
+
 def test_a_run_of_another_program_follows_no_proposal():
     names = sorted({name for before, _, after in PAIRS for name in (before, after)})
     for before in names:

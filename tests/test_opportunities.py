@@ -39,6 +39,7 @@ FIRST = [
     ("copies/blocking", "overlap_copies"),
     ("resnet/fp32", "tensor_cores"),
     ("encoder/fp32", "tensor_cores"),
+    ("encoder/tf32", "tensor_cores"),
     ("gpt2/sdpa", "align_shapes"),
     ("attention/naive", "fused_attention"),
     ("optimizer/forloop", "fused_optimizer"),
@@ -226,10 +227,6 @@ def test_a_saving_that_recording_hides_is_shown():
     assert 0.05 * unprofiled_us("syncs/item") < one.unprofiled_step_us - one.unprofiled_step_us_after
 
 
-def without_shapes(event):
-    return event | {"args": {key: value for key, value in event.get("args", {}).items() if "Input" not in key}}
-
-
 def in_hip(event):
     return event | {"name": event["name"].replace("cuda", "hip")} if event.get("cat") == "cuda_runtime" else event
 
@@ -293,6 +290,60 @@ def renamed(old, new):
 def test_a_wait_for_the_number_of_different_values_cannot_be_dropped(edited):
     assert "remove_sync" in edited("selection/chosen", lambda one: one)
     assert "remove_sync" not in edited("selection/chosen", renamed("aten::nonzero", "aten::_unique2"))
+
+
+def test_two_bytes_are_proposed_for_tf32_and_for_fp32_without_tf32(tmp_path):
+    """A V100 has no TF32 and no bf16. The recorded fp32 and TF32 steps have the same 96 products."""
+    assert "TF32" in proposed("encoder/tf32")["tensor_cores"].evidence
+    assert "bfloat16" in proposed("encoder/tf32")["tensor_cores"].how
+    assert "tensor_cores" not in proposed("encoder/bf16")
+    document = json.loads(gzip.decompress((CHANGED / "encoder/fp32.json.gz").read_bytes()))
+    for device in document["deviceProperties"]:
+        device["name"] = "Tesla V100-SXM2-16GB"
+    file = tmp_path / "v100.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file)["tensor_cores"]
+    assert "float16" in one.how and "bfloat16" not in one.how and "set_float32" not in one.how
+
+
+def without_shapes(event):
+    return event | {"args": {key: value for key, value in event.get("args", {}).items() if "Input" not in key}}
+
+
+@pytest.mark.parametrize(("before", "after"), [("odd_width/odd", "odd_width/padded"), ("gpt2/sdpa", "gpt2/padded")])
+def test_without_shapes_the_kernels_names_show_unaligned_products(edited, before, after):
+    one = edited(before, without_shapes)["align_shapes"]
+    assert one.basis == "bound" and "record_shapes=True names the dimensions" in one.how
+    assert 0.5 <= one.step_us_after / recorded_us(after) <= 2
+    assert "align_shapes" not in edited(after, without_shapes)
+
+
+def test_rows_of_activations_and_kernels_for_aligned_rows_need_no_padding(edited):
+    """The model's 5,461 features are odd. In the edited traces the features are even and the 8,191 rows are odd."""
+
+    def swapped(one):
+        dims = one.get("args", {}).get("Input Dims")
+        if dims is None:
+            return one
+        sizes = {5461: 5464, 8192: 8191}
+        other = [[sizes.get(size, size) for size in shape] if isinstance(shape, list) else shape for shape in dims]
+        return one | {"args": one["args"] | {"Input Dims": other}}
+
+    assert "align_shapes" not in edited("odd_width/odd", swapped)
+    aligned = renamed("_align1", "_align8")
+    assert "align_shapes" not in edited("odd_width/odd", aligned)
+
+
+def test_products_of_a_list_are_batched_if_their_results_are_stacked(edited):
+    """In the edited trace no op takes slices. The program may have made them before, as a list."""
+    slices = "aten::select", "aten::as_strided"
+    without = edited("small/loop", lambda one: one | {"ph": "M"} if one.get("name") in slices else one)
+    assert "200 calls of aten::mm in a row" in without["larger_batch"].evidence
+    assert without["larger_batch"].step_us_after <= 2 * recorded_us("small/batched")
+    alone = (*slices, "aten::cat", "aten::stack")
+    assert "larger_batch" not in edited(
+        "small/loop", lambda one: one | {"ph": "M"} if one.get("name") in alone else one
+    )
 
 
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):
@@ -438,3 +489,103 @@ def test_no_cuda_graph_is_proposed_after_a_wait_for_a_size_or_between_reads_of_f
     file = CHANGED / "selection/chosen.json.gz"
     trace = read(file)
     assert cuda_graph(Case(trace, summarize(trace), graph_of(trace))) is None
+
+
+def test_a_blocking_copy_of_a_result_is_copied_to_pinned_memory_beside_the_next_step():
+    file = TESTS / "blocking.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    work = raw_work(events, raw_steps(events)[1])
+    (batch,) = (one for one in work if "HtoD" in one["name"])
+    result, scalar = sorted((one for one in work if "DtoH" in one["name"]), key=lambda one: -one["dur"])
+    assert "Pageable" in result["name"] and scalar["args"]["bytes"] == 4
+    one = priced_changes(file)["overlap_copies"]
+    assert one.basis == "bound" and "pin_memory=True" in one.how and "non_blocking=True" in one.how
+    assert "1 copy of 67.1 MB from the GPU to pageable memory: 39.2 ms" in one.evidence
+    # Both copies run one after the other beside the kernels: the batch as recorded, the result at the rate of pinned
+    # memory.
+    copies = batch["dur"] + result["args"]["bytes"] / 50e3
+    assert one.step_us_after == pytest.approx(copies, rel=0.01)
+
+
+@pytest.mark.parametrize("read_back", ["as recorded", "larger than 64 KB"])
+def test_a_small_result_is_a_wait_and_no_copy_to_overlap(edited, read_back):
+    """The program reads one value in each step. A copy of 1 MB in its place would be worth overlapping."""
+
+    def larger(one):
+        small = read_back != "as recorded" and one.get("cat") == "gpu_memcpy" and "DtoH" in one["name"]
+        return one | {"dur": 1000, "args": one["args"] | {"bytes": 2**20}} if small else one
+
+    found = edited("syncs/end", larger)
+    assert ("overlap_copies" in found) is (read_back != "as recorded")
+
+
+def test_a_single_overhead_bound_step_without_synchronization_may_be_a_cuda_graph():
+    """One step does not show that its launches repeat. The same program was recorded as a graph, too."""
+    files = [CHANGED.parent / f"05_llm/32x512_bf16_warm_eager_{name}.json.gz" for name in ("active1", "graph")]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    (mark,) = raw_steps(events)
+    one = priced_changes(files[0])["cuda_graph"]
+    assert one.basis == "bound" and "identical" not in one.evidence
+    assert f"{len(raw_work(events, mark)):,} launches" in one.evidence and "the trace has one step" in one.evidence
+    assert one.step_us_after == pytest.approx(raw_us(files[1]), rel=0.3)
+
+
+def test_a_single_step_with_a_wait_is_no_cuda_graph():
+    file = TESTS / "models/qwen3_prefill_logits.json.gz"
+    trace = read(file)
+    (step,) = trace.steps
+    assert any(op.name == "aten::is_nonzero" for op in step.walk())
+    assert "cuda_graph" not in priced_changes(file)
+
+
+def waits_in_every_step(name, op, copy, at, folder):
+    """Write a recorded trace in which every step waits 300 µs for a copy, after a part (0 to 1) of its launches.
+
+    op: the name of the op around the copy. copy: the name of the copy.
+    """
+    document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    for number, mark in enumerate(raw_steps(events)):
+        calls = sorted(
+            one["ts"]
+            for one in events
+            if one.get("cat") == "cuda_runtime"
+            and one["name"] == "cudaLaunchKernel"
+            and mark["ts"] <= one["ts"] < end(mark)
+        )
+        ops = [one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark)]
+        outer = [one for one in ops if not any(o["ts"] < one["ts"] and end(one) <= end(o) for o in ops)]
+        time = min(one["ts"] for one in outer if one["ts"] >= calls[int(at * (len(calls) - 1))] - 1e3 * (at == 0)) - 2
+        for one in events:
+            if one.get("ts", 0) > time:
+                one["ts"] += 400
+        mark["dur"] += 400
+        thread = {"pid": mark["pid"], "tid": mark["tid"]}
+        work = next(one for one in events if one.get("cat") == "kernel")
+        correlation = 10**8 + number
+        events += [
+            event(op, "cpu_op", time + 5, 330) | thread,
+            event("cudaMemcpyAsync", "cuda_runtime", time + 10, 310, correlation=correlation) | thread,
+            event(copy, "gpu_memcpy", time + 15, 300, correlation=correlation, bytes=2_400_000, device=0)
+            | {key: work[key] for key in ("pid", "tid")},
+        ]
+        events[-1]["args"]["stream"] = work["args"]["stream"]
+    file = folder / "waits.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("op", "copy", "at", "captured"),
+    [
+        ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0, "143 identical launches"),
+        ("aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, " in 2 groups between the synchronizations in aten::to"),
+        ("aten::nonzero", "Memcpy DtoH (Device -> Pageable)", 0.5, None),
+    ],
+)
+def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_path, op, copy, at, captured):
+    found = priced_changes(waits_in_every_step("vit/eager", op, copy, at, tmp_path)).get("cuda_graph")
+    assert (found and captured in found.evidence) == (captured and True)
+    if found:
+        graph = proposed("vit/eager")["cuda_graph"]
+        assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"

@@ -1,6 +1,7 @@
 """Every report has the answer in its first 25 lines, whole tables, and the field's words."""
 
 import gzip
+import itertools
 import json
 import re
 import sys
@@ -206,6 +207,34 @@ def test_the_report_says_if_only_recording_makes_the_step_overhead_bound(capsys,
     assert f"({without:,.1f} ms without the profiler)" in told
     assert "Overhead-bound while it is recorded." in told
     assert re.search(rf"Without the profiler the step takes {without:,.1f} ms, .* GPU-bound\.", told)
+    assert ("The GPU is still idle 11% of that time." in told) is (name == "encoder/bf16")
+
+
+def test_a_step_that_the_gpu_does_not_fill_without_the_profiler_is_not_only_called_gpu_bound():
+    """Saved CPU time makes this step shorter (the replay says by how much), so the GPU alone does not set its pace."""
+    file = CHANGES / "gpt2/recompute.json.gz"
+    document = json.loads(gzip.decompress(file.read_bytes()))
+    events = document["traceEvents"]
+    busy = []
+    for mark in raw_steps(events):
+        work = raw_work(events, mark)
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in itertools.pairwise(work)), "one stream"
+        busy.append(sum(one["dur"] for one in work))
+    idle = 1 - sorted(busy)[1] / document["unprofiled_step_us"]
+    assert 0.1 < idle < 0.35
+    assert recording.unprofiled(summarize(read(file))).endswith(
+        f"GPU-bound. The GPU is still idle {idle:.0%} of that time."
+    )
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("pinned/prefetched", True), ("pinned/same_stream", False)])
+def test_a_busy_time_longer_than_the_step_is_explained(capsys, monkeypatch, name, overlaps):
+    """The copy of the next step's batch runs beside this step's products, and belongs to the step that launched it."""
+    events = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))["traceEvents"]
+    _, middle, last = [raw_work(events, mark) for mark in raw_steps(events)]
+    assert (last[0]["ts"] < max(one["ts"] + one["dur"] for one in middle)) is overlaps
+    told = " ".join(printed(capsys, CHANGES / f"{name}.json.gz").split())
+    assert ("activities of different steps overlap on the GPU" in told) is overlaps
 
 
 def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_path, capsys):

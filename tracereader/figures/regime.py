@@ -19,7 +19,8 @@ MUCH_EXPOSED = 0.3
 # Share of the data sheet's peak from which on a kernel is near it: the H200's large bf16 products reach 70 to 83%, its
 # pointwise kernels 70 to 93%; a matrix-vector product of eager decoding 20 to 40.
 NEAR_THE_ROOF = 0.5
-# The regime is compute- or memory-bound only if FLOPs and bytes are known for this share of a step's GPU time.
+# The regime is compute- or memory-bound only if kernels that are known to be near that peak take more than this share
+# of the step. Idle time counts against it.
 MUCH_KNOWN = 0.5
 
 
@@ -42,7 +43,7 @@ def waits_for(
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    return _roof_met(work)
+    return _roof_met(work, 1 - steady.idle_us / steady_us if steady_us else 0.0)
 
 
 def _captures(found: Captures | None, step: StepFacts) -> bool:
@@ -55,11 +56,14 @@ def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
     return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
 
 
-def _roof_met(work: Sequence[GpuWork]) -> str:
-    """Return compute or memory if most of the step's GPU time is known to be near that peak, else gpu."""
+def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
+    """Return compute or memory if the GPU is near that peak for most of the step, else gpu.
+
+    busy: the share of the step in which the GPU is busy.
+    """
     near = Counter()
     for one in work:
         if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
             near[one.roof] += one.us
     roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
-    return roof if us > MUCH_KNOWN * sum(one.us for one in work) else "gpu"
+    return roof if us * busy > MUCH_KNOWN * sum(one.us for one in work) else "gpu"

@@ -7,6 +7,7 @@ from statistics import median_high
 
 from tracereader.figures.avoidable import cloned_inputs, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, how_often, listed
@@ -172,7 +173,11 @@ def shorter_cache(case: Case) -> Proposal | None:
         return None
     mine = {id(one) for one in attending}
     copies = {id(work) for _, some in expanded(case.step) for work in some}
-    times = {work: one.us * filled for work, one, _ in case.activities if id(one) in mine or id(work) in copies}
+    times = {
+        work: one.us - (1 - filled) * _reads_us(one, case)
+        for work, one, _ in case.activities
+        if id(one) in mine or id(work) in copies
+    }
     keys = attending[0].attention.keys
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
@@ -182,6 +187,17 @@ def shorter_cache(case: Case) -> Proposal | None:
         "mask",
         assumed=True,
     )
+
+
+def _reads_us(one: GpuWork, case: Case) -> float:
+    """Return the part of a kernel's time (µs) that the number of keys decides: the time of its bytes, if known.
+
+    A short kernel does not become shorter with its keys. On an H200, attention of one query in 16 heads takes 5.9 µs
+    with 1,024 keys and 6.3 µs with 524 (05_llm and the committed generation with a static cache).
+    """
+    if not one.bytes_moved or case.peaks is None:
+        return one.us
+    return min(one.us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
 
 
 def static_inputs(case: Case) -> Proposal | None:

@@ -9,7 +9,7 @@ from tracereader.figures.gpu_time import python_in
 from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, SELECTS
+from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -47,6 +47,8 @@ MANY_ALIKE = 16
 ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
+# A loop writes into memory that these ops allocate. One batched call allocates its result itself.
+EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
@@ -58,22 +60,25 @@ def _waits(case: Case) -> list[Op]:
 
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
+    single = len(case.steps) == 1  # whether other steps make the same launches is not known
     if (
-        not summary.llm.same_in_all_steps
+        not (summary.llm.same_in_all_steps or single)
         or summary.chosen.launches < 2
         or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
         or len({work.device for work in case.step.work}) > 1
     ):
         return None
     if waits := [op for step in case.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
-        return None if case.trains else _graphs_between_reads(case, waits)
+        return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
-        return None if case.trains else _small_graph(case)
+        return None if case.trains or single else _small_graph(case)
     if not case.trains:
+        before = sum(_copies_input(one.launch) for one in case.step.work if one.launch is not None)
         return Proposal(
             as_cuda_graph(case.graph),
-            _identical(summary.chosen.launches),
+            _launches(summary.chosen.launches - before, single),
             'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
+            assumed=single,
         )
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
     # through autograd, which passes each one to its parameter.
@@ -89,13 +94,19 @@ def cuda_graph(case: Case) -> Proposal | None:
     ]
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
-        _identical(len(captured), " in forward and backward"),
+        _launches(len(captured), single, " in forward and backward"),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
+        assumed=single,
         title="replay forward and backward as CUDA graphs",
     )
 
 
-def _identical(launches: int, where: str = "") -> str:
+def _launches(launches: int, single: bool = False, where: str = "") -> str:
+    if single:
+        return (
+            f"{launches:,} launches{where}, no synchronization between them; the trace has one step, so it does not "
+            "show whether each step makes the same launches"
+        )
     return f"{launches:,} identical launches per step{where}, no synchronization between them"
 
 
@@ -117,7 +128,7 @@ def _small_graph(case: Case) -> Proposal:
     ]
     return Proposal(
         with_cpu_time(graph, calls),
-        f"{_identical(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
+        f"{_launches(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
         "included",
         "torch.cuda.graph, with the inputs copied into the tensors that it reads",
         assumed=True,
@@ -125,16 +136,23 @@ def _small_graph(case: Case) -> Proposal:
 
 
 def _waits_before_a_launch(step: Step) -> list[Op]:
+    """Return the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
     last = max((one.launch.start for one in step.work if one.launch), default=0)
-    return [op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op)]
+    found = (op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op))
+    return [op for op in found if not _copies_input(op)]
+
+
+def _copies_input(call: Op) -> bool:
+    """Return whether a call copies to the GPU and waits for the copy."""
+    return is_wait(call) and any("HtoD" in one.name for one in call.work)
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
-    """Return a proposal to replay the launches between these waits, if the step only reads values there.
+    """Return a proposal to replay the launches between these waits, if none of them is a wait for a result's size.
 
-    Launches after another wait may have sizes that the step waited for. Few launches between two reads stay.
+    Launches after such a wait may have sizes that differ. Few launches between two waits stay.
     """
-    if not all(any(above.name in READ_A_VALUE for above in op.above()) for op in waits):
+    if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
     stays, captured, graphs = [], 0, 0
     for step in case.steps:
@@ -325,10 +343,15 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
 
 def _calls_as_one(case: Case) -> Proposal | None:
-    """Return a proposal to replace equal products of slices of one tensor by one batched product."""
+    """Return a proposal to replace equal products of independent tensors by one batched product."""
     taken = sum(op.name in SLICES for op in case.step.walk() if op.kind == "op")
-    # Calls on slices of one tensor are independent of each other. Layers of a network need the layer before.
-    runs = [(count, run) for count, run in _repeated(case.activities) if MANY_ALIKE <= count <= taken]
+    # Calls on slices of one tensor, and calls whose results are stacked, are independent of each other. Layers of a
+    # network need the layer before.
+    runs = [
+        (count, run)
+        for count, run in _repeated(case.activities)
+        if count >= MANY_ALIKE and (count <= taken or _stacks(run[-1]))
+    ]
     if not runs:
         return None
     groups = []
@@ -342,7 +365,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
     count, longest = max(runs, key=lambda run: run[0])
     return Proposal(
         case.condensed(groups, ONE_CALL_US, _WithSlices()),
-        f"{count} calls of {longest[0][2].name} in a row, on slices of equal shape",
+        f"{count} calls of {longest[0][2].name} in a row, on tensors of equal shape",
         "stack the inputs and call torch.bmm once, if no call needs another one's result",
         assumed=True,
         title="batch equal operations into one",
@@ -350,7 +373,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
 
 
 class _WithSlices:
-    """Widens a span of calls to the whole loop: from the first slice op before them to the next op after them."""
+    """Widens a span of calls to the whole loop: from its memory and its first slice to the next op after the calls."""
 
     def __init__(self):
         self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
@@ -362,7 +385,7 @@ class _WithSlices:
             self.ops[key] = sorted(found, key=lambda op: op.start)
         ops = self.ops[key]
         place = bisect.bisect_left(ops, start, key=lambda op: op.start)
-        while place and ops[place - 1].name in SLICES:
+        while place and ops[place - 1].name in (*SLICES, *EMPTY):
             place -= 1
             start = ops[place].start
         following = bisect.bisect_left(ops, end, key=lambda op: op.start)
@@ -389,9 +412,14 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
                 count, period = (reached - place) // length, length
         end = place + count * period
         if count > 1:
-            following = [entry for entry in activities[end : end + 1] if entry[2] and entry[2].name == "aten::cat"]
+            following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
             yield count, activities[place:end] + following
         place = end
+
+
+def _stacks(entry: Entry) -> bool:
+    _, _, op = entry
+    return op is not None and op.name == "aten::cat"
 
 
 CPU_CHANGES = (

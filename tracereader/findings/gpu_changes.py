@@ -1,8 +1,9 @@
 """Changes of the GPU's work: fusion, tensor cores, alignment, layout, copies, recomputation, block counts."""
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -12,10 +13,19 @@ from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
-from tracereader.replay import overlapped, with_durations, without_cpu_time, without_ops, without_waits, without_work
+from tracereader.replay import (
+    is_wait,
+    overlapped,
+    with_cpu_time,
+    with_durations,
+    without_cpu_time,
+    without_ops,
+    without_waits,
+    without_work,
+)
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
 from tracereader.trace.types import dims_of, dtype_of, tensors_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -25,11 +35,20 @@ from tracereader.trace.types import dims_of, dtype_of, tensors_of
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
 # Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
+# bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
+# and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
+MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
+# autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
+# of them in two recorded models.
+AUTOCAST_US = 60
 # The shortest product on tensor cores in this repository's traces of an H200 takes this long: 64 x 64 x 64 in bf16,
 # in the first rung. The shortest kernels of any kind take about 1 µs there.
 LEAST_PRODUCT_US, LEAST_KERNEL_US = 1.85, 1.0
 # Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
 PINNED_GB_S = 50
+# CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
+# so the time that it costs is the CPU's wait for it (remove_sync).
+STAGED_BYTES = 64 * 1024
 # The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
 # takes 466 µs for 67 million elements on an H200.
 TRANSCENDENTAL, OTHER = 40, 3
@@ -39,6 +58,11 @@ LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
 # A product below this share of its peak is slow. A product above it has little to gain.
 SLOW = 0.4
+# The kernels' names tell which alignment they need, in elements. cuBLAS's nvjet kernels load tiles with TMA, which
+# needs rows of a multiple of 16 bytes. On an H200, products by align1 kernels in bf16 take 5.7 and 6.4 times as long as
+# with padded dimensions (the committed pairs "odd_width" and "gpt2").
+UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
+UNALIGNED_TIMES = 5
 BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five products instead of two
 # CPU time of a call while the profiler records, on an H200's machine (µs). A compiled kernel takes 10 to 32 (the
 # medians of nine recordings), scaled_dot_product_attention 35 to 140, in training 100 to 230, and its backward 130 to
@@ -268,6 +292,11 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
 
 
 def tensor_cores(case: Case) -> Proposal | None:
+    return _in_tf32(case) or _in_two_bytes(case)
+
+
+def _in_tf32(case: Case) -> Proposal | None:
+    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
     if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
         return None
     times, spent, kinds = {}, 0.0, set()
@@ -299,6 +328,53 @@ def tensor_cores(case: Case) -> Proposal | None:
     )
 
 
+def _in_two_bytes(case: Case) -> Proposal | None:
+    """Return a proposal to compute with bf16 or fp16 what tensor cores multiply in TF32, or what has no TF32."""
+    peaks = case.peaks
+    if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
+        return None
+    times, spent, kinds = {}, 0.0, set()
+    for work, one, op in case.activities:
+        if one.family == "attention" and one.name_says.get("types") == "fp32":
+            us = max(one.us * ATTENTION_IN_TWO_BYTES, LEAST_PRODUCT_US)
+        elif one.family in ("GEMM", "convolution") and (types := _wide_type(work, one, op)):
+            reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
+            us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
+            if one.flops:
+                us = one.flops / (reach * peaks.bf16) / 1e6
+            moved_us = (one.bytes_moved or 0) / (BANDWIDTH * peaks.gb_s) / 1e3
+            us = max(us, moved_us / 2, LEAST_PRODUCT_US)
+            if op is not None and not _in_backward(op):
+                us += moved_us  # the casts of its inputs read and write about as many bytes
+        else:
+            continue
+        if us < one.us:
+            times[work], spent = us, spent + one.us
+            kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
+    if not times:
+        return None
+    changed = case.in_all_steps(times)
+    calls = [one.launch for one in changed if one.launch is not None]
+    return Proposal(
+        with_cpu_time(with_durations(case.graph, changed), [(call.track, call.start, AUTOCAST_US) for call in calls]),
+        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
+        f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
+        assumed=True,
+        title="use bf16 or fp16 on tensor cores",
+    )
+
+
+def _in_backward(op: Op) -> bool:
+    return any(above.name.startswith(AUTOGRAD) for above in op.above())
+
+
+def _wide_type(work: Work, one: GpuWork, op: Op | None) -> str:
+    """Return tf32 or fp32 if a kernel multiplies fp32 values; "" if it does not, or if the trace does not show it."""
+    if (one.name_says.get("types") or "").lower() == "tf32":
+        return "tf32"
+    return "fp32" if _on_cuda_cores(work, one, op) else ""
+
+
 def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
     """Return whether a kernel multiplies fp32 without tensor cores, by its name, otherwise by its inputs' type."""
     name = decode(work.name)
@@ -311,16 +387,49 @@ def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
 
 
 def align_shapes(case: Case) -> Proposal | None:
+    return _by_shapes(case) or _by_kernels_names(case)
+
+
+def _by_kernels_names(case: Case) -> Proposal | None:
+    """Return a proposal by the alignment in kernels' names, for products whose shapes were not recorded."""
+    found = [
+        (work, one)
+        for work, one, _ in case.activities
+        if one.family == "GEMM"
+        and one.product is None
+        and one.name_says.get("types") in TWO_BYTES
+        and UNALIGNED.search(one.name)
+    ]
+    times = {work: max(one.us / UNALIGNED_TIMES, LEAST_PRODUCT_US) for work, one in found}
+    times = {work: us for work, us in times.items() if us < work.us}
+    if not times:
+        return None
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{counted(len(times), 'product')} by kernels for rows that are not aligned to 16 bytes: "
+        f"{duration(sum(one.us for work, one in found if work in times))}",
+        "pad the dimensions of these products to a multiple of 8; record_shapes=True names the dimensions",
+        assumed=True,
+    )
+
+
+def _by_shapes(case: Case) -> Proposal | None:
+    """Return a proposal by recorded shapes. The number of rows of an activation needs no alignment."""
     if case.peaks is None:
         return None
+    products = [
+        (work, one, op)
+        for work, one, op in case.activities
+        if one.family == "GEMM" and one.product and one.flops and op is not None
+    ]
+    rows = {one.product.m for _, one, op in products if one.product.batch == 1 and not _in_backward(op)}
     times, spent, odd = {}, 0.0, {}
-    for work, one, op in case.activities:
+    for work, one, op in products:
         shape = one.product
-        if one.family != "GEMM" or shape is None or not one.flops:
+        if _type_of(op) not in TWO_BYTES or ALIGNED.search(one.name):
             continue
-        if op is None or _type_of(op) not in TWO_BYTES:
-            continue
-        bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64]
+        kept = rows if shape.batch == 1 else ()
+        bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64 and size not in kept]
         if not bad:
             continue
         us = max(one.flops / (PRODUCT * case.peaks.bf16) / 1e6, LEAST_PRODUCT_US)
@@ -407,26 +516,51 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
 
 def overlap_copies(case: Case) -> Proposal | None:
-    copies = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
+    """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
+    batches = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
+    results = [
+        (work, one)
+        for work, one, _ in case.activities
+        if "DtoH" in one.name and work.kind == "memcpy" and (one.bytes_moved or 0) > STAGED_BYTES
+    ]
+    copies = batches + results
     if not copies:
         return None
     pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
     times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
     graph = with_durations(case.graph, case.in_all_steps(times))
     moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
-    us = sum(one.us for _, one in copies)
-    amount = sum(one.bytes_moved or 0 for _, one in copies)
-    how = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
-    return Proposal(
-        overlapped(
-            without_waits(graph, {id(work.launch): work.launch for work in moved if work.launch}.values()), moved
-        ),
-        f"{counted(len(copies), 'copy', 'copies')} of {size(amount)} to the GPU"
-        + (" from pageable memory" if pageable else "")
-        + f": {duration(us)}",
-        how if pageable else "copy the next batch on a stream of its own while this one is computed",
-        assumed=bool(pageable),
+    calls = {id(call): call for work in moved if work.launch for call in _waiting_with(work.launch)}
+    pinned = {id(work) for work, _ in pageable}
+    batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
+    if not any(id(work) in pinned for work, _ in batches):
+        batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
+    result = (
+        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
+        "them a step later"
     )
+    evidence = [
+        f"{counted(len(some), 'copy', 'copies')} of {size(sum(one.bytes_moved or 0 for _, one in some))} {way} the GPU"
+        + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")
+        + f": {duration(sum(one.us for _, one in some))}"
+        for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
+        if some
+    ]
+    return Proposal(
+        overlapped(without_waits(graph, calls.values()), moved),
+        "; ".join(evidence),
+        "; ".join([batch] * bool(batches) + [result] * bool(results)),
+        assumed=bool(pageable),
+        title="copy batches and results while other work is computed" if batches and results
+        else "copy results while the next step is computed" if results else None,
+    )  # fmt: skip
+
+
+def _waiting_with(call: Op) -> Iterator[Op]:
+    """Yield a copy's call, and the calls of the same op after it, which wait for the copy."""
+    yield call
+    if call.parent is not None and call.parent.kind == "op":
+        yield from (one for one in call.parent.children if one.start > call.start and is_wait(one))
 
 
 def small_grids(case: Case) -> Proposal | None:

@@ -15,6 +15,7 @@ from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
+from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.trace.labels import LOOKUP
 
@@ -33,10 +34,14 @@ CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 @dataclass(frozen=True)
 class Checked:
-    """The proposals of a report that another run follows together, and that run's measured step (µs)."""
+    """The proposals of a report that another run follows together, and that run's measured step (µs).
+
+    also_compiled: whether that run also compiles its kernels, which none of these predictions includes.
+    """
 
     proposals: tuple[Opportunity, ...]
     measured_us: float
+    also_compiled: bool = False
 
 
 def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
@@ -54,12 +59,18 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
     if None not in model and model[0] != model[1]:
         return None
     found = tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
-    return Checked(found, step_us(after)) if found else None
+    if not found:
+        return None
+    also_compiled = _newly_compiled(before, after) and all(one.change == "cuda_graph" for one in found)
+    return Checked(found, step_us(after), also_compiled)
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """Both steps run about the same kernels, and a CUDA graph launches them in the second one."""
-    return bool(graphs_launched(after)) and not graphs_launched(before) and share_in_common(before, after) >= ALMOST
+    """A CUDA graph launches the second step: about the same kernels, or compiled ones with as many products."""
+    if graphs_launched(before) or not graphs_launched(after):
+        return False
+    compiled = _newly_compiled(before, after) and _same_products(before, after)
+    return compiled or share_in_common(before, after) >= ALMOST
 
 
 def _remove_sync(before: Side, after: Side) -> bool:
@@ -100,7 +111,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
     attention = [any(one.family == "attention" for one in side.summary.gpu_work) for side in (before, after)]
     as_many = _same_products(before, after) and attention[0] == attention[1]
     as_many = as_many and (_usual_type(before) == _usual_type(after) or _tensor_cores(before, after))
-    compiled = _compiled(after) and not _compiled(before)
+    compiled = _newly_compiled(before, after)
     # A fused kernel moves the bytes of the longest one. Otherwise any small compiled program without products would do.
     as_large = sum(one.us for one in rows[1]) > 0.5 * max((one.us for one in rows[0]), default=0.0)
     return compiled and as_large and (fewer or shorter) and as_many and _by_calls(before, after)
@@ -125,21 +136,32 @@ def _fused_attention(before: Side, after: Side) -> bool:
 
 
 def _tensor_cores(before: Side, after: Side) -> bool:
-    """As many products and convolutions take at most half the time on CUDA cores, and more on tensor cores."""
-    was, now = (_on_cuda_cores_us(side) for side in (before, after))
-    on_tensor_cores = [
-        sum(one.us for one in _heavy(side) if one.name_says.get("types") in TENSOR_CORES) for side in (before, after)
-    ]
-    moved = was > 0 and now <= LEFT * was and on_tensor_cores[0] < on_tensor_cores[1]
+    """As many products and convolutions run in a shorter type: most move from CUDA to tensor cores, or from TF32."""
+    moved = _moved(before, after, _on_cuda_cores_us, TENSOR_CORES) or _moved(
+        before, after, lambda side: _in_types_us(side, TENSOR_CORES[:1]), TENSOR_CORES[1:]
+    )
     kernels = [sum(one.family in FUSABLE for one in side.summary.gpu_work) for side in (before, after)]
     stay = _compiled(after) or kernels[1] >= STAY * kernels[0]
     return moved and stay and _same_products(before, after)
+
+
+def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
+    """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
+    was, now = slow_us(before), slow_us(after)
+    return was > 0 and now <= LEFT * was and _in_types_us(before, fast) < _in_types_us(after, fast)
+
+
+def _in_types_us(side: Side, types: Sequence[str]) -> float:
+    return sum(one.us for one in _heavy(side) if one.name_says.get("types") in types)
 
 
 def _align_shapes(before: Side, after: Side) -> bool:
     """As many products run, and at most half as many have a dimension that is not a multiple of 8."""
     was, now = (_single_products(side) for side in (before, after))
     odd = [sum(_is_odd(one) for one in some) for some in (was, now)]
+    if not was and not now:  # without shapes, the kernels' names show the alignment
+        odd = [sum(UNALIGNED.search(one.name) is not None for one in _heavy(side)) for side in (before, after)]
+        return odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_products(before, after)
     return len(was) == len(now) and odd[1] <= LEFT * odd[0] and odd[1] < odd[0] and _same_flops(was, now)
 
 
@@ -253,9 +275,10 @@ def _no_recompute(before: Side, after: Side) -> bool:
 
 
 def _overlap_copies(before: Side, after: Side) -> bool:
-    """As many bytes are copied to the GPU, and at most half of the time of exposed copies remains."""
+    """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
     was, now = (
-        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name) for side in (before, after)
+        sum(one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name or "DtoH" in one.name)
+        for side in (before, after)
     )
     shares = [
         side.summary.steady.exposed_copy_us / side.summary.steady_us
@@ -300,9 +323,12 @@ def _same_heavy(before: Side, after: Side) -> bool:
 
 
 def _same_products(before: Side, after: Side) -> bool:
-    """Return whether equally many ops launch products and convolutions; for CUDA graphs, kernels are counted."""
+    """Return whether equally many ops launch products and convolutions.
+
+    If one of the steps has no such op, as a CUDA graph's replay, kernels of products and other heavy work are counted.
+    """
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
-    if any(map(any, calls)):
+    if all(map(any, calls)):
         return calls[0] == calls[1]
     kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
     return kernels[0] == kernels[1]
@@ -311,6 +337,10 @@ def _same_products(before: Side, after: Side) -> bool:
 def _compiled(side: Side) -> bool:
     """Return whether Inductor wrote some of the step's kernels."""
     return any(one.maker.startswith("Inductor") for one in side.summary.gpu_work)
+
+
+def _newly_compiled(before: Side, after: Side) -> bool:
+    return _compiled(after) and not _compiled(before)
 
 
 def _on_cuda_cores_us(side: Side) -> float:

@@ -3,7 +3,7 @@
 from tracereader.figures import Summary
 from tracereader.figures.regime import MUCH_IDLE
 from tracereader.findings.finding import duration
-from tracereader.findings.steps import WORDS
+from tracereader.findings.steps import SOME_IDLE, WORDS
 
 # The time that the profiler adds to an overhead-bound step for each op and runtime call (µs), and the largest ratio of
 # the recorded step to the step without the profiler. On an H200's machine, 28 overhead-bound steps of more than 50 such
@@ -30,10 +30,12 @@ def unprofiled(summary: Summary) -> str:
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
     if known is not None:
-        found = WORDS["overhead" if _much_idle(busy, known) else "gpu"]
-        too = "still " if found == WORDS["overhead"] else ""
         without = f"Without the profiler the step takes {duration(known)}, of which the GPU is busy {duration(busy)}"
-        return f"{without}: {too}{found}."
+        if _much_idle(busy, known):
+            return f"{without}: still {WORDS['overhead']}."
+        idle = 1 - busy / known
+        rest = f" The GPU is still idle {idle:.0%} of that time." if idle > SOME_IDLE else ""
+        return f"{without}: {WORDS['gpu']}.{rest}"
     low, high = estimate_us(summary)
     if _much_idle(busy, low):
         return ""

@@ -43,6 +43,8 @@ LONG_GAP = 1.5
 # If a step's GPU time exceeds another step's by more than this factor, the GPU work may be the reason for a longer
 # step. With the same work it differs by a factor of up to 1.4 on the H200.
 MORE_GPU_TIME = 1.5
+# Times of one step that differ by less than this share are the same time, measured on two lanes.
+SAME_TIME = 0.02
 WORDS = {
     "overhead": "overhead-bound", "gpu-side": "waiting on the GPU side", "communication": "communication-bound",
     "compute": "compute-bound", "memory": "memory-bound", "gpu": "GPU-bound", "cpu-only": "CPU only",
@@ -147,6 +149,17 @@ def _untraced(summary: Summary) -> str:
     return (
         f"; the first launched activity waited {duration(waits)} while nothing recorded ran: the GPU was probably busy "
         "with work that is not in this trace"
+    )
+
+
+def overlap_of_steps(summary: Summary) -> str:
+    """Return a sentence if a step's GPU activities take longer than a step, because steps overlap; else ""."""
+    busy = summary.chosen.gpu_busy_us
+    if busy <= (1 + SAME_TIME) * summary.recorded_step_us:
+        return ""
+    return (
+        f"The GPU activities that a step launches take {duration(busy)}, and a step takes "
+        f"{duration(summary.recorded_step_us)}: activities of different steps overlap on the GPU."
     )
 
 

@@ -131,6 +131,8 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     if one.unprofiled_step_us_after is not None and unprofiled[1]:
         unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled[1]])
         figures += f"; without the profiler, predicted {expected} {unit}, measured {took}"
+    if checked.also_compiled:
+        figures += "; the prediction leaves out that this run also compiles its kernels"
     return [*found, f"{whose} report proposed it ({one.title}): {figures}"]
 
 

@@ -531,6 +531,8 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
     if rest:
         rows.append(row(f"{others(rest)}, median", median_of))
     print_columns(out, heads, rows, section="steps")
+    if overlap := steps.overlap_of_steps(summary):
+        paragraph(out, plain(overlap))
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
         out.print(f"* {plain(one.number)}'s GPU busy time is {one.gpu_times_the_median:,.1f} times the median step's")
     for one in [one for one in found if one.times_the_typical is not None][:3]:
