@@ -152,3 +152,82 @@ def _times(name: str, start: int, end: int, run: _Run, delay: Delay | None) -> T
             found[part] += delay.ns / 1e3
     found |= {"communication_us": communication, "exposed_communication_us": communication, "exposed_copy_us": 0.0}
     return Times(name, us, **found)
+
+
+def piped(
+    stages: int,
+    copies: int,
+    microbatches: int,
+    steps: int = 1,
+    forward: int = 4_000_000,
+    backward: int = 8_000_000,
+    transfer: int = 50_000,
+    slower: Mapping[int, float] | None = None,
+    description: str = "mesh_pp",
+) -> list[RankTrace]:
+    """What is kept of the ranks of equal pipelines (GPipe): all forward passes of a step, then all backward passes.
+
+    A stage posts each receive when its work before is done, and the message takes `transfer` after its sender has sent
+    it. A stage of all copies is a run of neighbouring ranks. slower: by stage, how many times as long it computes.
+    """
+    found = []
+    times = [(slower or {}).get(stage, 1.0) for stage in range(stages)]
+    runs = [_Stage(stage) for stage in range(stages)]
+    for step in range(steps):
+        for one in runs:
+            one.edges.append(one.now)
+        for work, order in ((forward, runs), (backward, runs[::-1])):
+            for before, one in zip([None, *order], order, strict=False):
+                for _ in range(microbatches):
+                    if before is not None:
+                        one.receive(before, before.ready.pop(0), step, transfer)
+                    one.now += round(work * times[one.stage])
+                    one.ready.append(one.now)
+            order[-1].ready.clear()
+    count = stages * copies
+    for one in runs:
+        one.edges.append(one.now)
+        for copy in range(copies):
+            members = tuple(range(copy, count, copies))
+            rank = members[one.stage]
+            calls: dict[Call, int] = {}
+            parts = []
+            for source, destination, step, start, end in one.parts:
+                call = Call(0, "send", 1 << 20, f"ProfilerStep#{step}", (members[source], members[destination]))
+                parts.append(Part(calls.setdefault(call, len(calls)), None, start, end))
+            found.append(one.kept(rank, count, Group(f"7 {members}", description, stages, members), calls, parts))
+    return sorted(found, key=lambda one: one.rank)
+
+
+@dataclass
+class _Stage:
+    """A stage of a pipeline. ready: when the messages to the next stage are sent. Times in ns."""
+
+    stage: int
+    now: int = 10**18
+    ready: list[int] = field(default_factory=list)
+    parts: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # source, destination, step, start, end
+    exposed: list[int] = field(default_factory=list)
+    edges: list[int] = field(default_factory=list)
+
+    def receive(self, other: "_Stage", sent: int, step: int, transfer: int) -> None:
+        end = max(self.now, sent) + transfer
+        self.parts.append((other.stage, self.stage, step, self.now, end))
+        other.parts.append((other.stage, self.stage, step, sent, end))  # beside the sender's next work
+        self.exposed += [self.now, end]
+        self.now = end
+
+    def kept(self, rank: int, count: int, group: Group, calls: Mapping[Call, int], parts: list[Part]) -> RankTrace:
+        spans = list(zip(self.exposed[::2], self.exposed[1::2], strict=True))
+        steps = []
+        for number, (start, end) in enumerate(pairwise(self.edges)):
+            us = sum(right - left for left, right in spans if start <= left < end) / 1e3
+            whole = (end - start) / 1e3
+            steps.append(RankStep(f"ProfilerStep#{number}", whole, whole - us, us, us, 0.0, 0.0, 0.0))
+        total = {name: sum(getattr(one, name) for one in steps) for name in Times.__struct_fields__[1:]}
+        return RankTrace(
+            path=f"run_rank{rank}.json", rank=rank, world_size=count, host=None, device="NVIDIA H200", on_gpu=True,
+            start=self.edges[0], end=self.edges[-1], total=Times("", **total), steps=tuple(steps), left_out=(),
+            groups=(group,), calls=tuple(calls), parts=(), exposed=tuple(self.exposed), late_us=0.0, hidden=0,
+            unnamed=0, unprofiled_step_us=None, lane=None, messages=tuple(sorted(parts, key=lambda one: one.start)),
+        )  # fmt: skip

@@ -39,6 +39,7 @@ SHOWN = {
     "FSDP": [*ranks_of("fsdp"), "--all"],
     "a straggler": ranks_of("ddp_straggler"),
     "ranks on CPUs": ranks_of("gloo_ddp_slow"),
+    "a pipeline": ranks_of("gloo_pipeline"),
     "help": ["--help"],
 }
 

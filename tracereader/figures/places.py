@@ -72,7 +72,8 @@ def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
         op = pending.pop()
         if op.kind == "label" and is_phase(op.name):
             labels.append(op)
-        elif op.kind == "label":
+        elif op.kind == "label" or (op.children and op.children[-1].end > op.end):
+            # An asynchronous call's slice outlasts the op in which it begins, and encloses what follows.
             pending.extend(reversed(op.children))
     return labels
 

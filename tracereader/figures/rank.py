@@ -24,8 +24,10 @@ from tracereader.trace.decoded import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
 from tracereader.trace.types import dims_at, dtype_of, shapes_as_recorded, types_of
 
-# The kernel of a send or a receive, if nothing else describes it. An older NCCL names all collectives' kernels so.
-SENDS = re.compile(r"ncclDevKernel_SendRecv")
+# torch's names of a send and of a receive.
+SEND, RECEIVE = re.compile(r"i?send"), re.compile(r"i?recv")
+# The annotation of a send or a receive, with the ranks in the group: "nccl:send 0->1", "nccl:recv 1<-0".
+ARROW = re.compile(r"\w+:(?:send \d+->|recv \d+<-)(\d+)")
 KINDS = (
     ("reducescatter", "reduce-scatter"), ("allreduce", "all-reduce"), ("allgather", "all-gather"),
     ("alltoall", "all-to-all"), ("broadcast", "broadcast"), ("barrier", "barrier"), ("gather", "gather"),
@@ -76,19 +78,21 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What equal collectives of one step have in common on a rank. group: the index in the rank's groups.
+    """What equal collectives or messages of one step have in common on a rank. group: the index in the rank's groups.
 
     bytes: the message's size as NCCL counts it: the result of an all-gather, the input of other collectives.
+    pair: of a message (kind "send" on both of its ranks), the rank that sends it and the rank that receives it.
     """
 
     group: int
     kind: str
     bytes: int | None
     step: str
+    pair: tuple[int, int] | None = None
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One rank's part in one collective. Times in ns since 1970, by the rank's own clock.
+    """One rank's part in one collective or message. Times in ns since 1970, by the rank's own clock.
 
     call: the index in the rank's calls. A job has millions of parts, so a part holds only numbers.
     """
@@ -141,13 +145,14 @@ class RankTrace(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...]  # steps that take so much longer that they would distort the figures
     groups: tuple[Group, ...]
     calls: tuple[Call, ...]
-    parts: tuple[Part, ...]  # in the order of their starts
+    parts: tuple[Part, ...]  # in collectives, in the order of their starts
     exposed: tuple[int, ...]  # intervals of exposed communication: start, end, start, end and so on
     late_us: float  # the part of the exposed communication before the next kernel's launch
     hidden: int  # collectives that overlap with compute for at least half of their time
     unnamed: int  # communication kernels of the steps that the trace does not describe
     unprofiled_step_us: float | None  # a step's time without the profiler, if the run measured it
     lane: Lane | None
+    messages: tuple[Part, ...] = ()  # sends and receives, in the order of their starts
 
 
 def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
@@ -164,7 +169,9 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
     calls = _Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
-    named = sorted((one for one in done if one is not None), key=_start)
+    described = sorted((one for one in done if one is not None), key=_start)
+    of_call = list(calls.found)
+    named = [one for one in described if of_call[one.call].pair is None]
     late = _late(parts.exposed_communication, steps) if on_gpu else []
     exposed = [(zero + left, zero + right) for left, right in parts.exposed_communication]
     beside = Lengths(exposed)
@@ -182,14 +189,15 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         steps=tuple(_step(one, lengths, left, right, starts) for one, left, right in stretches),
         left_out=tuple(one.name for one in trace.steps[: len(trace.steps) - len(steps)]),
         groups=tuple(calls.groups.values()),
-        calls=tuple(calls.found),
+        calls=tuple(of_call),
         parts=tuple(named),
         exposed=tuple(edge for one in exposed for edge in one),
         late_us=length(late) / 1e3,
         hidden=sum(2 * beside.between(one.start, one.end) <= one.end - one.start for one in named),
-        unnamed=len(done) - len(named),
+        unnamed=len(done) - len(described),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
+        messages=tuple(one for one in described if of_call[one.call].pair is not None),
     )
 
 
@@ -234,16 +242,18 @@ def _loading(trace: Trace, steps: Sequence[Step]) -> Intervals:
 def _cpu_parts(steps: Sequence[Step], start: int, end: int) -> Parts:
     """Return the parts of a window of a run on the CPU. Collectives run on threads of their backend.
 
-    Ops on all threads count as compute, except starting a collective, waiting for it and loading the next batch.
+    Ops on all threads count as compute, except starting a collective, waiting for it and loading the next batch. The
+    slice of a send or a receive lasts until the program has waited for it, and the program may compute meanwhile.
     """
     computed, handed, communication = defaultdict(list), defaultdict(list), []
     for step in steps:
         pending = list(step.roots)
         while pending:
             op = pending.pop()
-            if op.kind == "label" and collective_on_cpu(op.name):
-                communication.append((op.start, op.end))
-                continue  # slices inside it belong to the collective
+            if op.kind == "label" and (call := collective_on_cpu(op.name)):
+                communication.append((_asking(op).start, op.end))
+                if not _is_message(call[1]):
+                    continue  # slices inside it belong to the collective
             if _loads(op):
                 continue
             if op.kind == "op":
@@ -349,11 +359,17 @@ class _Calls:
         self.found: dict[Call, int] = {}
         self._index: dict[tuple, int] = {}
 
-    def call(self, group: Group, kind: str, bytes: int | None, step: str) -> int:
+    def call(self, group: Group, kind: str, bytes: int | None, step: str, pair: tuple[int, int] | None = None) -> int:
         key = (group.name, group.size)
         index = self._index.setdefault(key, len(self._index))
         self.groups.setdefault(key, group)
-        return self.found.setdefault(Call(index, kind, bytes, step), len(self.found))
+        return self.found.setdefault(Call(index, kind, bytes, step, pair), len(self.found))
+
+    def message(self, name: str, args: dict, step: str) -> int | None:
+        """Return the call of a send or a receive, by torch's name of it; None if its peer is not known."""
+        group = self.group(args)
+        pair = _pair(SEND.match(name) is not None, args, group, self.rank) if group is not None else None
+        return None if pair is None else self.call(group, "send", _bytes("send", args), step, pair)
 
     def group(self, args: dict) -> Group | None:
         """Return the process group that a kernel's arguments name; None if its size is not known."""
@@ -373,16 +389,29 @@ class _Calls:
 
 
 def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:
-    """The trace's description of each collective's kernel; None without one."""
+    """Yield the trace's description of each collective and message; None for a kernel without one.
+
+    torch's sequence numbers of messages are not used, because each rank counts its own.
+    """
     for step in steps:
+        batched = None
         for one in step.work:
             if not is_communication(one):
                 continue
             name, args = _described(one)
             kind = kind_of(name)
-            if kind is None and (re.match("send|recv", name) or (not name and SENDS.search(one.name))):
-                continue  # point to point, so no collective
-            group = calls.group(args) if kind is not None else None
+            start, end = zero + one.start, zero + one.end
+            if kind is None:
+                asked = [(name, args)]
+                if not _is_message(name):
+                    batched = _batched(step) if batched is None else batched
+                    asked = batched.get(id(one.launch), ())
+                found = [calls.message(*each, step.name) for each in asked] or [None]
+                # A kernel counts as not described if one of its messages is not.
+                for call in [None] if None in found else found:
+                    yield None if call is None else Part(call, None, start, end)
+                continue
+            group = calls.group(args)
             if group is None:
                 yield None
                 continue
@@ -390,9 +419,31 @@ def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
             yield Part(
                 call=calls.call(group, kind, _bytes(kind, args), step.name),
                 seq=seq if type(seq) is int and 0 <= seq < 2**53 else None,
-                start=zero + one.start,
-                end=zero + one.end,
+                start=start,
+                end=end,
             )
+
+
+def _batched(step: Step) -> dict[int, list[tuple[str, dict]]]:
+    """Return by the id of a launch the sends and receives of batch_isend_irecv that it starts, as names and arguments.
+
+    torch describes each of them before the one launch of them all, and the description encloses no launch.
+    """
+    waiting: dict[tuple, list[tuple[str, dict]]] = defaultdict(list)
+    found: dict[int, list[tuple[str, dict]]] = {}
+    for op in step.walk():
+        if op.name == DESCRIBES_COLLECTIVE and not any(below.work for below in op.walk()):
+            args = op.args
+            if _is_message(name := str(args.get("Collective name"))):
+                waiting[op.track].append((name, args))
+        elif op.work and any(map(is_communication, op.work)):
+            found[id(op)] = waiting.pop(op.track, [])
+    return found
+
+
+def _is_message(name: str) -> bool:
+    """Return whether torch's name of a communication is that of a send or a receive."""
+    return SEND.match(name) is not None or RECEIVE.match(name) is not None
 
 
 def _described(one: Work) -> tuple[str, dict]:
@@ -401,15 +452,32 @@ def _described(one: Work) -> tuple[str, dict]:
     The arguments are the kernel's own, or those of the ops around its launch. The kernel's name does not decide,
     because an older NCCL calls the kernels of all collectives SendRecv.
     """
-    args, name = one.args, ""
+    args, name, peer = one.args, "", None
     for op in one.launch.above() if one.launch and "Collective name" not in args else ():
         if op.name == DESCRIBES_COLLECTIVE:
             args = op.args
         elif not kind_of(name) and (asked := asks_for_collective(op.name)):
-            name = asked
+            name, peer = asked, ARROW.match(op.name) or peer
         if "Collective name" in args:
             break
+    if peer is not None and "Rank" not in args:
+        args = args | {"Rank": int(peer[1])}
     return str(args.get("Collective name") or name), args
+
+
+def _pair(sends: bool, args: dict, group: Group, rank: Rank) -> tuple[int, int] | None:
+    """Return the ranks that send and receive a message, from its description on one of them; None if not known.
+
+    args: "Dst Rank" or "Src Rank" is the peer. Older versions of torch have only its number in the group, as "Rank".
+    """
+    peer, number = args.get("Dst Rank" if sends else "Src Rank"), args.get("Rank")
+    if not _is_size(peer):
+        others = [one for one in group.members if one != rank.rank]
+        in_group = group.members[number] if _is_size(number) and number < len(group.members) else None
+        peer = others[0] if len(others) == 1 else in_group
+    if peer is None or peer == rank.rank:
+        return None
+    return (rank.rank, peer) if sends else (peer, rank.rank)
 
 
 def _is_size(found: object) -> bool:
@@ -432,13 +500,32 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = collective_on_cpu(op.name)
-            kind = kind_of(name)
-            if kind is None or not known:
+            kind, pair, start = kind_of(name), None, op.start
+            group = Group(backend, "", rank.world_size, members)
+            if _is_message(name):
+                asked = _asking(op)
+                kind, start = "send", asked.start  # the message may leave before its own slice begins
+                pair = _pair(SEND.match(name) is not None, {"Rank": _peer_on_cpu(asked)}, group, rank)
+            if kind is None or not known or (pair is None and kind == "send"):
                 yield None
                 continue
-            group = Group(backend, "", rank.world_size, members)
-            called = calls.call(group, kind, _bytes_on_cpu(kind, op.args, rank.world_size), step.name)
-            yield Part(called, None, zero + op.start, zero + op.end)
+            called = calls.call(group, kind, _bytes_on_cpu(kind, op.args, rank.world_size), step.name, pair)
+            yield Part(called, None, zero + start, zero + op.end)
+
+
+def _asking(op: Op) -> Op:
+    """Return the op that started a collective or message on a CPU; its own slice if that is on a backend's thread."""
+    return next((one for one in op.above() if C10D.match(one.name)), op)
+
+
+def _peer_on_cpu(asked: Op) -> int | None:
+    """Return the peer's number in the group, from the inputs of the op of a message; None if they are not recorded.
+
+    The inputs are the tensors, the group, the peer and the tag.
+    """
+    inputs = asked.args.get("Concrete Inputs")
+    told = inputs[2] if isinstance(inputs, list) and len(inputs) == 4 else None
+    return int(told) if isinstance(told, str) and re.fullmatch(r"\d{1,9}", told) else None
 
 
 def _collectives_on_cpu(step: Step) -> Iterator[Op]:

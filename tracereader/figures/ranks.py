@@ -2,21 +2,21 @@
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from statistics import median
+from statistics import median, median_high
 from typing import NamedTuple
 
 import msgspec
 
-from tracereader.figures.intervals import both, length, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, both, length, minus, union
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {
     "all-reduce": lambda n: 2 * (n - 1) / n, "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n, "all-to-all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
+    "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0, "send": lambda n: 1.0,
 }  # fmt: skip
 # All ranks leave these collectives at nearly the same time, so they serve to align the clocks.
 LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier")
@@ -25,6 +25,23 @@ FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
 CLOCKS_OFF = 60 * 10**9
 _start = attrgetter("start")
+
+
+class MessageWaits(msgspec.Struct, frozen=True):
+    """The exposed waits of one rank for the peers of its sends and receives, in µs over all steps.
+
+    A wait lasts until the peer starts its side of the message. exposed_us: the exposed time in matched messages, with
+    these waits. us: the waits. first_us, last_us: the parts in the first and the last receive of each step; a step's
+    only receive counts as its first. messages: the number of matched ones. first_sends: the number of steps whose first
+    matched message this rank sends.
+    """
+
+    exposed_us: float
+    us: float
+    first_us: float
+    last_us: float
+    messages: int
+    first_sends: int
 
 
 class RankFigures(msgspec.Struct, frozen=True):
@@ -61,11 +78,13 @@ class RankFigures(msgspec.Struct, frozen=True):
     others_waited_us: float
     unprofiled_step_us: float | None
     steps: tuple[RankStep, ...]
+    message_waits: MessageWaits
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """One collective over the ranks. starts_us, took_us and waits_us are in the order of `ranks`.
+    """One collective over the ranks, or one message (kind "send") from the first to the second of `ranks`.
 
+    starts_us, took_us, waits_us: in the order of `ranks`.
     starts_us: on the common clock, counted from the earliest window's start. took_us: includes the wait.
     lead_us: the time between the arrivals of the last rank and of the one before it. transfer_us: from the last rank's
     arrival to its end, by its clock. bus_gb_s: None if the message's size or the kind's factor is not known.
@@ -105,6 +124,23 @@ class GroupTimes(msgspec.Struct, frozen=True):
     transfer_us: float
 
 
+class PairTimes(msgspec.Struct, frozen=True):
+    """The matched messages from one rank to another. Times in µs, summed over all of them.
+
+    description: of the process group, "" if none is recorded. bytes: the median message's; None if not recorded.
+    receiver_waited_us, sender_waited_us: each one's exposed waits for the other. transfer_us: after both have started.
+    """
+
+    description: str
+    source: int
+    destination: int
+    messages: int
+    bytes: int | None
+    receiver_waited_us: float
+    sender_waited_us: float
+    transfer_us: float
+
+
 class KindTimes(msgspec.Struct, frozen=True):
     """Medians over the matched collectives of one kind and size. longest_wait_us: of the rank that waits longest."""
 
@@ -140,7 +176,10 @@ class Clocks(msgspec.Struct, frozen=True):
 class RanksSummary(msgspec.Struct, frozen=True):
     """All measurements of several traces of one run.
 
+    messages: the matched sends and receives.
     unmatched: the number of ranks' parts in collectives that have no counterpart on another rank of their group.
+    unmatched_messages: the number of sends without their receive, and of receives without their send, where both ranks
+    were read.
     unnamed: the number of communication kernels that the traces do not describe.
     origin_ns: the start of the common clock, in ns since 1970.
     """
@@ -161,6 +200,9 @@ class RanksSummary(msgspec.Struct, frozen=True):
     kinds: tuple[KindTimes, ...]
     best_gb_s: float | None
     clocks: Clocks
+    messages: tuple[Collective, ...]
+    unmatched_messages: int
+    pairs: tuple[PairTimes, ...]  # those with the most waiting first
 
 
 def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = None) -> RanksSummary:
@@ -180,6 +222,12 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     for one in met:
         matched.append(_collective(one, shift, origin))
         _add_waits(waits, one, matched[-1])
+    sent, unmatched_messages = _sent(ranks)
+    sent = _without(sent, set(clocks.not_aligned))
+    messages, apart = [], {one.rank: _Waits() for one in ranks}
+    for one in sent:
+        messages.append(_collective(one, shift, origin))
+        _add_waits(apart, one, messages[-1])
     leads = [one.lead_us for one in matched]
     clocks = msgspec.structs.replace(clocks, lead_us=median(leads) if leads else None)
     rates = [one.bus_gb_s for one in matched if one.bus_gb_s is not None]
@@ -189,7 +237,7 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         origin_ns=origin,
         device=", ".join(dict.fromkeys(one.device for one in ranks)),
         on_gpu=any(one.on_gpu for one in ranks),
-        ranks=tuple(_figures(one, waits[one.rank]) for one in ranks),
+        ranks=tuple(_figures(one, waits[one.rank], apart[one.rank]) for one in ranks),
         missing=_missing(ranks),
         not_read=not_read,
         steps=tuple(common),
@@ -205,6 +253,9 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
         kinds=_kinds(matched, best),
         best_gb_s=best,
         clocks=clocks,
+        messages=tuple(messages),
+        unmatched_messages=unmatched_messages,
+        pairs=_pairs(sent, messages, {one.rank: Lengths(_exposed(one)) for one in ranks} if sent else {}),
     )
 
 
@@ -287,6 +338,34 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
 
 
+def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
+    """Return the messages in the order of their starts, and the number of parts without the other rank's part.
+
+    NCCL and gloo deliver the messages of one pair in the order in which they are sent.
+    """
+    pairs: dict[tuple, dict[int, list[Part]]] = {}
+    for one in ranks:
+        of_call = [
+            pairs.setdefault((one.groups[call.group].name, call.pair), {}).setdefault(one.rank, [])
+            if call.pair is not None else None
+            for call in one.calls
+        ]  # fmt: skip
+        for part in one.messages:
+            of_call[part.call].append(part)
+    by_rank = {one.rank: one for one in ranks}
+    found, unmatched = [], 0
+    for (name, pair), parts in pairs.items():
+        if not all(rank in by_rank for rank in pair):
+            continue  # the peer was not read, and the report already says so
+        source = by_rank[pair[0]]
+        rows, alone = _rows([_Parts(by_rank[rank].calls, parts.get(rank, [])) for rank in pair])
+        unmatched += alone
+        if rows:
+            group = next(one for one in source.groups if one.name == name)
+            found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
+    return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
+
+
 class _Parts(NamedTuple):
     """One rank's parts in the collectives of one group, by their starts."""
 
@@ -324,7 +403,7 @@ def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
 
 def _alike(call: Call) -> tuple[str, int | None]:
     """Return the kind, and the size if it is equal on all ranks. It may differ in an all-to-all and in a broadcast."""
-    return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter") else None
+    return call.kind, call.bytes if call.kind in ("all-reduce", "all-gather", "reduce-scatter", "send") else None
 
 
 def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
@@ -414,6 +493,13 @@ def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
     size, transfer = one.call.bytes, one.parts[at].end - one.parts[at].start
     factor = BUS_FACTOR.get(one.call.kind)
     took = [part.end - part.start for part in one.parts]
+    waited = [max(0, min(latest - start, us)) for start, us in zip(arrived, took, strict=True)]  # each by its own clock
+    if one.call.kind == "send":
+        ends = [start + us for start, us in zip(arrived, took, strict=True)]
+        # The program may wait for one side much later than the message arrives.
+        transfer = max(0, min(ends) - latest)
+        if ends[0] <= latest:  # a small message leaves before its receiver is ready
+            waited[0] = 0
     return Collective(
         group=one.group.name,
         kind=one.call.kind,
@@ -423,9 +509,7 @@ def _collective(one: _Met, shift: Mapping[int, int], origin: int) -> Collective:
         ranks=one.ranks,
         starts_us=tuple((start - origin) / 1e3 for start in arrived),
         took_us=tuple(us / 1e3 for us in took),
-        waits_us=tuple(
-            max(0, min(latest - start, us)) / 1e3 for start, us in zip(arrived, took, strict=True)
-        ),  # each by its own clock
+        waits_us=tuple(us / 1e3 for us in waited),
         last=last,
         lead_us=(latest - arrived[before]) / 1e3,
         transfer_us=transfer / 1e3,
@@ -442,6 +526,7 @@ class _Waits:
         self.starts, self.ends = array("q"), array("q")
         self.until = array("q")  # the last rank's arrival; this rank's start if it is the last
         self.steps: list[str] = []
+        self.sends = bytearray()  # of messages: whether this rank sends it
         self.arrived_last, self.others_us = 0, 0.0
 
 
@@ -452,16 +537,22 @@ def _add_waits(waits: Mapping[int, _Waits], met: _Met, one: Collective) -> None:
         mine.ends.append(part.end)
         mine.until.append(part.start + (round(us * 1e3) if rank != one.last else 0))
         mine.steps.append(one.step)
+        mine.sends.append(rank == one.ranks[0])
     waits[one.last].arrived_last += 1
     waits[one.last].others_us += sum(one.waits_us)
 
 
-def _figures(one: RankTrace, waits: _Waits) -> RankFigures:
+def _exposed(one: RankTrace) -> Intervals:
+    """Return a rank's exposed communication, by its own clock."""
+    return list(zip(one.exposed[::2], one.exposed[1::2], strict=True))
+
+
+def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
     by_step: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for start, until, step in zip(waits.starts, waits.until, waits.steps, strict=True):
         if until > start:
             by_step[step].append((start, until))
-    exposed = list(zip(one.exposed[::2], one.exposed[1::2], strict=True))
+    exposed = _exposed(one)
     waiting = union(span for some in by_step.values() for span in some)
     ends: dict[str, Part] = {}
     for part in one.parts:
@@ -488,6 +579,34 @@ def _figures(one: RankTrace, waits: _Waits) -> RankFigures:
         others_waited_us=waits.others_us,
         unprofiled_step_us=one.unprofiled_step_us,
         steps=one.steps,
+        message_waits=_message_waits(one, messages, exposed),
+    )
+
+
+def _message_waits(one: RankTrace, waits: _Waits, exposed: Intervals) -> MessageWaits:
+    """Return a rank's waits in its messages. exposed: the rank's exposed communication."""
+    spans = list(zip(waits.starts, waits.ends, waits.until, strict=True))
+    of_step: dict[str, list[int]] = defaultdict(list)
+    for at, step in enumerate(waits.steps):
+        of_step[step].append(at)
+    first, last, sends = [], [], 0
+    for some in of_step.values():
+        earliest = min(spans[at][0] for at in some)
+        sends += any(waits.sends[at] and spans[at][0] == earliest for at in some)
+        received = sorted((at for at in some if not waits.sends[at]), key=lambda at: spans[at][0])
+        first += received[:1]
+        last += received[1:][-1:]
+
+    def waited(some: Iterable[int]) -> float:
+        return length(both(union((spans[at][0], spans[at][2]) for at in some), exposed)) / 1e3
+
+    return MessageWaits(
+        exposed_us=length(both(union((start, end) for start, end, _ in spans), exposed)) / 1e3,
+        us=waited(range(len(spans))),
+        first_us=waited(first),
+        last_us=waited(last),
+        messages=len(spans),
+        first_sends=sends,
     )
 
 
@@ -515,6 +634,36 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))
+
+
+def _pairs(
+    met: Sequence[_Met], messages: Sequence[Collective], exposed: Mapping[int, Lengths]
+) -> tuple[PairTimes, ...]:
+    """exposed: each rank's exposed communication, by its own clock."""
+    same: dict[tuple, list[tuple[_Met, Collective]]] = defaultdict(list)
+    for one, message in zip(met, messages, strict=True):
+        same[one.group.description, one.ranks].append((one, message))
+    found = []
+    for (description, (source, destination)), some in same.items():
+        sizes = [message.bytes for _, message in some if message.bytes is not None]
+        waited = []
+        for side, rank in enumerate((source, destination)):
+            starts = [(one.parts[side].start, round(message.waits_us[side] * 1e3)) for one, message in some]
+            spans = union((start, start + ns) for start, ns in starts)  # several sends may wait at a time
+            waited.append(sum(exposed[rank].between(*span) for span in spans))
+        found.append(
+            PairTimes(
+                description=description,
+                source=source,
+                destination=destination,
+                messages=len(some),
+                bytes=median_high(sizes) if sizes else None,
+                receiver_waited_us=waited[1] / 1e3,
+                sender_waited_us=waited[0] / 1e3,
+                transfer_us=sum(message.transfer_us for _, message in some),
+            )
+        )
+    return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 
 def _kinds(matched: Sequence[Collective], best: float | None) -> tuple[KindTimes, ...]:

@@ -399,10 +399,14 @@ def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
     return tuple(sorted(found, key=lambda one: -one.waited_us))
 
 
-def _group_name(description: str, size: int, every: int | None, is_world: bool) -> str:
+def _purposes(description: str) -> list[str]:
+    """Return the purposes of a process group that its description names."""
     words = re.split(r"[^a-z]+", description.lower())
-    told = dict.fromkeys(DIMENSIONS[word] for word in words if word in DIMENSIONS)
-    if told:
+    return list(dict.fromkeys(DIMENSIONS[word] for word in words if word in DIMENSIONS))
+
+
+def _group_name(description: str, size: int, every: int | None, is_world: bool) -> str:
+    if told := _purposes(description):
         return f"{' and '.join(told)} parallel ({description})"
     if is_world:
         return "all ranks"
@@ -410,10 +414,80 @@ def _group_name(description: str, size: int, every: int | None, is_world: bool) 
     return f"{description or 'groups'} of {size:,}{apart}"
 
 
+def is_pipeline(summary: RanksSummary) -> bool:
+    """Return whether the ranks that exchange messages are the stages of pipelines.
+
+    The descriptions of their groups decide. Without a known purpose it is a pipeline if of all ranks that exchange
+    messages with each other, directly or through others, exactly one begins its steps with a send.
+    """
+    purposes = {purpose for one in summary.pairs for purpose in _purposes(one.description)}
+    if purposes or not summary.pairs:
+        return "pipeline" in purposes
+    connected: dict[int, set[int]] = {}
+    for one in summary.pairs:
+        both = connected.get(one.source, {one.source}) | connected.get(one.destination, {one.destination})
+        connected |= dict.fromkeys(both, both)
+    begins = {one.rank for one in summary.ranks if 2 * one.message_waits.first_sends > len(one.steps)}
+    return all(len(some & begins) == 1 for some in connected.values())
+
+
+def _of_messages(summary: RanksSummary) -> list[str]:
+    """Return sentences on the waits for messages: who loses most, and for whom it waits."""
+    taking_part = [one for one in summary.ranks if one.message_waits.messages]
+    if not taking_part:
+        return []
+    worst = max(taking_part, key=lambda one: share(one, one.message_waits.us))
+    waits, pipeline = worst.message_waits, is_pipeline(summary)
+    cost = share(worst, waits.us)
+    if cost <= MUCH_WAITED:
+        return [f"no rank loses much time by waiting for messages: rank {worst.rank} {ms(waits.us)} ({cost:.1%})"]
+    steps = max(1, len(worst.steps))
+    parts = [
+        f"{ms(us / steps)} of it in the {which} receive of a step"
+        for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
+        if us > A_REASON * waits.us
+    ]
+    middle = median(share(one, one.message_waits.us) for one in taking_part)
+    others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
+    found = [
+        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / steps)} per step "
+        f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
+    ]
+    pair = summary.pairs[0]
+    here, there = f"rank {pair.destination}", f"rank {pair.source}"
+    if pair.receiver_waited_us >= pair.sender_waited_us:
+        whom = f"{here} for {there} to send: {ms(pair.receiver_waited_us)}"
+    else:
+        whom = f"{there} for {here} to receive: {ms(pair.sender_waited_us)}"
+    named = f", over {counted(len(summary.steps), 'step')}" if summary.steps else ""
+    found.append(f"the longest waiting for messages is that of {whom}{named}")
+    figures = _Usual(summary).of(None, "computes") if pipeline and summary.steps else {}
+    slowest = max(figures, key=figures.get, default=None)
+    others = [us for rank, us in figures.items() if rank != slowest]
+    if others and figures[slowest] - median(others) > MUCH_LONGER * _Usual(summary).of(None, "us")[slowest]:
+        them = "the other stage" if len(others) == 1 else "the median of the others"
+        found.append(
+            f"rank {slowest} computes longest: {ms(figures[slowest])} per step, {them} {ms(median(others))}; the "
+            "slowest stage sets the pace of a pipeline"
+        )
+    return found
+
+
 def sentences(summary: RanksSummary) -> list[str]:
     """Return the sentences of "in short": who waits for whom, why time is lost, and the cost of communication."""
+    messages = _of_messages(summary)
     if not summary.matched:
-        return [_nothing_matched(summary)]
+        return [*messages, *_exposed(summary)] if messages else [_nothing_matched(summary)]
+    found = _of_collectives(summary)
+    for_messages = max((share(one, one.message_waits.us) for one in summary.ranks), default=0.0)
+    if for_messages > max(share(one, one.waited_exposed_us) for one in summary.ranks):
+        found = [*messages, *found]
+    else:
+        found += messages
+    return [*found, *_exposed(summary)]
+
+
+def _of_collectives(summary: RanksSummary) -> list[str]:
     slow = straggler(summary)
     hosts = () if slow else _hosts_that_are_late(summary)
     found = _who_waits(summary, slow, hosts)
@@ -422,16 +496,14 @@ def sentences(summary: RanksSummary) -> list[str]:
     if link := slow_link(summary):
         # If no rank or host is late by itself, ranks wait for each other because of the link.
         found.insert(len(found) if slow or hosts else 0, _of_link(link))
-    return [*found, *_exposed(summary)]
+    return found
 
 
 def _nothing_matched(summary: RanksSummary) -> str:
-    if summary.unmatched or summary.unnamed:
-        return "the collectives of these ranks cannot be matched, so it is not known who waits for whom"
     if len(summary.ranks) == 1:
         return f"only rank {summary.ranks[0].rank} could be read, so there is no rank to compare it with"
     if any(one.total.communication_us for one in summary.ranks):
-        return "these ranks send and receive point to point in the steps, so it is not known who waits for whom"
+        return "the communication of these ranks cannot be matched, so it is not known who waits for whom"
     return "no collective in the steps, so no rank waits for another"
 
 
@@ -642,11 +714,13 @@ def _exposed(summary: RanksSummary) -> list[str]:
         elif worst.exposed_in_last_us > MOST * together:
             last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
         why.append(f"{ms(together)} after the last rank arrived{last}")
-    if (rest := exposed - worst.waited_exposed_us - together) > 0.05 * exposed:
-        known = not (summary.unmatched or summary.unnamed or summary.clocks.not_aligned)
+    if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
+        why.append(f"{ms(messages)} in sends and receives")
+    if (rest := exposed - worst.waited_exposed_us - together - messages) > 0.05 * exposed:
+        known = not (summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned)
         why.append(
             f"{ms(rest)} in "
-            + ("collectives launched outside the steps" if known else "collectives that are not matched")
+            + ("communication launched outside the steps" if known else "communication that is not matched")
         )
     if worst.late_us > MOST * exposed:
         why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")

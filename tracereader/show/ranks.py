@@ -33,6 +33,7 @@ STEPS_SHOWN = 3
 WAITS = lanes.WAITS
 KINDS_SHOWN = 5
 COSTS_SHOWN = 5
+PAIRS_SHOWN = 8
 PHASES_SHOWN = 5
 # The share of a rank's window in compute that was launched before its first step, from which the report says so. On two
 # H200s it is 7 to 23% if the CPU runs ahead.
@@ -63,8 +64,9 @@ def opened(
 
 # The members of --json that belong to a section. All other members are always there.
 SECTION_KEYS = {
-    "short": ("in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts"), "try": ("opportunities",),
-    "gpu": ("ranks",), "steps": ("ranks",), "work": ("matched", "groups", "kinds"),
+    "short": ("in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts", "pipeline"),
+    "try": ("opportunities",), "gpu": ("ranks",), "steps": ("ranks",),
+    "work": ("matched", "groups", "kinds", "messages", "pairs"),
 }  # fmt: skip
 
 
@@ -76,12 +78,14 @@ def rank_as_builtins(one: RankFigures) -> dict:
 
 
 def _of_one(summary: RanksSummary, rank: int) -> RanksSummary:
-    """Return the summary with the figures, collectives and groups of only one rank."""
+    """Return the summary with the figures, collectives, groups and messages of only one rank."""
     return msgspec.structs.replace(
         summary,
         ranks=tuple(one for one in summary.ranks if one.rank == rank),
         matched=tuple(one for one in summary.matched if rank in one.ranks),
         groups=tuple(one for one in summary.groups if rank in one.ranks),
+        messages=tuple(one for one in summary.messages if rank in one.ranks),
+        pairs=tuple(one for one in summary.pairs if rank in (one.source, one.destination)),
     )
 
 
@@ -112,6 +116,7 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     document["loss"] = msgspec.to_builtins(findings.loss(summary))
     document["slow_link"] = msgspec.to_builtins(findings.slow_link(summary))
     document["costs"] = msgspec.to_builtins(findings.costs(summary))
+    document["pipeline"] = findings.is_pipeline(summary)
     document["slow_hosts"] = msgspec.to_builtins(findings.slow_hosts(summary))
     document["in_short"] = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     if "try" in wanted:
@@ -139,7 +144,7 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
         "try": lambda out: opportunities.show(out, rank_changes.opportunities(summary, limit), view.all),
         "gpu": lambda out: _ranks(out, summary, view),
         "steps": lambda out: _steps(out, summary, view),
-        "work": lambda out: _collectives(out, summary, view),
+        "work": lambda out: _communication_of(out, summary, view),
         "lanes": lambda out: _lanes(out, summary, traces, view),
     }
     out = console()
@@ -161,7 +166,10 @@ def _header(summary: RanksSummary) -> str:
         unprofiled = [one.unprofiled_step_us for one in summary.ranks]
         without = f" ({duration(max(unprofiled))} without the profiler)" if None not in unprofiled else ""
         words.append(f"{counted(len(summary.steps), 'step')} of {duration(max(times))}{without}, {named}")
-    words.append(f"{counted(len(summary.matched), 'collective')} matched")
+    if summary.matched or not summary.messages:
+        words.append(f"{counted(len(summary.matched), 'collective')} matched")
+    if summary.messages:
+        words.append(f"{counted(len(summary.messages), 'message')} matched")
     return f"[bold]{plain(summary.device)}[/bold] · {plain(' · '.join(words))}"
 
 
@@ -226,6 +234,8 @@ def notes(summary: RanksSummary) -> list[str]:
         found.append(f"{len(summary.other_steps) - 3:,} more ranks have steps that not all others have")
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
+    if summary.unmatched_messages:
+        found.append(f"not matched: {counted(summary.unmatched_messages, 'send or receive', 'sends and receives')}")
     if summary.unnamed:
         pieces = counted(summary.unnamed, "communication kernel")
         found.append(f"not matched: {pieces}; the traces do not name the collective or its group")
@@ -272,6 +282,7 @@ COLUMNS: dict[str, Callable[[RankFigures], float]] = {
     "idle": lambda one: one.total.idle_us,
     "waited": lambda one: one.waiting_us,
     "arrived last": lambda one: one.arrived_last,
+    "message waits": lambda one: one.message_waits.us,
 }
 
 
@@ -359,11 +370,16 @@ def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
     return [phase for phase in longest if phase in chosen and longest[phase] > 0.01 * step]
 
 
+# Columns that are left out if they are empty for all ranks. The last three are empty in runs without collectives, and
+# in those without sends and receives.
+OPTIONAL = ("hidden", "copies", "not launched", "waited", "arrived last", "message waits")
+
+
 def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table without the optional columns that are empty for all ranks."""
     kept = [
         number for number, head in enumerate(heads)
-        if head not in ("hidden", "copies", "not launched") or any(row[number] not in ("0.0", "–") for row in rows)
+        if head not in OPTIONAL or any(row[number] not in ("0", "0.0", "–") for row in rows)
     ]  # fmt: skip
     print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
 
@@ -381,6 +397,40 @@ FIGURES = (
 
 def _times(one) -> list[str]:
     return [_ms(figure(one)) for figure in FIGURES]
+
+
+def _communication_of(out: Console, summary: RanksSummary, view: View) -> None:
+    """Print the collectives by kind and size, and the messages by pair of ranks."""
+    if summary.kinds or not summary.pairs:
+        _collectives(out, summary, view)
+    if summary.pairs:
+        if summary.kinds:
+            out.print()
+        _messages(out, summary, view)
+
+
+def _messages(out: Console, summary: RanksSummary, view: View) -> None:
+    """Print the messages of each pair of ranks, those with the most waiting first."""
+    pairs = summary.pairs
+    if view.rank is not None:
+        pairs = [one for one in pairs if view.rank in (one.source, one.destination)]
+        view = replace(view, all=True)
+    shown = pairs[: view.most(PAIRS_SHOWN)]
+    rows = [
+        (
+            Name(f"rank {one.source} to {one.destination}" + (f" ({one.description})" if one.description else "")),
+            size(one.bytes) if one.bytes else "–",
+            f"{one.messages:,}",
+            _ms(one.receiver_waited_us),
+            _ms(one.sender_waited_us),
+            _ms(one.transfer_us),
+        )
+        for one in shown
+    ]
+    heads = ("messages, ms", "message", "count", "receiver waits", "sender waits", "transfer")
+    print_columns(out, heads, rows)
+    if len(shown) < len(pairs):
+        out.print(f"{len(pairs) - len(shown):,} more pairs of ranks are not shown")
 
 
 def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
