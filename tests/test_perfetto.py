@@ -227,7 +227,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path, capsys):
         ([trace, "--export", tmp_path / "copy.txt"], "has to end in .json or .json.gz"),
         ([trace, "--export", tmp_path / ".json"], "has to end in .json or .json.gz"),
         ([trace, "--export", tmp_path / "no" / "copy.json"], "no such folder: no"),
-        ([trace, "--export", tmp_path / "folder.json"], "not a plain file"),
+        ([trace, "--export", tmp_path / "folder.json"], "a folder; name a file in it"),
         ([trace, "--export", there], "exists; --force overwrites it"),
         ([trace, "--export", trace, "--force"], "that is the trace itself"),
         ([trace, "--export", tmp_path / "copy.json", "--json"], "leave out --json"),

@@ -23,7 +23,7 @@ import pytest
 from references import H200, ROOT
 
 from tracereader import cli, cluster, progress
-from tracereader.command import BadInput
+from tracereader.command import BadInput, install_command
 from tracereader.figures import reading
 from tracereader.figures.rank import NotRead
 from tracereader.findings.ranks import why_not_read
@@ -277,16 +277,20 @@ def test_without_fsspec_a_url_is_refused_at_once(monkeypatch, capsys, beside, ur
         for name in ("fsspec", "fsspec.core", "fsspec.registry"):
             monkeypatch.setitem(sys.modules, name, None)
     said = refused(capsys, *[SMALL] * beside, url)
-    assert said.startswith(f"read-trace: {url}: ") and "uv sync --extra remote" in said
+    protocol = url.partition(":")[0]
+    package = {"https": "'fsspec[http]'", "hf": "huggingface_hub", "s3": "s3fs"}[protocol]
+    missing = f"a package for {protocol}:// is missing; this command installs it: "
+    assert said.startswith(f"read-trace: {url}: {missing}") and said.endswith(f" {package}\n")
 
 
 @pytest.mark.parametrize(
     ("url", "blocked", "says"),
     [
-        ("s3://bucket/x.json", "s3fs", "pip install s3fs"),
-        ("gs://bucket/x.json", "gcsfs", "pip install gcsfs"),
-        ("hf://datasets/me/x/x.json", "huggingface_hub", "pip install huggingface-hub"),
-        ("http://127.0.0.1/x.json", "aiohttp", "pip install aiohttp"),
+        ("s3://bucket/x.json", "s3fs", install_command("s3fs")),
+        ("gs://bucket/x.json", "gcsfs", install_command("gcsfs")),
+        ("hf://datasets/me/x/x.json", "huggingface_hub", install_command("huggingface_hub")),
+        ("oci://bucket/x.json", "ocifs", install_command("ocifs")),
+        ("http://127.0.0.1/x.json", "aiohttp", install_command("fsspec[http]")),
         ("nothing://x.json", "s3fs", "fsspec knows no protocol nothing://"),
     ],
 )
@@ -298,18 +302,37 @@ def test_a_store_whose_package_is_missing_is_refused(monkeypatch, capsys, url, b
     assert says in refused(capsys, url)
 
 
-def test_the_extras_are_those_that_refusals_name():
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_a_refusal_has_the_command_for_this_python(monkeypatch, has_pip):
+    """The environments of uv have no pip, and those of venv and conda need no uv."""
+    monkeypatch.setattr(sys, "executable", "/home/a user/.cpu/bin/python")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: (name == "pip" and has_pip) or None)
+    python = "'/home/a user/.cpu/bin/python'"
+    installs = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    assert install_command("fsspec[http]") == f"{installs} 'fsspec[http]'"
+
+
+def test_the_command_of_a_refusal_can_be_run():
+    """It runs as it is in a shell. --dry-run installs nothing, and the package is already there."""
+    command = install_command("msgspec")
+    if command.startswith("uv") and not shutil.which("uv"):
+        pytest.skip("needs uv")
+    checks = command.replace(" install ", " install --dry-run --offline " if command.startswith("uv") else " show ")
+    ended = subprocess.run(checks, shell=True, capture_output=True, text=True)
+    assert not ended.returncode, ended.stderr
+
+
+def test_the_extras_install_what_refusals_name():
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "--extra remote" in remote.FSSPEC_MISSING and extras["remote"][0].startswith("fsspec[http]")
-    assert "--extra cluster" in cluster.MISSING and extras["cluster"][0].startswith("distributed")
+    assert extras["remote"][0].startswith(remote.WITH_HTTP) and extras["cluster"][0].startswith(cluster.PACKAGE)
 
 
 # Servers that fail.
 
 
-@pytest.mark.parametrize("rule", [status(503, times=2), status(429, times=3), truncated(times=2)])
+@pytest.mark.parametrize("rule", [status(500, times=1), status(503, times=2), status(429, times=3), truncated(times=2)])
 def test_a_download_that_fails_at_first_is_tried_again(server, capsys, rule):
     server.rules[f"/{SMALL.name}"] = rule
     assert printed(capsys, server.url(SMALL.name), "--only", "short") == printed(capsys, SMALL, "--only", "short")
@@ -320,7 +343,9 @@ def test_a_download_that_fails_at_first_is_tried_again(server, capsys, rule):
     [
         (status(503), "the server answered 503 Service Unavailable", 4),
         (status(403, "hunter2"), "the server answered 403 Forbidden", 1),
+        (status(403, times=1), "the server answered 403 Forbidden", 1),
         (status(404), "no such file", 1),
+        (status(404, times=1), "no such file", 1),
         (truncated(), "payload is not completed", 4),
     ],
 )
@@ -339,6 +364,76 @@ def test_a_server_that_is_silent_or_gone_is_named(server, monkeypatch, capsys):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
         port = closed.server_port
     assert f"Connect call failed ('127.0.0.1', {port})" in refused(capsys, f"http://127.0.0.1:{port}/x.json")
+
+
+def test_a_server_that_stops_in_the_middle_is_asked_again(server, monkeypatch, capsys):
+    """The second answer is whole. A server that stops each time is named."""
+    monkeypatch.setattr(remote, "SILENT_S", 1)
+    expected, begun = printed(capsys, SMALL, "--only", "short"), threading.Semaphore(0)
+    stops = half(begun, SMALL.stat().st_size, 1000)
+    server.rules[f"/{SMALL.name}"] = lambda handler, asked: asked == 1 and stops(handler, asked)
+    assert printed(capsys, server.url(SMALL.name), "--only", "short") == expected
+    assert begun.acquire(blocking=False) and server.asked[f"/{SMALL.name}"] > 1
+    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    server.rules["/x.json"] = half(begun, 1_000_000)
+    assert "the server did not answer in time" in refused(capsys, server.url("x.json"))
+    assert server.asked["/x.json"] == 4
+
+
+def redirect(to):
+    def rule(handler, asked):
+        handler.send_response(302)
+        handler.send_header("Location", to)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
+
+    return rule
+
+
+def test_redirects_are_followed_and_a_loop_is_named(server, capsys):
+    server.rules = {"/moved.json": redirect(f"/{SMALL.name}"), "/loop.json": redirect("/loop.json")}
+    expected = printed(capsys, SMALL, "--only", "short")
+    assert printed(capsys, server.url("moved.json"), "--only", "short") == expected
+    assert refused(capsys, server.url("loop.json?token=hunter2")).startswith("read-trace: http://127.0.0.1:")
+    server.rules["/gone.json"] = redirect("/none.json")
+    assert "no such file" in refused(capsys, server.url("gone.json"))
+
+
+def packed_answer(chunked):
+    """Return a rule that sends the file's JSON compressed, as servers do for application/json."""
+
+    def rule(handler, asked):
+        content = (handler.server.folder / handler.path.strip("/")).read_bytes()
+        packed = content if content[:2] == b"\x1f\x8b" else gzip.compress(content)
+        handler.protocol_version = "HTTP/1.1"
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(packed)))))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(packed), packed) if chunked else packed)
+        handler.close_connection = True
+        return True
+
+    return rule
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["plain.json", "packed.json.gz"])
+def test_a_compressed_answer_is_the_file(server, capsys, monkeypatch, name, chunked):
+    """Its length is that of the compressed answer, so the progress does not give it as the file's size."""
+    content = SMALL.read_bytes()
+    (server.folder / name).write_bytes(content if name.endswith(".gz") else gzip.decompress(content))
+    server.rules[f"/{name}"] = packed_answer(chunked)
+    shown = []
+    monkeypatch.setattr(progress, "shown", lambda: contextlib.nullcontext(shown.append))
+    assert printed(capsys, server.url(name), "--only", "short") == printed(capsys, SMALL, "--only", "short")
+    downloads = [text for text in shown if text.startswith(f"downloading {name}: ")]
+    assert downloads and not [text for text in downloads if " of " in text]
+    ranks = [server.url(path.name) for path in RANKS]
+    server.rules |= {f"/{path.name}": packed_answer(chunked) for path in RANKS}
+    assert printed(capsys, *ranks, "--only", "short") == printed(capsys, *RANKS, "--only", "short")
 
 
 def endless(handler, asked):
@@ -461,14 +556,14 @@ def test_a_download_is_bounded_in_memory_and_has_no_name(server, tmp_path, monke
     assert peak < 20_000_000 and not files
 
 
-def half(begun, size):
+def half(begun, size, sent=500_000):
     """Return a rule that announces so many bytes, sends the first ones, signals this, and waits."""
 
     def rule(handler, asked):
         handler.send_response(200)
         handler.send_header("Content-Length", str(size))
         handler.end_headers()
-        handler.wfile.write(b"{" * 500_000)
+        handler.wfile.write(b"{" * sent)
         begun.release()
         return handler.server.over.wait()
 
@@ -716,7 +811,7 @@ def test_flags_that_a_cluster_excludes_are_refused(capsys, monkeypatch):
     ):
         assert says in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1", *flags)
     monkeypatch.setitem(sys.modules, "distributed", None)
-    assert cluster.MISSING in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1")
+    assert install_command("distributed") in refused(capsys, *RANKS, "--cluster", "tcp://127.0.0.1:1")
     with pytest.raises(BadInput, match="needs Dask"), cluster.workers_of("tcp://127.0.0.1:1"):
         pass
 

@@ -9,7 +9,16 @@ import sys
 from pathlib import Path
 
 from tracereader import __version__
-from tracereader.command import BadInput, OneLineParser, RunFailed, command, not_negative, positive, printable
+from tracereader.command import (
+    BadInput,
+    OneLineParser,
+    RunFailed,
+    command,
+    is_url,
+    not_negative,
+    positive,
+    printable,
+)
 from tracereader.show import sections
 
 
@@ -202,7 +211,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
 
 def _located(named: list[str]) -> list[Path]:
     """The traces that the command names. Raises BadInput."""
-    if not any("://" in one for one in named):
+    if not any(map(is_url, named)):
         return [Path(one) for one in named]
     from tracereader.trace import TraceError
     from tracereader.trace.document import located

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
-from tracereader.command import BadInput
+from tracereader.command import BadInput, install_command
 from tracereader.trace.remote import without_credentials
 
-MISSING = "--cluster needs Dask: uv sync --extra cluster, or pip install distributed"
+PACKAGE = "distributed"
 # Seconds in which the scheduler has to answer, and in which it has to have a worker.
 CONNECT_S, WORKER_S = 10.0, 30.0
 
@@ -21,7 +21,7 @@ def workers_of(address: str) -> Iterator[Executor]:
     try:
         from distributed import Client
     except ImportError:
-        raise BadInput(MISSING) from None
+        raise BadInput(f"--cluster needs Dask; this command installs it: {install_command(PACKAGE)}") from None
     shown = without_credentials(address)
     # A Client that fails to connect would be closed again when it is deleted, which takes time and prints.
     quiet = type("QuietClient", (Client,), {"__del__": lambda client: None})

@@ -1,4 +1,4 @@
-"""Exit statuses, one-line errors and whole numbers, which all commands of the project share."""
+"""Exit statuses, one-line errors, whole numbers and URLs, which all commands of the project share."""
 
 from tracereader import interrupts  # first, because it handles Ctrl-C during the other imports
 
@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -112,6 +113,20 @@ def _discard_buffer(stream: TextIO) -> None:
 def printable(text: str) -> str:
     """Return the text without control characters. Names in a trace and names of files may contain any."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
+def is_url(named: object) -> bool:
+    """Return whether a trace's name is a URL and not a path."""
+    return "://" in str(named)
+
+
+def install_command(package: str) -> str:
+    """Return the command that installs a package for the Python that runs this program, whatever set it up."""
+    import importlib.util
+
+    python = shlex.quote(sys.executable or "python3")
+    has_pip = importlib.util.find_spec("pip") is not None  # uv's environments have none
+    return f"{f'{python} -m pip install' if has_pip else f'uv pip install --python {python}'} {shlex.quote(package)}"
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tracereader import interrupts, progress
-from tracereader.command import printable
+from tracereader.command import is_url, printable
 from tracereader.figures.rank import NotRead, RankTrace, of_rank
 from tracereader.machine import free_memory
 from tracereader.trace import TraceError, read
@@ -78,7 +78,7 @@ def are_ranks(paths: Sequence[Path]) -> bool:
 
 def _of_each(ask: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
     """Return the result of `ask` for each path. URLs are requested concurrently."""
-    if not any("://" in str(path) for path in paths):
+    if not any(map(is_url, paths)):
         return [ask(path) for path in paths]
     with ThreadPoolExecutor(REQUESTS) as pool:
         return list(pool.map(ask, paths))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader import interrupts
-from tracereader.command import BadInput
+from tracereader.command import BadInput, is_url
 
 
 def status_of(flag: str, target: str, traces: Iterable[Path]) -> os.stat_result | None:
@@ -16,7 +16,7 @@ def status_of(flag: str, target: str, traces: Iterable[Path]) -> os.stat_result 
     Raises BadInput for a URL, for one of the traces that are read, and for a path that the system refuses. The message
     does not repeat a URL, because it may contain credentials.
     """
-    if "://" in target:
+    if is_url(target):
         raise BadInput(f"{flag} writes a file on this machine and takes no URL")
     try:
         status = Path(target).stat()

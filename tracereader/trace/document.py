@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from tracereader import progress
+from tracereader.command import is_url
 from tracereader.machine import free_memory
 from tracereader.trace import pftrace
 from tracereader.trace.decoded import decoded, printable_text
@@ -127,7 +128,7 @@ def located(text: str) -> list[Path]:
 
     Raises TraceError.
     """
-    if "://" not in text:
+    if not is_url(text):
         return [Path(text)]
     from tracereader.trace import remote  # only for a URL: fsspec is an extra
 
@@ -139,7 +140,7 @@ def located(text: str) -> list[Path]:
 
 def address_of(path: Path) -> str:
     """Return an address that is also valid in another process: an absolute path, or the URL with its credentials."""
-    if "://" not in str(path):  # Path writes one slash
+    if not is_url(path):
         return os.path.abspath(path)
     from tracereader.trace import remote
 
@@ -148,7 +149,7 @@ def address_of(path: Path) -> str:
 
 def path_of(address: str) -> Path:
     """Return the path of an address that address_of() returned."""
-    if "://" not in address:
+    if not is_url(address):
         return Path(address)
     from tracereader.trace import remote
 
@@ -157,7 +158,7 @@ def path_of(address: str) -> Path:
 
 def size_of(path: Path) -> tuple[int | None, bool]:
     """Return a file's size in bytes, and whether it is packed. 0: it cannot be read. None: the server does not say."""
-    if "://" not in str(path):
+    if not is_url(path):
         try:
             with opened(path, 2, whole=False) as file:
                 return os.fstat(file.fileno()).st_size, file.read(2) == b"\x1f\x8b"
@@ -197,6 +198,8 @@ def _refusals(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
         raise TraceError(f"{path}: broken gzip ({problem})") from None
     except (OSError, ValueError) as problem:
+        if getattr(problem, "ends_in_command", False):
+            raise TraceError(f"{path}: {problem}") from None
         raise TraceError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from None
 
 

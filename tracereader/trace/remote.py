@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from tracereader import progress
-from tracereader.command import printable
+from tracereader.command import install_command, printable
 
 # The names of traces in a folder. It may also contain the profiler's tables and other files.
 TRACE = re.compile(r"\.(json|pftrace)(\.gz)?")
@@ -27,7 +27,12 @@ PAUSES_S = (0.5, 1.0, 2.0)
 SILENT_S, CONNECT_S = 60, 15
 # HTTP statuses from 400 to 499 after which another attempt may succeed.
 TEMPORARY = (408, 425, 429)
-FSSPEC_MISSING = "a URL needs fsspec: uv sync --extra remote, or pip install 'fsspec[http]'"
+# By a URL's protocol, the package that reads it and installs fsspec. fsspec knows more of them once it is installed.
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs",
+    "abfss": "adlfs",
+}  # fmt: skip
+WITH_HTTP = "fsspec[http]"
 # The userinfo before a host. Azure puts a container there, but without a password.
 _PASSWORD = r"[^/@:]*:(?!\d+/)[^@]*@"
 _USERINFO = re.compile(rf"{_PASSWORD}|[^/@]*@")
@@ -39,7 +44,18 @@ T = TypeVar("T")
 
 
 class _Refused(OSError):
-    """A failure that another attempt would repeat. Its text is the reader's and contains no credentials."""
+    """A failure that another attempt would repeat. Its text is the reader's and contains no credentials.
+
+    ends_in_command: whether the text ends in a command to be copied, after which nothing may be added.
+    """
+
+    ends_in_command = False
+
+
+class _Missing(_Refused):
+    """A package is missing. The text ends in the command that installs it."""
+
+    ends_in_command = True
 
 
 class Address(type(Path())):
@@ -170,19 +186,22 @@ def _opened(address: str) -> BinaryIO:
 
 
 def _announced(source: BinaryIO) -> int | None:
-    size = getattr(source, "size", None)
-    return getattr(getattr(source, "r", None), "content_length", None) if size is None else size
+    """Return a file's size in bytes; None if it is unknown. A compressed answer's length is not that of the file."""
+    size, answer = getattr(source, "size", None), getattr(source, "r", None)
+    if size is not None or answer is None:
+        return size
+    return None if "Content-Encoding" in answer.headers else answer.content_length
 
 
 def _filesystem(address: str) -> tuple[object, str]:
     """Return fsspec's file system for a URL, and the path in that file system. Raises OSError."""
+    protocol = address.partition("://")[0].rpartition("::")[2].lower()
     try:
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
     except ImportError:
-        raise _Refused(FSSPEC_MISSING) from None
+        raise _missing(protocol, PACKAGES.get(protocol, WITH_HTTP)) from None
     options = {}
-    protocol = address.partition("://")[0].rpartition("::")[2].lower()
     try:
         if HTTP.match(address):
             import aiohttp
@@ -193,14 +212,18 @@ def _filesystem(address: str) -> tuple[object, str]:
         return url_to_fs(address, **options)
     except ImportError as problem:
         package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
-        why = f"pip install {package.replace('_', '-')}" if package != "fsspec" else str(problem)
-        if HTTP.match(address):
-            why = "pip install aiohttp"
-        raise _Refused(f"a package for {protocol}:// is missing: {why}") from None
+        package = WITH_HTTP if HTTP.match(address) else PACKAGES.get(protocol, package.replace("_", "-"))
+        if package == "fsspec":
+            raise _Refused(f"a package for {protocol}:// is missing: {problem}") from problem
+        raise _missing(protocol, package) from problem
     except ValueError as problem:
         if protocol in known_implementations:
             raise
         raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
+
+
+def _missing(protocol: str, package: str) -> _Missing:
+    return _Missing(f"a package for {protocol}:// is missing; this command installs it: {install_command(package)}")
 
 
 def _tried(address: str, ask: Callable[[], T]) -> T:
