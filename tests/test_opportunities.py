@@ -13,9 +13,9 @@ from references import PREDICTED, sampled
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.findings import rank_changes
+from tracereader.findings import rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph
-from tracereader.findings.opportunities import CHANGES, opportunities
+from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case
 from tracereader.replay import Refused, graph_of
 from tracereader.show.ranks import opened
@@ -368,9 +368,12 @@ def ranks_of(run: str) -> list[Path]:
     return sorted(TWO_GPUS.glob(f"*_{run}_x2_rank*.json.gz"))
 
 
-def proposed_to_ranks(run: str) -> dict:
+def proposed_to_ranks(run: str, alone: bool = False) -> dict:
+    """Return the changes of all ranks; with `alone`, those that one rank's trace suggests by itself."""
     summary, _ = opened(ranks_of(run), View())
-    return {one.change: one for one in rank_changes.opportunities(summary, DEFAULT_LIMIT)}
+    of_ranks = {one.name for one in rank_changes.RANK_CHANGES}
+    found = rank_changes.opportunities(summary, DEFAULT_LIMIT)
+    return {one.change: one for one in found if (one.change not in of_ranks) == alone}
 
 
 @pytest.mark.parametrize(("before", "change"), [("ddp_slow1", "balance_ranks"), ("ddp_bucket10000", "bucket_size")])
@@ -386,16 +389,50 @@ def test_ranks_that_lose_little_time_get_no_proposal():
     assert proposed_to_ranks("ddp") == {}
 
 
+@pytest.mark.parametrize("run", ["ddp", "fsdp", "ddp_slow1"])
+def test_the_rank_that_sets_the_pace_gets_the_proposals_of_its_own_trace(run):
+    """No proposal makes the step shorter than the other rank's work, less what the change saves on both."""
+    summary, _ = opened(ranks_of(run), View())
+    pace = ranks.pace_setter(summary)
+    (other,) = (one for one in summary.ranks if one is not pace)
+    trace = read(Path(pace.trace))
+    own = {one.change: (one, shorter) for one, shorter in each_priced(Case(trace, summarize(trace), graph_of(trace)))}
+    found = proposed_to_ranks(run, alone=True)
+    assert found and found.keys() <= own.keys()
+    work = sorted(step.us - step.idle_not_launched_us for step in other.steps)[len(other.steps) // 2]
+    work -= other.waited_exposed_us / len(other.steps)
+    for name, one in found.items():
+        before, shorter = own[name]
+        assert one.step_us_after == pytest.approx(max(before.step_us_after, work - shorter))
+        assert one.saves_us == one.step_us - one.step_us_after and one.evidence.startswith(f"rank {pace.rank}: ")
+
+
+def test_ranks_are_priced_without_the_profiler_if_the_run_measured_it(tmp_path):
+    """The time is that of the runs' own harness: a step that takes three quarters of the recorded one."""
+    paths = []
+    for path in ranks_of("ddp_slow1"):
+        events = json.loads(gzip.decompress(path.read_bytes()))
+        events["unprofiled_step_us"] = 0.75 * raw_us(path)
+        paths.append(tmp_path / path.name.removesuffix(".gz"))
+        paths[-1].write_text(json.dumps(events))
+    summary, _ = opened(paths, View())
+    found = {one.change: one for one in rank_changes.opportunities(summary, DEFAULT_LIMIT)}
+    one = found["balance_ranks"]
+    assert one.unprofiled_step_us == summary.ranks[0].unprofiled_step_us
+    assert one.unprofiled_step_us_after < one.unprofiled_step_us
+    assert all(each.knows_unprofiled for each in found.values())
+
+
 def test_balancing_is_proposed_for_ranks_with_a_slow_cpu():
     found = proposed_to_ranks("fsdp")
-    assert set(found) == {"balance_ranks"}
+    assert set(found) == {"balance_ranks"} and proposed_to_ranks("fsdp", alone=True)["fused_optimizer"].saves_us > 3e3
     assert "CPU" in found["balance_ranks"].how and found["balance_ranks"].basis == "replay"
 
 
 def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
     files = [str(file) for file in ranks_of("ddp_slow1")]
     assert cli.main([*files, "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["opportunities"]
+    one, *_ = json.loads(capsys.readouterr().out)["opportunities"]
     assert {"change", "step_us", "step_us_after", "saves_us", "basis", "evidence", "try"} <= set(one)
     assert cli.main(files) == 0
     shown = capsys.readouterr().out

@@ -18,6 +18,7 @@ from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, lau
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.pace import window
 from tracereader.figures.places import phases
+from tracereader.figures.regime import Regime, regime_of
 from tracereader.figures.steps import typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
@@ -153,11 +154,13 @@ class RankTrace(msgspec.Struct, frozen=True):
     unprofiled_step_us: float | None  # a step's time without the profiler, if the run measured it
     lane: Lane | None
     messages: tuple[Part, ...] = ()  # sends and receives, in the order of their starts
+    regime: Regime | None = None  # None without GPU work
 
 
 def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     """Return the data kept of a rank's trace. The trace must record its rank. step: the number of the step to draw."""
-    steps, start, end = window(trace, typical(trace))
+    usual = typical(trace)
+    steps, start, end = window(trace, usual)
     zero = trace.base_ns + trace.zero_us * 1000
     parts = gpu_parts(trace.work, start, end)
     on_gpu = parts is not None
@@ -198,6 +201,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
+        regime=regime_of(trace, usual) if on_gpu else None,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, both, length, minus, union
 from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times
+from tracereader.figures.regime import Regime
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
 BUS_FACTOR = {
@@ -79,6 +80,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     unprofiled_step_us: float | None
     steps: tuple[RankStep, ...]
     message_waits: MessageWaits
+    regime: Regime | None
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -580,6 +582,7 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         unprofiled_step_us=one.unprofiled_step_us,
         steps=one.steps,
         message_waits=_message_waits(one, messages, exposed),
+        regime=one.regime,
     )
 
 

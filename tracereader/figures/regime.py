@@ -1,12 +1,17 @@
 """The regime: what limits the steps. Only this file decides it; findings/steps.py has the sentences."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
-from tracereader.figures.captures import Captures
-from tracereader.figures.gpu_time import GpuTime
-from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.steps import StepFacts
+import msgspec
+
+from tracereader.figures.captures import Captures, captures
+from tracereader.figures.gpu_time import GpuTime, gpu_time
+from tracereader.figures.gpu_work import GpuWork, gpu_work
+from tracereader.figures.pace import on_busiest_stream, window
+from tracereader.figures.steps import launches, stands_out
+from tracereader.trace import Step, Trace
 
 # Idle share of the time from step to step. On the H200 it is 96 to 98% at 64 x 64, 2% at 4096 x 4096; 92% in eager
 # decoding, 15 to 20% between the kernels of the same as a CUDA graph, 2 to 3% in training on one GPU.
@@ -24,17 +29,70 @@ NEAR_THE_ROOF = 0.5
 MUCH_KNOWN = 0.5
 
 
-def waits_for(
-    steady: GpuTime | None, steady_us: float, captures: Captures | None, step: StepFacts, work: Sequence[GpuWork]
+class Regime(msgspec.Struct, frozen=True):
+    """The regime and the figures that decide it.
+
+    waits_for: the name of what limits the steps, as waits_for() returns it. steady, steady_us: the GPU's time from one
+    step's first work to the last one's, and its length. after_first: whether that leaves out a first step that stands
+    out.
+    """
+
+    waits_for: str | None
+    steady: GpuTime | None
+    steady_us: float
+    after_first: bool
+
+
+def regime_of(
+    trace: Trace, usual: Step, step: Step | None = None, work: Callable[[], Sequence[GpuWork]] | None = None
+) -> Regime:
+    """Return the regime of a trace. usual: the typical step. step: the step to report; None for the typical one.
+
+    work: returns the measured GPU work of that step. It is called only if it decides.
+    """
+    step = step or usual
+    counted, start, end = window(trace, usual)
+    wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
+    begin, stop = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
+    steady, us = gpu_time(trace.work, begin, stop) or gpu_time(trace.work, start, end), (stop - begin) / 1e3
+    found = _waits_for(steady, us, step, work or (lambda: gpu_work(trace, step)))
+    return Regime(found, steady, us, wide_start)
+
+
+def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return the interval (ns) from the first GPU work of the first step to that of the last one, which is whole steps.
+
+    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps these
+    idle times are a large share. With several streams the busiest one counts, because copies on another stream may run
+    a step ahead. None for a single step.
+    """
+    working = [step for step in steps if step.work]
+    firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []
+    return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
+
+
+def _own_start(trace: Trace, step: Step) -> int:
+    """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
+    if not step.work:
+        return step.start
+    (own,) = on_busiest_stream([step])
+    first = min(own, key=attrgetter("start"))
+    mine = {id(one) for one in step.work}
+    before = [one for one in trace.work if one.start < first.start and one.device == first.device]
+    earlier = max((one.end for one in before if id(one) not in mine), default=step.start)
+    return max(step.start, min(first.start, earlier))
+
+
+def _waits_for(
+    steady: GpuTime | None, steady_us: float, step: Step, work: Callable[[], Sequence[GpuWork]]
 ) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". It is decided from
-    step to step, without a first step that stands out, which would hide the behavior of the others. steady, steady_us:
-    the GPU's time over that window, and its length. step, work: of the reported step.
+    step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
-    if idle and _captures(captures, step):
+    if idle and _captures(captures(step.roots), step):
         return "capture"
     if steady is None:
         return "cpu-only"
@@ -43,12 +101,12 @@ def waits_for(
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    return _roof_met(work, 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    return _roof_met(work(), 1 - steady.idle_us / steady_us if steady_us else 0.0)
 
 
-def _captures(found: Captures | None, step: StepFacts) -> bool:
+def _captures(found: Captures | None, step: Step) -> bool:
     """Return whether most of the step's launch calls, or of its time, belong to the capture of CUDA graphs."""
-    return found is not None and (found.launches > step.launches or found.us > MOST * step.cpu_us)
+    return found is not None and (found.launches > launches(step) or found.us > MOST * step.us)
 
 
 def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:

@@ -163,6 +163,23 @@ def self_us(op: Op) -> float:
     return max(0, own) / 1e3
 
 
+def launches(step: Step) -> int:
+    """Return the number of the step's calls that launched GPU work."""
+    return len({id(one.launch) for one in step.work if one.launch is not None})
+
+
+def _ratio(trace: Trace, step: Step, usual: Step) -> float:
+    return step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
+
+
+def stands_out(trace: Trace, step: Step, usual: Step) -> bool:
+    """Return whether a step takes far longer on the CPU than the typical one.
+
+    With two steps, neither can be called the outlier.
+    """
+    return len(trace.steps) > 2 and _ratio(trace, step, usual) >= STANDS_OUT
+
+
 def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     """Return the measurements of every step, compared with the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
@@ -178,7 +195,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
         has_launch = [one for one in step.work if one.launch is not None]
         first = min(has_launch, key=lambda one: one.launch.start, default=None)
-        ratio = step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
+        ratio = _ratio(trace, step, usual)
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
         start, end = spanned(step.work) if step.work else (0, 0)
@@ -188,7 +205,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=len({id(one.launch) for one in has_launch}),
+                launches=launches(step),
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
@@ -197,8 +214,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
-                # With two steps, neither can be called the outlier.
-                times_the_typical=ratio if wide and len(trace.steps) > 2 else None,
+                times_the_typical=ratio if stands_out(trace, step, usual) else None,
                 excess=_excess(trace, step, usual, (gap or 0.0) - usual_gap, usual_self) if wide else None,
                 gpu_times_the_median=gpu_us / usual_busy if slow_on_gpu else None,
             )

@@ -1,8 +1,6 @@
 """All measurements of one trace, in one object. Report, findings, comparison and --json use it."""
 
 from collections import Counter
-from collections.abc import Sequence
-from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -27,10 +25,10 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
-from tracereader.figures.pace import on_busiest_stream, recorded_step_us, window
+from tracereader.figures.pace import recorded_step_us, window
 from tracereader.figures.places import Place, by_label, by_module, by_module_class
 from tracereader.figures.profiler import Profiler, profiler
-from tracereader.figures.regime import waits_for
+from tracereader.figures.regime import regime_of
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven
@@ -93,7 +91,7 @@ class Summary(msgspec.Struct, frozen=True):
     recorded_step_us: float  # the step's time while it was recorded; see pace.py
     unprofiled_step_us: float | None  # the same without the profiler, if the run measured it
     gpu: GpuTime | None
-    steady: GpuTime | None  # the same from one step's first GPU work to the last one's; see _steady()
+    steady: GpuTime | None  # the same from one step's first GPU work to the last one's; see regime.py
     steady_us: float  # the length of its window
     after_first: bool  # whether that leaves out a first step that stands out
     waits_for: str | None  # the regime: what limits the steps; see regime.py
@@ -175,30 +173,6 @@ class Summary(msgspec.Struct, frozen=True):
         return sum(one.kind == kind for one in self.gpu_work)
 
 
-def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the interval (ns) from the first GPU work of the first step to that of the last one, which is whole steps.
-
-    Before it the GPU waits for the recording's first launch, and after it no more launches follow. With few steps these
-    idle times are a large share. With several streams the busiest one counts, because copies on another stream may run
-    a step ahead. None for a single step.
-    """
-    working = [step for step in steps if step.work]
-    firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []
-    return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
-
-
-def _own_start(trace: Trace, step: Step) -> int:
-    """Return the step's start (ns); if the GPU still ran earlier work after it, the end of that work."""
-    if not step.work:
-        return step.start
-    (own,) = on_busiest_stream([step])
-    first = min(own, key=attrgetter("start"))
-    mine = {id(one) for one in step.work}
-    before = [one for one in trace.work if one.start < first.start and one.device == first.device]
-    earlier = max((one.end for one in before if id(one) not in mine), default=step.start)
-    return max(step.start, min(first.start, earlier))
-
-
 def summarize(trace: Trace, step: Step | None = None) -> Summary:
     """Return the measurements of a trace. step: the step to report; None for a typical one."""
     usual = typical(trace)  # only once, because it counts every op of a trace without GPU work
@@ -206,16 +180,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     facts = step_facts(trace, usual)
     counted, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(counted)
-    wide_start = not left_out and facts[0].times_the_typical is not None
     gpu = gpu_time(trace.work, start, end)
-    steady_start, steady_end = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
     layers = layer_names(trace, step)
     waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
-    steady, steady_us = gpu_time(trace.work, steady_start, steady_end) or gpu, (steady_end - steady_start) / 1e3
+    regime = regime_of(trace, usual, step, lambda: measured)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     caught = captures(step.roots)
     return Summary(
@@ -230,10 +202,10 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         recorded_step_us=recorded_step_us(trace, usual),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         gpu=gpu,
-        steady=steady,
-        steady_us=steady_us,
-        after_first=wide_start,
-        waits_for=waits_for(steady, steady_us, caught, facts[index], measured),
+        steady=regime.steady,
+        steady_us=regime.steady_us,
+        after_first=regime.after_first,
+        waits_for=regime.waits_for,
         families=families(trace.work, start, end),
         captures=caught,
         gpu_work=measured,

@@ -27,22 +27,31 @@ def opportunities(
     graph = graph_of(trace)
     if isinstance(graph, Refused):
         return graph
-    case = Case(trace, summary, graph)
-    unprofiled = Unprofiled.of(graph, summary.unprofiled_step_us)
+    return worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show))
+
+
+def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> list[tuple[Opportunity, float]]:
+    """Return all changes that a trace suggests, however little they save, and how much GPU work each saves.
+
+    The GPU work is the summed time of the typical step's activities (µs). show: shows what is done next.
+    """
+    unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
     for number, change in enumerate(CHANGES, 1):
         show(f"replaying the steps with changes: {number} of {len(CHANGES)}")
         proposal = change.propose(case)
         one = priced(change.name, change.title, proposal, unprofiled)
-        found.append(one and msgspec.structs.replace(one, kernels=_changed(case, proposal.graph)))
-    return worth_showing(found)
+        if one is not None:
+            shorter = _shorter(case, proposal.graph)
+            found.append((msgspec.structs.replace(one, kernels=tuple(shorter)), sum(shorter.values()) / 1e3))
+    return found
 
 
-def _changed(case: Case, after: Graph) -> tuple[str, ...]:
-    """Return the names of the typical step's GPU activities that take less time after a change."""
-    before = case.graph
-    nodes = ((one, before.activity.get(id(one)), after.activity.get(id(one))) for one in case.step.work)
-    shorter = (
-        one.name for one, was, now in nodes if was is not None and (now is None or after.dur[now] < before.dur[was])
-    )
-    return tuple(dict.fromkeys(shorter))
+def _shorter(case: Case, after: Graph) -> dict[str, int]:
+    """Return by how much (ns) a change shortens or removes the typical step's GPU activities, by name."""
+    before, found = case.graph, {}
+    for one in case.step.work:
+        was, now = before.activity.get(id(one)), after.activity.get(id(one))
+        if was is not None and (now is None or after.dur[now] < before.dur[was]):
+            found[one.name] = found.get(one.name, 0) + before.dur[was] - (after.dur[now] if now is not None else 0)
+    return found

@@ -6,11 +6,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
+from tracereader import progress
+from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import duration, size
-from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity, Proposal, priced, worth_showing
-from tracereader.findings.ranks import Loss, loss, one_bucket, share, straggler
+from tracereader.findings.opportunities import each_priced
+from tracereader.findings.opportunity import (
+    WORTH_SHOWING,
+    Case,
+    Opportunity,
+    Proposal,
+    Unprofiled,
+    priced,
+    worth_showing,
+)
+from tracereader.findings.ranks import Loss, loss, one_bucket, pace_setter, share, straggler, usual
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 
@@ -71,34 +84,85 @@ class RankChange:
     propose: Callable[[RankCase], Proposal | None]
 
 
-def opportunities(summary: RanksSummary, limit: int) -> tuple[Opportunity, ...] | Refused:
-    """Return the changes of all ranks that are worth trying, the largest saving first.
+def can_propose(summary: RanksSummary) -> bool:
+    """Return whether changes can be proposed: to ranks on GPUs whose communication is matched."""
+    return summary.on_gpu and bool(summary.matched or summary.messages)
 
-    The trace of each replayed rank, at most two, is read again. limit: the most bytes of JSON, as for read(). Returns
-    Refused if one of these traces cannot be read on this machine.
+
+def opportunities(
+    summary: RanksSummary, limit: int, show: Callable[[str], None] = progress.nowhere
+) -> tuple[Opportunity, ...] | Refused:
+    """Return the changes that are worth trying, the largest saving first.
+
+    They are the changes of all ranks, and those that the trace of the rank that sets the pace suggests by itself. The
+    trace of each replayed rank, at most two, is read again. limit: the most bytes of JSON, as for read(). show: shows
+    what is done next. Returns Refused if one of these traces cannot be read on this machine.
     """
-    by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {}
-    for change in RANK_CHANGES if summary.on_gpu and summary.matched else ():
+    if not can_propose(summary):
+        return ()
+    pace = pace_setter(summary)
+    by_rank: dict[str, tuple[RankFigures, list[RankChange]]] = {pace.trace: (pace, [])}
+    for change in RANK_CHANGES:
         if (rank := change.replayed(summary)) is not None:
             by_rank.setdefault(rank.trace, (rank, []))[1].append(change)
-    found = []
+    # All ranks' steps are given without the profiler, or none, so that they can be compared.
+    unprofiled = None not in [one.unprofiled_step_us for one in summary.ranks]
+    found: list[Opportunity | None] = []
     for path, (rank, changes) in by_rank.items():
+        show(f"reading rank {rank.rank} again")
         try:
-            graph = graph_of(read(Path(path), limit))
+            trace = read(Path(path), limit)
         except TraceError:  # perhaps only the workers of a cluster reach it
             return Refused(Reason.NOT_READ)
+        show(f"replaying the steps of rank {rank.rank}")
+        graph = graph_of(trace)
         if isinstance(graph, Refused):
             return graph
         case = RankCase(summary, rank, graph)
-        found += [priced(change.name, change.title, change.propose(case)) for change in changes]
-        del graph, case
+        without = Unprofiled.of(graph, rank.unprofiled_step_us) if unprofiled else None
+        found += [priced(change.name, change.title, change.propose(case), without) for change in changes]
+        if rank is pace:
+            measured = msgspec.structs.replace(
+                summarize(trace), unprofiled_step_us=rank.unprofiled_step_us if unprofiled else None
+            )
+            alone = each_priced(Case(trace, measured, graph), show)
+            found += [_at_pace(one, shorter, summary, rank) for one, shorter in alone]
+        del trace, graph, case
         gc.collect()  # the next rank needs the memory
     return worth_showing(found)
 
 
+def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: RankFigures) -> Opportunity:
+    """Return what a change of the rank that sets the pace saves, if all ranks make it.
+
+    The step is not shorter than the other ranks' time without their waits, without late launches and without the GPU
+    work that the change saves on each rank (shorter_us per step).
+    """
+    least = max(
+        (
+            usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us)
+            - (other.waited_exposed_us + other.message_waits.us) / max(1, len(other.steps))
+            for other in summary.ranks
+            if other is not pace
+        ),
+        default=0.0,
+    )
+    least = max(0.0, least - shorter_us)
+    limited = one.step_us_after < least
+    after, without = max(one.step_us_after, least), one.unprofiled_step_us_after
+    return msgspec.structs.replace(
+        one,
+        step_us_after=after,
+        saves_us=one.step_us - after,
+        basis="bound" if limited else one.basis,
+        evidence=f"rank {pace.rank}: {one.evidence}",
+        unprofiled_step_us_after=max(without, least) if without is not None else None,
+    )
+
+
 def _keeps_pace(summary: RanksSummary) -> RankFigures | None:
-    """Return the rank that waits least for the others; None if it has little exposed communication."""
-    one = straggler(summary) or min(summary.ranks, key=lambda one: one.waited_exposed_us)
+    """Return the rank that sets the pace; None if it has little exposed communication."""
+    one = pace_setter(summary)
     return one if share(one, one.total.exposed_communication_us) > WORTH_SHOWING else None
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times
 from tracereader.figures.ranks import GroupTimes, RankFigures, RanksSummary
+from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
 
 # The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
@@ -154,6 +155,30 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
     # If others arrive just before it, they would be waited for in its place.
     alone = sum(one.lead_us for one in late) > MOST * sum(max(one.waits_us) for one in late)
     return slow if alone and _told_apart(summary, median(one.lead_us for one in late)) else None
+
+
+def pace_setter(summary: RanksSummary) -> RankFigures:
+    """Return the rank that sets the pace: that which the others wait for, else that which waits least for others."""
+    waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us)  # noqa: E731
+    return straggler(summary) or min(summary.ranks, key=waits)
+
+
+def regime(summary: RanksSummary) -> tuple[str, str] | None:
+    """Return the regime of the job, and sentences with the figures that decide it; None without GPU work.
+
+    It is the regime of the rank that sets the pace, because the waits for this rank hide those of the others.
+    """
+    one = pace_setter(summary)
+    found = one.regime
+    if found is None or found.steady is None:
+        return None
+    told = steps.of_the_gpu(found.waits_for, found.steady, found.steady_us)
+    if len(summary.ranks) > 1:
+        told = f"rank {one.rank} sets the pace: its{told.removeprefix('the')}"
+    if found.waits_for == "overhead" and one.unprofiled_step_us is not None:
+        busy = usual(summary, one, None, lambda step: step.us - step.idle_us)
+        told += f"; {recording.measured(busy, one.unprofiled_step_us).removesuffix('.')}"
+    return steps.WORDS[found.waits_for], told
 
 
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
@@ -441,16 +466,16 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     cost = share(worst, waits.us)
     if cost <= MUCH_WAITED:
         return [f"no rank loses much time by waiting for messages: rank {worst.rank} {ms(waits.us)} ({cost:.1%})"]
-    steps = max(1, len(worst.steps))
+    count = max(1, len(worst.steps))
     parts = [
-        f"{ms(us / steps)} of it in the {which} receive of a step"
+        f"{ms(us / count)} of it in the {which} receive of a step"
         for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
         if us > A_REASON * waits.us
     ]
     middle = median(share(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
     found = [
-        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / steps)} per step "
+        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / count)} per step "
         f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
     ]
     pair = summary.pairs[0]

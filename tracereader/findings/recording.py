@@ -30,12 +30,7 @@ def unprofiled(summary: Summary) -> str:
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us
     if known is not None:
-        without = f"Without the profiler the step takes {duration(known)}, of which the GPU is busy {duration(busy)}"
-        if _much_idle(busy, known):
-            return f"{without}: still {WORDS['overhead']}."
-        idle = 1 - busy / known
-        rest = f" The GPU is still idle {idle:.0%} of that time." if idle > SOME_IDLE else ""
-        return f"{without}: {WORDS['gpu']}.{rest}"
+        return measured(busy, known)
     low, high = estimate_us(summary)
     if _much_idle(busy, low):
         return ""
@@ -45,6 +40,16 @@ def unprofiled(summary: Summary) -> str:
         f"Recording makes such a step longer. Without the profiler it takes an estimated {took}, of which the GPU is "
         f"busy {duration(busy)}: {may}."
     )
+
+
+def measured(busy_us: float, step_us: float) -> str:
+    """Return a sentence on the measured step without the profiler. busy_us: the GPU's time in the step."""
+    without = f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {duration(busy_us)}"
+    if _much_idle(busy_us, step_us):
+        return f"{without}: still {WORDS['overhead']}."
+    idle = 1 - busy_us / step_us
+    rest = f" The GPU is still idle {idle:.0%} of that time." if idle > SOME_IDLE else ""
+    return f"{without}: {WORDS['gpu']}.{rest}"
 
 
 def _range(low_us: float, high_us: float) -> str:

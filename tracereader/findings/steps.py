@@ -90,28 +90,35 @@ def waiting(summary: Summary) -> tuple[str, str]:
             return word, "the trace has GPU work, but none in the steps"
         bound, seen = _on_cpu(summary)
         return (WORDS[bound] + ", on the CPU" if bound in ("compute", "memory") else word), seen
-    idle = summary.idle_share or 0.0
     after = "after the slow first step, " if summary.after_first else ""
-    if found in ("overhead", "gpu-side", None):
-        return word, f"{after}the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}{_untraced(summary)}"
-    busy = f"{after}the GPU is busy {1 - idle:.0%} of the time"
-    if found == "communication":
-        share = f"{gpu.exposed_communication_us / gpu.busy_us:.0%}"
-        seen = f"{busy}, and {share} of the busy time is exposed communication"
-    elif found in ("compute", "memory"):
+    if found in ("compute", "memory"):
         near = [one for one in summary.gpu_work if one.roof == found and one.of_roof >= NEAR_THE_ROOF]
         # If kernels overlap, the sum of their times exceeds the GPU's busy time.
         share = sum(one.us for one in near) / min(summary.summed_us, summary.gpu_us)
-        seen = (
-            f"{busy}, and {min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the "
-            f"data sheet's {ROOFS[found][0]}"
+        near_the_roof = (
+            f"{min(share, 1.0):.0%} of the busy time is in kernels that reach {reached(near):.0%} of the data sheet's "
+            f"{ROOFS[found][0]}"
         )
-    else:
-        seen = f"{busy}, and {_largest_family(summary)}"
+        return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof) + _untraced(summary)
+    return word, after + of_the_gpu(found, gpu, summary.steady_us) + _untraced(summary)
+
+
+def of_the_gpu(found: str | None, gpu: GpuTime, us: float, busy_in: str = "") -> str:
+    """Return a sentence with the GPU's times that decide the regime.
+
+    found: the regime's name. us: the length of the window. busy_in: a clause on the busy time, for steps that neither
+    idle time nor communication limits; "" for the largest family.
+    """
+    idle = gpu.idle_us / us if us else 0.0
+    if found in ("overhead", "gpu-side", None):
+        return f"the GPU is idle {idle:.0%} of the time; {_why_idle(gpu, found)}"
+    if found == "communication":
+        busy_in = f"{gpu.exposed_communication_us / gpu.busy_us:.0%} of the busy time is exposed communication"
+    seen = f"the GPU is busy {1 - idle:.0%} of the time, and {busy_in or _largest_family(gpu)}"
     if idle > SOME_IDLE:
         causes = idle_by_cause(gpu)
         seen += f"; it is idle {idle:.0%} of the time, and {_why_idle(gpu, max(causes, key=causes.get))}"
-    return word, seen + _untraced(summary)
+    return seen
 
 
 def _why_idle(gpu: GpuTime, cause: str | None) -> str:
@@ -265,9 +272,8 @@ def bound_by(summary: Summary) -> str:
     return BOUND_BY[found]
 
 
-def _largest_family(summary: Summary) -> str:
+def _largest_family(gpu: GpuTime) -> str:
     """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once."""
-    gpu = summary.steady
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tracereader.findings.opportunity import WORTH_SHOWING, Opportunity
 from tracereader.replay import Refused
-from tracereader.show.text import Name, head, paragraph, percent, plain, print_columns, unit_of
+from tracereader.show.text import Name, capitalized, head, paragraph, percent, plain, print_columns, unit_of
 
 # The number of changes whose times are in the answer itself, which has to fit into the first 25 lines.
 SHOWN = 2
@@ -63,8 +63,7 @@ def _saved(one: Opportunity, share: float) -> str:
 
 
 def _reason(one: Opportunity) -> str:
-    evidence = one.evidence[:1].upper() + one.evidence[1:]  # a sentence of its own
-    return f"{_while_recorded(one)}{evidence}. Try: {one.how}"
+    return f"{_while_recorded(one)}{capitalized(one.evidence)}. Try: {one.how}"
 
 
 def _while_recorded(one: Opportunity) -> str:

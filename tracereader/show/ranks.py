@@ -11,6 +11,7 @@ from statistics import median
 import msgspec
 from rich.console import Console
 
+from tracereader import progress
 from tracereader.command import BadInput
 from tracereader.figures import reading
 from tracereader.figures.rank import RankTrace
@@ -22,7 +23,17 @@ from tracereader.replay import Refused
 from tracereader.show import lanes, opportunities
 from tracereader.show.as_json import VERSION
 from tracereader.show.report import lane_glyphs, lanes_wanted
-from tracereader.show.text import Name, console, paragraph, percent, plain, print_columns, shown_path, strict_json
+from tracereader.show.text import (
+    Name,
+    capitalized,
+    console,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    shown_path,
+    strict_json,
+)
 from tracereader.show.view import View
 from tracereader.trace import STEP
 from tracereader.trace.document import DEFAULT_LIMIT
@@ -64,7 +75,10 @@ def opened(
 
 # The members of --json that belong to a section. All other members are always there.
 SECTION_KEYS = {
-    "short": ("in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts", "pipeline"),
+    "short": (
+        "regime", "regime_because", "pace_setter", "in_short", "straggler", "loss", "slow_link", "costs", "slow_hosts",
+        "pipeline",
+    ),
     "try": ("opportunities",), "gpu": ("ranks",), "steps": ("ranks",),
     "work": ("matched", "groups", "kinds", "messages", "pairs"),
 }  # fmt: skip
@@ -118,6 +132,9 @@ def as_json(summary: RanksSummary, view: View, limit: int = DEFAULT_LIMIT) -> st
     document["costs"] = msgspec.to_builtins(findings.costs(summary))
     document["pipeline"] = findings.is_pipeline(summary)
     document["slow_hosts"] = msgspec.to_builtins(findings.slow_hosts(summary))
+    found = findings.regime(summary)
+    document["pace_setter"] = findings.pace_setter(summary).rank
+    document["regime"], document["regime_because"] = found or (None, None)
     document["in_short"] = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     if "try" in wanted:
         found = rank_changes.opportunities(summary, limit)
@@ -135,13 +152,13 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
     limit: the most bytes of JSON of a trace that is read again.
     """
     wanted = _wanted(summary, view)
-    if not summary.on_gpu or not summary.matched or view.rank is not None:  # no change can be proposed
+    if not rank_changes.can_propose(summary) or view.rank is not None:
         wanted = [name for name in wanted if name != "try"]
     if not lanes_wanted(view):
         wanted.remove("lanes")
     sections = {
         "short": lambda out: _in_short(out, summary, view),
-        "try": lambda out: opportunities.show(out, rank_changes.opportunities(summary, limit), view.all),
+        "try": lambda out: _try_first(out, summary, view, limit),
         "gpu": lambda out: _ranks(out, summary, view),
         "steps": lambda out: _steps(out, summary, view),
         "work": lambda out: _communication_of(out, summary, view),
@@ -153,6 +170,9 @@ def explain(summary: RanksSummary, traces: Sequence[RankTrace], view: View, limi
         if number or name != "short":
             out.print()
         sections[name](out)
+        # The answer comes first, then the ranks that cost most.
+        if "short" in wanted and view.rank is None and name == ("try" if "try" in wanted else "short"):
+            _costs(out, summary, view)
 
 
 def _header(summary: RanksSummary) -> str:
@@ -173,14 +193,22 @@ def _header(summary: RanksSummary) -> str:
     return f"[bold]{plain(summary.device)}[/bold] · {plain(' · '.join(words))}"
 
 
+def _try_first(out: Console, summary: RanksSummary, view: View, limit: int) -> None:
+    with progress.shown() as show:
+        found = rank_changes.opportunities(summary, limit, show)
+    opportunities.show(out, found, view.all)
+
+
 def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
+    if view.rank is None and (found := findings.regime(summary)):
+        word, told = found
+        sentences = [f"[bold]{plain(capitalized(word))}[/bold]", *(plain(capitalized(one)) for one in told.split("; "))]
+        paragraph(out, " ".join(f"{one}." for one in sentences))
     told = findings.sentences(summary) if view.rank is None else findings.of_one(summary, view.rank)
     for number, line in enumerate(told):
         paragraph(out, plain(line), "[bold]in short[/bold]   " if not number else " " * 11, " " * 11)
     for line in notes(summary):
         paragraph(out, plain(line), "[yellow]note[/yellow] ", " " * 5)
-    if view.rank is None:
-        _costs(out, summary, view)
 
 
 def _costs(out: Console, summary: RanksSummary, view: View) -> None:

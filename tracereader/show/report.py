@@ -35,6 +35,7 @@ from tracereader.show.text import (
     Name,
     Unit,
     ascii_only,
+    capitalized,
     console,
     head,
     paragraph,
@@ -243,23 +244,18 @@ def _regime(out: Console, summary: Summary, view: View) -> None:
     """Print what limits the step, with the figures that decide it, and the step's time without the profiler."""
     word, figures = steps.waiting(summary)
     recorded = " while it is recorded" * recording.changes_the_regime(summary)
-    sentences = [f"{head(_capitalized(word), 'short')}{recorded}."]
-    sentences += [f"{plain(_capitalized(clause))}." for clause in figures.split("; ")]
+    sentences = [f"{head(capitalized(word), 'short')}{recorded}."]
+    sentences += [f"{plain(capitalized(clause))}." for clause in figures.split("; ")]
     sentences.append(plain(recording.unprofiled(summary)))
     if view.brief and (means := cheatsheet.what_to_do(summary)):
-        sentences.append(plain(_capitalized(means.partition(": ")[2] or means)))
+        sentences.append(plain(capitalized(means.partition(": ")[2] or means)))
     paragraph(out, " ".join(filter(None, sentences)))
-
-
-def _capitalized(sentence: str) -> str:
-    """Return the text with a capital first letter."""
-    return sentence[:1].upper() + sentence[1:]
 
 
 def _tokens(out: Console, summary: Summary) -> None:
     """Print a language model's tokens per second, and its limit."""
     for line in decoding.in_words(summary):
-        paragraph(out, plain(_capitalized(line)), rest="  ")
+        paragraph(out, plain(capitalized(line)), rest="  ")
 
 
 def _notes(out: Console, summary: Summary) -> None:

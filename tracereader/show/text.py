@@ -53,6 +53,11 @@ def plain(text: str) -> str:
 REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference.md"
 
 
+def capitalized(sentence: str) -> str:
+    """Return the text with a capital first letter."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def head(title: str, section: str) -> str:
     """Return the markup of a section's title, linked to its row on the reference page if that page exists."""
     # The reader may be installed without the pages.

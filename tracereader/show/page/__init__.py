@@ -46,7 +46,7 @@ def of_runs(runs: Runs) -> Page:
 
 def of_ranks(summary: RanksSummary, traces: Sequence[RankTrace], limit: int) -> Page:
     """Return the page of one run's ranks. limit: the most bytes of JSON of a trace that is read again."""
-    found = rank_changes.opportunities(summary, limit) if summary.on_gpu and summary.matched else None
+    found = rank_changes.opportunities(summary, limit) if rank_changes.can_propose(summary) else None
     figures, slices, chunks = ranked.page(summary, traces, found)
     return html.assembled(figures, slices, chunks), figures["holds"]
 

@@ -63,7 +63,7 @@ def page(
         "device": summary.device,
         "on_gpu": summary.on_gpu,
         "world_size": summary.world_size,
-        "in_short": findings.sentences(summary),
+        "in_short": [*map(": ".join, filter(None, [findings.regime(summary)])), *findings.sentences(summary)],
         "straggler": straggler.rank if straggler else None,
         "opportunities": None if found is None else data.proposed(found),
         "missing": summary.missing,
