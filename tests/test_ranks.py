@@ -85,6 +85,8 @@ def worked_out(paths):
             }  # fmt: skip
             work = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
             stop = max([stop, *(end(e) for e in work if e["args"]["correlation"] in calls)])
+            # Before the first recorded activity, nothing shows whether the GPU was idle.
+            start = max(start, min(e["ts"] for e in work if end(e) > start))
             collectives = [e for e in kernels if "nccl" in e["name"]]
             computing = spans([e for e in kernels if "nccl" not in e["name"]], start, stop)
             mine = [e for e in collectives if e["args"]["correlation"] in calls]
@@ -135,6 +137,18 @@ def test_every_figure_of_a_rank(name, capsys):
         for step in one["steps"]:
             assert sum(step[key] for key in parts) == pytest.approx(step["us"])
             assert sum(phase["us"] for phase in step["phases"]) == pytest.approx(step["us"])
+
+
+def test_a_gpu_counts_as_idle_only_between_recorded_activities(capsys):
+    """Rank 0's first recorded activity was launched before the recording, 9.3 ms after its first step's start."""
+    for path, one in zip(RUNS["ddp_straggler"], as_json(capsys, *RUNS["ddp_straggler"])["ranks"], strict=True):
+        events = slices(path)
+        work = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+        first, last = min(e["ts"] for e in work), max(map(end, work))
+        assert first > marks(events)[0]["ts"] + 5000
+        assert one["window_us"] == pytest.approx(last - first, abs=0.1)
+        busy = length([(e["ts"], end(e)) for e in work])
+        assert one["idle_us"] == pytest.approx(last - first - busy, abs=0.1)
 
 
 def test_the_straggler_of_two_h200s(capsys):

@@ -139,7 +139,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     host: str | None
     device: str
     on_gpu: bool
-    start: int
+    start: int  # of the steps, on a GPU not before its first recorded activity
     end: int
     total: Times
     steps: tuple[RankStep, ...]
@@ -169,6 +169,9 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         stretches = [(one, one.start, one.end) for one in steps]
     else:
         stretches = _on_gpu(steps, parts.device, end)
+        # The trace does not show what the GPU did before its first recorded activity, which may belong to earlier steps.
+        on_device = (one.start for one in trace.work if one.device == parts.device and one.end > start)
+        start = max(start, next(on_device, start))
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None
     calls = _Calls(trace.rank)
     done = list(_parts_on_gpu(steps, zero, calls) if on_gpu else _parts_on_cpu(steps, zero, calls))
