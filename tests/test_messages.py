@@ -10,8 +10,12 @@ from test_ranks import FOLDER, RUNS, as_json, changed, end, length, marks, slice
 from tracereader import cli
 from tracereader.figures.rank import Call, Group, Part
 from tracereader.figures.ranks import joined
+from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
+from tracereader.replay import graph_of
+from tracereader.show.ranks import opened
 from tracereader.show.view import View
+from tracereader.trace import read
 
 GLOO = sorted(FOLDER.glob("gloo_pipeline_rank*.json.gz"))
 RANKS = (1, 5)  # of the two recorded ranks, in a group of three
@@ -264,10 +268,34 @@ def test_the_slowest_stage_of_a_pipeline_is_named(capsys, monkeypatch):
     told = findings.sentences(summary)
     worst = max(summary.ranks, key=lambda one: one.message_waits.us / one.total.us)
     assert told[0].startswith(f"pipeline bubble: rank {worst.rank} computes nothing for")
-    assert any(line.startswith("rank 4 computes longest: 108.0 ms per step, the median") for line in told)
+    slow = "stage 2 (ranks 4 and 5) computes longest: 108.0 ms per step, the median of the other stages 72.0 ms"
+    assert any(line.startswith(slow) for line in told)
     text = said(shown(summary, capsys, monkeypatch))
-    assert "54 messages matched" not in text and f"{2 * 2 * 3 * 6 * 3} messages matched" in text
-    assert "rank 2 to 4 (mesh_pp) 1.0 MB 18" in text and "4 more pairs of ranks are not shown" in text
+    assert f"{2 * 2 * 3 * 6 * 3} messages matched" in text
+    pairs = [one for one in summary.pairs if one.places == (1, 2)]
+    waits = sum(one.receiver_waited_us for one in pairs) / 2 / 3 / 1e3
+    assert len(pairs) == 2 and f"stage 1 to 2 2 1.0 MB 18 {waits:.1f} " in text
+
+
+def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
+    """The slowest stage computes as long as the mean one; half of the first and last waits of a step is saved."""
+    paths, _ = as_messages(tmp_path, before_the_launch)
+    one, *_ = as_json(capsys, *paths)["opportunities"]
+    compute = [sorted(step["compute_us"] for step in each["steps"])[1] for each in as_json(capsys, *paths)["ranks"]]
+    assert one["change"] == "balance_stages"
+    assert one["step_us"] - one["step_us_after"] == pytest.approx(compute[1] - sum(compute) / 2, rel=0.05)
+    summary, _ = opened(paths, View())
+    rank = summary.ranks[0]
+    case = rank_changes.RankCase(summary, rank, graph_of(read(paths[0])))
+    after = rank_changes.more_microbatches(case).graph
+    expected = {}
+    for step in summary.steps:
+        received = [each for each in summary.messages if each.step == step and each.ranks == (5, 1)]
+        for each in (received[0], received[-1]):
+            expected[round(each.starts_us[1], 3)] = each.waits_us[1] / 2
+    saved = [work.us - after.dur[after.activity[id(work)]] / 1e3 for work, _ in case.messages]
+    saved = sorted(us for us in saved if us > 0.01)
+    assert len(saved) == 6 and saved == pytest.approx(sorted(expected.values()), abs=0.01)
 
 
 def test_a_thousand_stages_fit_one_screen(capsys, monkeypatch):
@@ -279,6 +307,7 @@ def test_a_thousand_stages_fit_one_screen(capsys, monkeypatch):
     assert {(pair["source"], pair["destination"]) for pair in one["pairs"]} == {
         (2, 130), (130, 2), (130, 258), (258, 130)
     }  # fmt: skip
+    assert {tuple(pair["places"]) for pair in one["pairs"]} == {(0, 1), (1, 0), (1, 2), (2, 1)}
 
 
 def as_text(summary, rank):

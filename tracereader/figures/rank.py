@@ -169,7 +169,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         stretches = [(one, one.start, one.end) for one in steps]
     else:
         stretches = _on_gpu(steps, parts.device, end)
-        # The trace does not show what the GPU did before its first recorded activity, which may belong to earlier steps.
+        # The trace does not show what the GPU did before its first recorded activity, which may be of earlier steps.
         on_device = (one.start for one in trace.work if one.device == parts.device and one.end > start)
         start = max(start, next(on_device, start))
     lengths, starts = _Cut(parts, _loading(trace, steps)), _kernels_by_launch(parts.device) if on_gpu else None

@@ -129,13 +129,15 @@ class GroupTimes(msgspec.Struct, frozen=True):
 class PairTimes(msgspec.Struct, frozen=True):
     """The matched messages from one rank to another. Times in µs, summed over all of them.
 
-    description: of the process group, "" if none is recorded. bytes: the median message's; None if not recorded.
+    description: of the process group, "" if none is recorded. places: both ranks' places in the group, which are the
+    stages of a pipeline; None if its members are not known. bytes: the median message's; None if not recorded.
     receiver_waited_us, sender_waited_us: each one's exposed waits for the other. transfer_us: after both have started.
     """
 
     description: str
     source: int
     destination: int
+    places: tuple[int, int] | None
     messages: int
     bytes: int | None
     receiver_waited_us: float
@@ -648,6 +650,7 @@ def _pairs(
         same[one.group.description, one.ranks].append((one, message))
     found = []
     for (description, (source, destination)), some in same.items():
+        place = {rank: at for at, rank in enumerate(some[0][0].group.members)}
         sizes = [message.bytes for _, message in some if message.bytes is not None]
         waited = []
         for side, rank in enumerate((source, destination)):
@@ -659,6 +662,7 @@ def _pairs(
                 description=description,
                 source=source,
                 destination=destination,
+                places=(place[source], place[destination]) if {source, destination} <= place.keys() else None,
                 messages=len(some),
                 bytes=median_high(sizes) if sizes else None,
                 receiver_waited_us=waited[1] / 1e3,

@@ -1,7 +1,8 @@
 """The changes of a run on several GPUs. They need the traces of all ranks."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,18 @@ from tracereader.findings.opportunity import (
     priced,
     worth_showing,
 )
-from tracereader.findings.ranks import Loss, loss, one_bucket, pace_setter, share, straggler, usual
+from tracereader.findings.ranks import (
+    Loss,
+    is_pipeline,
+    loss,
+    one_bucket,
+    pace_setter,
+    share,
+    slowest_stage,
+    stage_in_words,
+    straggler,
+    usual,
+)
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 
@@ -58,17 +70,23 @@ class RankCase:
     @cached_property
     def matched(self) -> dict[Work, Collective]:
         """Return this rank's communication kernels, each with its collective that is matched over the ranks."""
+        return dict(self._of_kernels(self.summary.matched))
+
+    @cached_property
+    def messages(self) -> list[tuple[Work, Collective]]:
+        """Return this rank's communication kernels with their messages. One kernel may have several."""
+        return list(self._of_kernels(self.summary.messages))
+
+    def _of_kernels(self, communication: Sequence[Collective]) -> Iterator[tuple[Work, Collective]]:
         number, summary = self.rank.rank, self.summary
         ahead = round(summary.clocks.ahead_us[number] * 1e3)
         zero = self.trace.base_ns + self.trace.zero_us * 1000 - ahead - summary.origin_ns
         by_start = {zero + one.start: one for one in self.collectives}
-        found = {}
-        for one in summary.matched:
+        for one in communication:
             if number in one.ranks:
                 work = by_start.get(round(one.starts_us[one.ranks.index(number)] * 1e3))
                 if work is not None:
-                    found[work] = one
-        return found
+                    yield work, one
 
     def per_step_us(self, us: float) -> float:
         return us / max(1, len(self.rank.steps))
@@ -95,7 +113,7 @@ def opportunities(
     """Return the changes that are worth trying, the largest saving first.
 
     They are the changes of all ranks, and those that the trace of the rank that sets the pace suggests by itself. The
-    trace of each replayed rank, at most two, is read again. limit: the most bytes of JSON, as for read(). show: shows
+    trace of each replayed rank, at most three, is read again. limit: the most bytes of JSON, as for read(). show: shows
     what is done next. Returns Refused if one of these traces cannot be read on this machine.
     """
     if not can_propose(summary):
@@ -231,6 +249,54 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     )
 
 
+def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
+    """Return the rank that sets the pace of a pipeline, if it waits much for its first and last messages."""
+    one = pace_setter(summary)
+    edges = one.message_waits.first_us + one.message_waits.last_us
+    return one if is_pipeline(summary) and share(one, edges) > WORTH_SHOWING else None
+
+
+def more_microbatches(case: RankCase) -> Proposal | None:
+    """Return the proposal of twice as many microbatches of half the size, which halves filling and draining."""
+    received: dict[str, list[tuple[Work, Collective]]] = defaultdict(list)
+    for work, message in case.messages:
+        if message.ranks[1] == case.rank.rank:
+            received[message.step].append((work, message))
+    ends = [each for some in received.values() for each in (some[0], some[-1])]
+    times = {work: work.us - message.waits_us[1] / 2 for work, message in ends}
+    if not times:
+        return None
+    waits = case.rank.message_waits
+    edges = duration(case.per_step_us(waits.first_us + waits.last_us))
+    return Proposal(
+        with_durations(case.graph, times),
+        f"rank {case.rank.rank} waits {edges} of each step for its first and its last message, and half as long with "
+        "twice as many microbatches of half the size",
+        "more microbatches per step, or a schedule with a smaller bubble (interleaved 1F1B, zero bubble)",
+        assumed=True,
+    )
+
+
+def _slowest_of_a_pipeline(summary: RanksSummary) -> RankFigures | None:
+    """Return a rank of the stage that computes longest; None if the stages are alike."""
+    slow = slowest_stage(summary)
+    return next((one for one in summary.ranks if slow and one.rank in slow.ranks), None)
+
+
+def balance_stages(case: RankCase) -> Proposal:
+    """Return the proposal to spread the layers evenly, so that the slowest stage computes as long as the mean stage."""
+    slow = slowest_stage(case.summary)
+    computing = [
+        one for step in case.trace.steps for one in step.work if one.kind == "kernel" and not is_communication(one)
+    ]
+    return Proposal(
+        with_durations(case.graph, {one: one.us * slow.mean_us / slow.us for one in computing}),
+        f"{stage_in_words(slow)} computes {duration(slow.us)} per step, and the mean stage {duration(slow.mean_us)}",
+        "move layers from this stage to the others; the embedding and the output layer count, too",
+        assumed=True,
+    )
+
+
 def _how_to_balance(why: Loss | None) -> str:
     reason = why.reasons[0] if why is not None and why.reasons else None
     return EVEN_OUT[reason.part if reason is not None else "idle"]
@@ -240,4 +306,6 @@ RANK_CHANGES: Sequence[RankChange] = (
     RankChange("overlap_communication", "hide communication behind compute", _keeps_pace, overlap_communication),
     RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size),
     RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks),
+    RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches),
+    RankChange("balance_stages", "even out the stages of the pipeline", _slowest_of_a_pipeline, balance_stages),
 )

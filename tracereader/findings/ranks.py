@@ -10,7 +10,7 @@ from statistics import fmean, median
 import msgspec
 
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times
-from tracereader.figures.ranks import GroupTimes, RankFigures, RanksSummary
+from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
 
@@ -105,6 +105,38 @@ class SlowHost(msgspec.Struct, frozen=True):
     slow: tuple[int, ...]
     more_us: float
     part: str | None
+
+
+class SlowStage(msgspec.Struct, frozen=True):
+    """The stage of pipelines that computes longest. Medians over its ranks of the compute time per step, in µs.
+
+    stage: its place in the process groups, from 0. stages: the number of stages that were read. others_us: the median
+    of the other stages. mean_us: of all stages.
+    """
+
+    stage: int
+    stages: int
+    ranks: tuple[int, ...]
+    us: float
+    others_us: float
+    mean_us: float
+
+
+class PairKind(msgspec.Struct, frozen=True):
+    """The messages between the same places of equal process groups, such as from stage 0 to stage 1 of each pipeline.
+
+    name: in words. receiver_waited_us, sender_waited_us, transfer_us: the averages per pair and step. worst: the pair
+    with the most waiting.
+    """
+
+    name: str
+    pairs: int
+    messages: int
+    bytes: int | None
+    receiver_waited_us: float
+    sender_waited_us: float
+    transfer_us: float
+    worst: PairTimes
 
 
 class GroupKind(msgspec.Struct, frozen=True):
@@ -478,24 +510,84 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / count)} per step "
         f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
     ]
-    pair = summary.pairs[0]
-    here, there = f"rank {pair.destination}", f"rank {pair.source}"
-    if pair.receiver_waited_us >= pair.sender_waited_us:
-        whom = f"{here} for {there} to send: {ms(pair.receiver_waited_us)}"
-    else:
-        whom = f"{there} for {here} to receive: {ms(pair.sender_waited_us)}"
     named = f", over {counted(len(summary.steps), 'step')}" if summary.steps else ""
-    found.append(f"the longest waiting for messages is that of {whom}{named}")
-    figures = _Usual(summary).of(None, "computes") if pipeline and summary.steps else {}
-    slowest = max(figures, key=figures.get, default=None)
-    others = [us for rank, us in figures.items() if rank != slowest]
-    if others and figures[slowest] - median(others) > MUCH_LONGER * _Usual(summary).of(None, "us")[slowest]:
-        them = "the other stage" if len(others) == 1 else "the median of the others"
+    found.append(f"the longest waiting for messages is that of {waiting_of(summary.pairs[0])}{named}")
+    if slow := slowest_stage(summary):
+        read = " of the stages that were read" if summary.missing else ""
+        them = "the other stage" if slow.stages == 2 else "the median of the other stages"
         found.append(
-            f"rank {slowest} computes longest: {ms(figures[slowest])} per step, {them} {ms(median(others))}; the "
+            f"{stage_in_words(slow)} computes longest{read}: {ms(slow.us)} per step, {them} {ms(slow.others_us)}; the "
             "slowest stage sets the pace of a pipeline"
         )
     return found
+
+
+def waiting_of(pair: PairTimes) -> str:
+    """Return in words which of two ranks waits for the other, and how long."""
+    here, there = f"rank {pair.destination}", f"rank {pair.source}"
+    if pair.receiver_waited_us >= pair.sender_waited_us:
+        return f"{here} for {there} to send: {ms(pair.receiver_waited_us)}"
+    return f"{there} for {here} to receive: {ms(pair.sender_waited_us)}"
+
+
+def slowest_stage(summary: RanksSummary) -> SlowStage | None:
+    """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others."""
+    if not summary.steps or not is_pipeline(summary):
+        return None
+    stage = {
+        rank: at
+        for one in summary.pairs
+        if one.places
+        for rank, at in zip((one.source, one.destination), one.places, strict=True)
+    }
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, at in stage.items():
+        ranks[at].append(rank)
+    figures = _Usual(summary)
+    computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
+    by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
+    if len(by_stage) < 2:
+        return None
+    slow = max(by_stage, key=by_stage.get)
+    others = [us for at, us in by_stage.items() if at != slow]
+    if by_stage[slow] - median(others) <= MUCH_LONGER * step:
+        return None
+    mean = fmean(by_stage.values())
+    return SlowStage(slow, len(by_stage), tuple(sorted(ranks[slow])), by_stage[slow], median(others), mean)
+
+
+def stage_in_words(slow: SlowStage) -> str:
+    """Return the name of a stage: its only rank, or its number with its ranks."""
+    if len(slow.ranks) == 1:
+        return f"rank {slow.ranks[0]}"
+    return f"stage {slow.stage} (ranks {listed(slow.ranks, most=3)})"
+
+
+def pair_kinds(summary: RanksSummary) -> tuple[PairKind, ...]:
+    """Return the kinds of pairs of ranks that exchange messages, those with the most waiting first."""
+    same: dict[tuple, list[PairTimes]] = defaultdict(list)
+    for one in summary.pairs:
+        same[one.description, one.places or (one.source, one.destination)].append(one)
+    steps, found = max(1, len(summary.steps)), []
+    what = "stage" if is_pipeline(summary) else "member"
+    several = len({one.description for one in summary.pairs}) > 1
+    for (description, (source, destination)), some in same.items():
+        named = f"rank {some[0].source} to {some[0].destination}"
+        if len(some) > 1:
+            named = f"{what} {source} to {destination}"
+        found.append(
+            PairKind(
+                name=named + (f" ({description})" if description and several else ""),
+                pairs=len(some),
+                messages=max(one.messages for one in some),
+                bytes=some[0].bytes,
+                receiver_waited_us=fmean(one.receiver_waited_us for one in some) / steps,
+                sender_waited_us=fmean(one.sender_waited_us for one in some) / steps,
+                transfer_us=fmean(one.transfer_us for one in some) / steps,
+                worst=some[0],  # those of the summary are in this order
+            )
+        )
+    return tuple(sorted(found, key=lambda one: -max(one.receiver_waited_us, one.sender_waited_us)))
 
 
 def sentences(summary: RanksSummary) -> list[str]:

@@ -438,15 +438,15 @@ def _communication_of(out: Console, summary: RanksSummary, view: View) -> None:
 
 
 def _messages(out: Console, summary: RanksSummary, view: View) -> None:
-    """Print the messages of each pair of ranks, those with the most waiting first."""
-    pairs = summary.pairs
+    """Print the messages between ranks, those with the most waiting first; for one rank, all of its pairs."""
     if view.rank is not None:
-        pairs = [one for one in pairs if view.rank in (one.source, one.destination)]
-        view = replace(view, all=True)
-    shown = pairs[: view.most(PAIRS_SHOWN)]
+        summary, view = _of_one(summary, view.rank), replace(view, all=True)
+    kinds = findings.pair_kinds(summary)
+    shown = kinds[: view.most(PAIRS_SHOWN)]
     rows = [
         (
-            Name(f"rank {one.source} to {one.destination}" + (f" ({one.description})" if one.description else "")),
+            Name(one.name),
+            f"{one.pairs:,}",
             size(one.bytes) if one.bytes else "–",
             f"{one.messages:,}",
             _ms(one.receiver_waited_us),
@@ -455,10 +455,16 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
         )
         for one in shown
     ]
-    heads = ("messages, ms", "message", "count", "receiver waits", "sender waits", "transfer")
+    heads = ("messages, ms", "pairs", "size", "count", "receiver waits", "sender waits", "transfer")
     print_columns(out, heads, rows)
-    if len(shown) < len(pairs):
-        out.print(f"{len(pairs) - len(shown):,} more pairs of ranks are not shown")
+    if len(shown) < len(kinds):
+        out.print(f"{len(kinds) - len(shown):,} more are not shown")
+    paragraph(out, "waits, while nothing is computed, and transfer: of a pair, on average, per step", "  ", "  ")
+    several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
+    for one in several[:1]:
+        paragraph(
+            out, plain(f"{one.name}: the longest waiting is that of {findings.waiting_of(one.worst)}"), "  ", "    "
+        )
 
 
 def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
