@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from many_ranks import piped
 from test_many_ranks import said, shown
@@ -316,6 +317,33 @@ def as_text(summary, rank):
     return show.as_json(summary, View(rank=rank, only=("short", "work")))
 
 
+def test_clocks_of_hosts_that_share_no_collective_are_aligned_by_their_messages(capsys, monkeypatch):
+    """Each stage is on a host of its own. A host from which nothing comes back is left out."""
+    ranks = piped(4, 1, 6)
+    ahead = (0, 7_000_000, -3_000_000, 11_000_000)
+    moved = [later(one, ns, f"host {one.rank}") for one, ns in zip(ranks, ahead, strict=True)]
+    plain, shifted = joined(ranks), joined(moved)
+    assert shifted.clocks.ahead_us == {rank: ns / 1e3 for rank, ns in enumerate(ahead)}
+    assert shifted.clocks.by_messages_us == pytest.approx(50) and not shifted.clocks.not_aligned  # a transfer
+    assert [one.waits_us for one in shifted.messages] == [one.waits_us for one in plain.messages]
+    text = said(shown(shifted, capsys, monkeypatch, View(only=("short",))))
+    assert "clocks of 4 hosts aligned by their messages in both directions (up to 11.0 ms apart)" in text
+    one_way = [without_backward(one) for one in moved]
+    assert joined(one_way).clocks.not_aligned == (1, 2, 3)
+
+
+def later(one, ns, host):
+    return msgspec.structs.replace(
+        one, host=host, start=one.start + ns, end=one.end + ns, exposed=tuple(edge + ns for edge in one.exposed),
+        messages=tuple(Part(part.call, None, part.start + ns, part.end + ns) for part in one.messages),
+    )  # fmt: skip
+
+
+def without_backward(one):
+    forward = [number for number, call in enumerate(one.calls) if call.pair[0] < call.pair[1]]
+    return msgspec.structs.replace(one, messages=tuple(part for part in one.messages if part.call in forward))
+
+
 def test_without_a_description_the_first_messages_show_a_pipeline():
     """In a ring, as of attention over a long context, every rank sends first. Its name says so otherwise."""
     assert findings.is_pipeline(joined(piped(4, 2, 3, description="")))
@@ -328,8 +356,6 @@ def test_without_a_description_the_first_messages_show_a_pipeline():
 
 def ring_of(one, count):
     """Return the rank with two rounds in which it sends to the next rank while it receives from the one before."""
-    import msgspec
-
     after, before = (one.rank + 1) % count, (one.rank - 1) % count
     calls = [Call(0, "send", 8, "ProfilerStep#0", pair) for pair in ((one.rank, after), (before, one.rank))]
     starts = [10**18 + 1000 * place for place in range(2)]

@@ -165,7 +165,9 @@ class Clocks(msgspec.Struct, frozen=True):
     apart_us: the distance that nine of ten collectives' ends do not exceed after that, over the kinds that all ranks
     leave together. Closer arrivals cannot be distinguished. None without such collectives.
     lead_us: the median time between the last arrival in a collective and the arrival before it.
-    not_aligned: the ranks of hosts that share no collective with the first host. Their collectives are not matched.
+    not_aligned: the ranks of hosts that share no collective with the first host and exchange no messages with it in
+    both directions. Their collectives are not matched.
+    by_messages_us: how exactly messages align the hosts that share no collective; None if there are no such hosts.
     hosts: empty if the traces do not name them.
     """
 
@@ -175,12 +177,13 @@ class Clocks(msgspec.Struct, frozen=True):
     apart_us: float | None
     lead_us: float | None
     not_aligned: tuple[int, ...]
+    by_messages_us: float | None = None
 
 
 class RanksSummary(msgspec.Struct, frozen=True):
     """All measurements of several traces of one run.
 
-    messages: the matched sends and receives.
+    messages: the matched sends and receives, in the order of their starts.
     unmatched: the number of ranks' parts in collectives that have no counterpart on another rank of their group.
     unmatched_messages: the number of sends without their receive, and of receives without their send, where both ranks
     were read.
@@ -219,15 +222,16 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     names = [[step.name for step in one.steps] for one in ranks]
     common = [name for name in names[0] if all(name in some for some in names)]
     met, unmatched = _met(ranks)
-    clocks, shift = _clocks(ranks, met)
+    sent, unmatched_messages = _sent(ranks)
+    clocks, shift = _clocks(ranks, met, sent)
     met = _without(met, set(clocks.not_aligned))
     origin = min(one.start - shift[one.rank] for one in ranks)
     matched, waits = [], {one.rank: _Waits() for one in ranks}
     for one in met:
         matched.append(_collective(one, shift, origin))
         _add_waits(waits, one, matched[-1])
-    sent, unmatched_messages = _sent(ranks)
     sent = _without(sent, set(clocks.not_aligned))
+    sent.sort(key=lambda one: min(part.start - shift[rank] for rank, part in zip(one.ranks, one.parts, strict=True)))
     messages, apart = [], {one.rank: _Waits() for one in ranks}
     for one in sent:
         messages.append(_collective(one, shift, origin))
@@ -343,7 +347,7 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
 
 
 def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
-    """Return the messages in the order of their starts, and the number of parts without the other rank's part.
+    """Return the messages by pair, and the number of parts without the other rank's part.
 
     NCCL and gloo deliver the messages of one pair in the order in which they are sent.
     """
@@ -367,7 +371,7 @@ def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         if rows:
             group = next(one for one in source.groups if one.name == name)
             found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
-    return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
+    return found, unmatched
 
 
 class _Parts(NamedTuple):
@@ -424,8 +428,11 @@ def _without(met: Sequence[_Met], ranks: set[int]) -> list[_Met]:
     return found
 
 
-def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, dict[int, int]]:
-    """Return the clocks, and the ns to subtract from each rank's stamps. The ends of common collectives decide."""
+def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met]) -> tuple[Clocks, dict[int, int]]:
+    """Return the clocks, and the ns to subtract from each rank's stamps.
+
+    The ends of common collectives decide. Hosts without any are aligned by their messages.
+    """
     together: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
     for one in met:
         if one.call.kind in LEFT_TOGETHER:
@@ -434,7 +441,7 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, di
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # no host is recorded
     hosts = list(dict.fromkeys(host.values()))
-    ahead = {hosts[0]: 0}
+    ahead, by_messages = {hosts[0]: 0}, []
     while len(ahead) < len(hosts):
         # Align the hosts that share most collectives with the aligned hosts. Usually these are all hosts at once, and
         # a round goes through every collective of every group that has both kinds of hosts.
@@ -449,7 +456,11 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, di
                 for at, name in new:
                     apart[name].append(one.parts[at].end - middle)
         if not apart:
-            break
+            if (found := _by_messages(sent, host, ahead)) is None:
+                break
+            name, ahead[name], off_by = found
+            by_messages.append(off_by)
+            continue
         most = max(map(len, apart.values()))
         ahead |= {name: round(median(some)) for name, some in apart.items() if len(some) == most}
     shift = {rank: ahead.get(name, 0) for rank, name in host.items()}
@@ -467,8 +478,33 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met]) -> tuple[Clocks, di
         apart_us=spread[len(spread) * 9 // 10] / 1e3 if spread else None,
         lead_us=None,
         not_aligned=tuple(rank for rank, name in host.items() if name not in ahead),
+        by_messages_us=max(by_messages) / 1e3 if by_messages else None,
     )
     return clocks, shift
+
+
+def _by_messages(
+    sent: Sequence[_Met], host: Mapping[int, str | None], ahead: Mapping[str | None, int]
+) -> tuple[str | None, int, float] | None:
+    """Return a host that is not aligned, how far its clock is ahead, and by how much that may be off (ns); or None.
+
+    No message arrives before it is sent, so messages in one direction limit the distance from above and those in the
+    other direction from below. The middle is taken, as in NTP.
+    """
+    most: dict[str | None, int] = {}
+    least: dict[str | None, int] = {}
+    for one in sent:
+        source, destination = (host[rank] for rank in one.ranks)
+        took = one.parts[1].end - one.parts[0].start
+        if source in ahead and destination not in ahead:
+            most[destination] = min(most.get(destination, took + ahead[source]), took + ahead[source])
+        elif destination in ahead and source not in ahead:
+            least[source] = max(least.get(source, ahead[destination] - took), ahead[destination] - took)
+    known = [name for name in most if name in least]
+    if not known:
+        return None
+    name = min(known, key=lambda name: most[name] - least[name])
+    return name, round((most[name] + least[name]) / 2), abs(most[name] - least[name]) / 2
 
 
 def _of_two_clocks(together: Mapping[tuple[int, ...], Sequence[_Met]], on_gpu: bool) -> bool:

@@ -645,6 +645,8 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
         mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
+        if of_all <= CAUSES_IT:
+            mostly += ", and most of the rest is for ranks of its group, which wait for it first"
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if hosts:
         return [*_of_late_hosts(summary, hosts, read), waits]

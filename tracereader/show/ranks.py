@@ -270,8 +270,15 @@ def notes(summary: RanksSummary) -> list[str]:
     clocks = summary.clocks
     if clocks.not_aligned:
         apart = _numbers(clocks.not_aligned, len(clocks.not_aligned))
-        found.append(f"not matched: {apart}; no collective aligns that host's clock with the others")
-    if clocks.aligned:
+        found.append(f"not matched: {apart}; nothing aligns that host's clock with the others")
+    if clocks.by_messages_us is not None:
+        most = duration(max(map(abs, clocks.ahead_us.values())))
+        within = duration(clocks.by_messages_us)
+        found.append(
+            f"clocks of {counted(len(clocks.hosts), 'host')} aligned by their messages in both directions "
+            f"(up to {most} apart), to within {within}"
+        )
+    elif clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
         whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
         found.append(
