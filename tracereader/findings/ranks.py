@@ -808,6 +808,11 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
             f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
             f"{ms(one.others_waited_us)} for it"
         )
+    if one.message_waits.messages:
+        found.append(
+            f"it waits {ms(one.message_waits.us)} for the other side of its messages while it computes nothing "
+            f"({share(one, one.message_waits.us):.1%} of its time)"
+        )
     return found or [_nothing_matched(summary)]
 
 

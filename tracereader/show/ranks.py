@@ -608,11 +608,15 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
 
 
 def _communication(summary: RanksSummary, rank: int, step: str) -> list[tuple[int, int, str, bool]]:
-    """Return a rank's matched collectives of one step, each as its wait and the rest."""
+    """Return a rank's matched collectives and receives of one step, each as its wait and the rest.
+
+    Sends are left out, because they run beside them.
+    """
     found = []
-    for one in summary.matched:
-        if one.step == step and rank in one.ranks:
-            at = one.ranks.index(rank)
+    for one in (*summary.matched, *summary.messages):
+        at = one.ranks.index(rank) if one.step == step and rank in one.ranks else None
+        if at is not None and (one.kind != "send" or at == 1):
             start, waited, took = (round(some[at] * 1000) for some in (one.starts_us, one.waits_us, one.took_us))
-            found += [(start, start + waited, "", True), (start + waited, start + took, one.kind, False)]
+            name = "receive" if one.kind == "send" else one.kind
+            found += [(start, start + waited, "", True), (start + waited, start + took, name, False)]
     return [piece for piece in found if piece[1] > piece[0]]

@@ -42,8 +42,9 @@ def page(
     """Return the figures, the description of the timeline's columns, and the columns. found: None without proposals."""
     lanes = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
     drawn = next((one.step for one in lanes.values()), None)
-    collectives = summary.matched
-    if sum(len(one.ranks) for one in collectives) > PARTS_DRAWN:
+    collectives = [*summary.matched, *summary.messages]
+    all_drawn = sum(len(one.ranks) for one in collectives) <= PARTS_DRAWN
+    if not all_drawn:
         collectives = [one for one in collectives if one.step == drawn]
     packing = Packing()
     rows = _rows(summary, traces, lanes, collectives)
@@ -69,7 +70,7 @@ def page(
         "missing": summary.missing,
         "not_read": {Path(path).name: findings.why_not_read(why) for path, why in summary.not_read.items()},
         "drawn": drawn,
-        "collectives_drawn": "of all steps" if collectives is summary.matched else "of that step alone",
+        "collectives_drawn": "of all steps" if all_drawn else "of that step alone",
         "ranks": [_rank(one, beside) for one in summary.ranks],
         "steps": summary.steps,
         "beside": beside,
@@ -121,7 +122,11 @@ def _heat(summary: RanksSummary) -> dict | None:
 def _rows(
     summary: RanksSummary, traces: Sequence[RankTrace], lanes: dict, collectives: Sequence[Collective]
 ) -> dict[int, list[tuple[_Slice, int]]]:
-    """Return the slices by rank on the common clock: the compute of the drawn step, and below it the collectives."""
+    """Return the slices by rank on the common clock.
+
+    They are the compute of the drawn step, below it the collectives and receives, and below these the sends, which may
+    run beside them.
+    """
     ahead = {rank: round(us * 1000) for rank, us in summary.clocks.ahead_us.items()}
     origin = min((one.start - ahead[one.rank] for one in traces if one.rank in lanes), default=0)
     found: dict[int, list[tuple[_Slice, int]]] = {one.rank: [] for one in summary.ranks}
@@ -144,9 +149,11 @@ def _rows(
         for rank, *times in zip(one.ranks, one.starts_us, one.waits_us, one.took_us, strict=True):
             start, waited, took = (round(us * 1000) for us in times)
             raw = json.dumps({**told, "waited, µs": round(waited / 1e3, 3)}).encode()
+            sends = one.kind == "send" and rank == one.ranks[0]
+            name, depth = "receive" if one.kind == "send" and not sends else one.kind, 2 if sends else 1
             if waited > 0:
-                found[rank].append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), 1))
-            found[rank].append((_Slice(one.kind, "collective", start + waited, max(0, took - waited), raw), 1))
+                found[rank].append((_Slice(f"waits for rank {one.last}", "wait", start, waited, raw), depth))
+            found[rank].append((_Slice(name, "collective", start + waited, max(0, took - waited), raw), depth))
     return {rank: sorted(rows, key=lambda row: row[0].start) for rank, rows in found.items()}
 
 
