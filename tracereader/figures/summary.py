@@ -1,6 +1,7 @@
 """All measurements of one trace, in one object. Report, findings, comparison and --json use it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 import msgspec
