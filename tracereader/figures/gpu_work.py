@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
@@ -87,10 +88,7 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             if id(one) in overlapping:
                 shared.add(key)
     queries = _queries_before(chosen.work)
-    peaks = common_peaks(trace.devices)
-    # A script's stored facts about attention describe this kernel only if the step has no other attention.
-    alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
-    facts = trace.facts if alone else RunFacts()
+    peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
     return tuple(
         _measured(
             one,
@@ -106,17 +104,43 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     )
 
 
-def _measured(
-    one: Work,
-    op: Op | None,
-    times: list[float],
-    alone: bool,
-    queries: int,
-    peaks: Peaks | None,
-    device: dict,
-    facts: RunFacts,
-) -> GpuWork:
-    args, says = one.args, families.says(one)
+def nearest_roofs(trace: Trace, chosen: Step) -> tuple[float, Iterator[tuple[float, str | None, float | None]]]:
+    """Return the sum of `us` of the step's GPU work, and `us`, `roof` and `of_roof` of each, the longest first.
+
+    They are those of gpu_work(). They are measured one by one, because the longest activities may already decide.
+    """
+    durations = defaultdict(list)
+    for step in trace.steps:
+        for key, one in numbered(step.work):
+            durations[key].append(one.dur / 1e3)
+    peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
+    entries = zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
+    timed = [(median(durations[key]), one, op) for (key, one), op in entries]
+    timed.sort(key=lambda entry: -entry[0])
+    rates = ((us, _rates(one, op, one.args, families.says(one), peaks, facts)) for us, one, op in timed)
+    return sum(us for us, *_ in timed), ((us, one.roof, one.of_roof) for us, one in rates)
+
+
+def _facts(trace: Trace, chosen: Step) -> RunFacts:
+    """Return a script's stored facts; those about attention describe a kernel only if no other one is attention."""
+    alone = sum(families.says(one).family == "attention" for one in chosen.work) == 1
+    return trace.facts if alone else RunFacts()
+
+
+class _Rates(NamedTuple):
+    """The sizes and rates of an activity; see the fields of GpuWork."""
+
+    shape: Product | Attention | Convolution | None
+    flops: int | None
+    tflops: float | None
+    moved: int | None
+    gb_s: float | None
+    roof: str | None
+    of_roof: float | None
+
+
+def _rates(one: Work, op: Op | None, args: dict, says: KernelName, peaks: Peaks | None, facts: RunFacts) -> _Rates:
+    """Return an activity's sizes and rates, and the peak that it is closer to."""
     # Sizes and rates are those of this activity. Another step may have another size here.
     shape, moved, types = sizes_of(one, op, args, says, facts)
     flops = shape.flops if shape else None
@@ -133,7 +157,21 @@ def _measured(
     if met and met[1] > 1:
         # A rate above the device's peak means less data, or data in a cache. No rate is reported then.
         tflops, gb_s, met = None, None, None
-    roof, of_roof = met or (None, None)
+    return _Rates(shape, flops, tflops, moved, gb_s, *(met or (None, None)))
+
+
+def _measured(
+    one: Work,
+    op: Op | None,
+    times: list[float],
+    alone: bool,
+    queries: int,
+    peaks: Peaks | None,
+    device: dict,
+    facts: RunFacts,
+) -> GpuWork:
+    args, says = one.args, families.says(one)
+    shape, flops, tflops, moved, gb_s, roof, of_roof = _rates(one, op, args, says, peaks, facts)
     registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
     block = extents(args.get("block"))
     return GpuWork(

@@ -204,7 +204,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
-        regime=regime_of(trace, usual) if on_gpu else None,
+        regime=regime_of(trace, usual, usual) if on_gpu else None,
     )
 
 

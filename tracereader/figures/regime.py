@@ -1,14 +1,14 @@
 """The regime: what limits the steps. Only this file decides it; findings/steps.py has the sentences."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, gpu_time
-from tracereader.figures.gpu_work import GpuWork, gpu_work
+from tracereader.figures.gpu_work import nearest_roofs
 from tracereader.figures.pace import on_busiest_stream, window
 from tracereader.figures.steps import launches, stands_out
 from tracereader.trace import Step, Trace
@@ -43,20 +43,13 @@ class Regime(msgspec.Struct, frozen=True):
     after_first: bool
 
 
-def regime_of(
-    trace: Trace, usual: Step, step: Step | None = None, work: Callable[[], Sequence[GpuWork]] | None = None
-) -> Regime:
-    """Return the regime of a trace. usual: the typical step. step: the step to report; None for the typical one.
-
-    work: returns the measured GPU work of that step. It is called only if it decides.
-    """
-    step = step or usual
+def regime_of(trace: Trace, usual: Step, step: Step) -> Regime:
+    """Return the regime of a trace. usual: the typical step. step: the step to report."""
     counted, start, end = window(trace, usual)
     wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
     begin, stop = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
     steady, us = gpu_time(trace.work, begin, stop) or gpu_time(trace.work, start, end), (stop - begin) / 1e3
-    found = _waits_for(steady, us, step, work or (lambda: gpu_work(trace, step)))
-    return Regime(found, steady, us, wide_start)
+    return Regime(_waits_for(trace, steady, us, step), steady, us, wide_start)
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
@@ -83,9 +76,7 @@ def _own_start(trace: Trace, step: Step) -> int:
     return max(step.start, min(first.start, earlier))
 
 
-def _waits_for(
-    steady: GpuTime | None, steady_us: float, step: Step, work: Callable[[], Sequence[GpuWork]]
-) -> str | None:
+def _waits_for(trace: Trace, steady: GpuTime | None, steady_us: float, step: Step) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". It is decided from
@@ -101,7 +92,7 @@ def _waits_for(
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    return _roof_met(work(), 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    return _roof_met(*nearest_roofs(trace, step), 1 - steady.idle_us / steady_us if steady_us else 0.0)
 
 
 def _captures(found: Captures | None, step: Step) -> bool:
@@ -114,14 +105,18 @@ def idle_by_cause(gpu: GpuTime) -> dict[str | None, float]:
     return {"overhead": gpu.idle_not_launched_us, "gpu-side": gpu.idle_launched_us, None: gpu.idle_unknown_us}
 
 
-def _roof_met(work: Sequence[GpuWork], busy: float) -> str:
+def _roof_met(total_us: float, work: Iterable[tuple[float, str | None, float | None]], busy: float) -> str:
     """Return compute or memory if the GPU is near that peak for most of the step, else gpu.
 
-    busy: the share of the step in which the GPU is busy.
+    total_us, work: as nearest_roofs() returns them. busy: the share of the step in which the GPU is busy.
     """
-    near = Counter()
-    for one in work:
-        if one.of_roof is not None and one.of_roof >= NEAR_THE_ROOF:
-            near[one.roof] += one.us
-    roof, us = max(near.items(), key=lambda item: item[1], default=("gpu", 0.0))
-    return roof if us * busy > MUCH_KNOWN * sum(one.us for one in work) else "gpu"
+    near, rest, most = Counter(), total_us, MUCH_KNOWN * total_us
+    for us, roof, of_roof in work:
+        rest -= us
+        if of_roof is not None and of_roof >= NEAR_THE_ROOF:
+            near[roof] += us
+            if near[roof] * busy > most:
+                return roof
+        if (max(near.values(), default=0.0) + rest) * busy <= most:
+            break  # the rest is too short to decide otherwise
+    return "gpu"

@@ -188,7 +188,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
-    regime = regime_of(trace, usual, step, lambda: measured)
+    regime = regime_of(trace, usual, step)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     caught = captures(step.roots)
     return Summary(
