@@ -434,7 +434,14 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         _tie_nodes([*work, *nodes], edges, zero)
     _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
-    steps, outside = _steps(ops, roots, work)
+    marks = sorted((op for op in ops if op.kind == "label" and op.name.startswith(STEP)), key=_start)
+    if (processes := len({mark.track[0] for mark in marks})) > 1:
+        # Their launches have the same ids, so it cannot be known which process launched what.
+        raise TraceError(
+            f"{path}: the steps of {processes} processes in one trace, as --export writes it for Perfetto; "
+            "read the trace of each rank"
+        )
+    steps, outside = _steps(marks, roots, work)
     return Trace(
         path=path,
         zero_us=zero,
@@ -723,8 +730,7 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
-def _steps(ops: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:
-    marks = sorted((op for op in ops if op.kind == "label" and op.name.startswith(STEP)), key=_start)
+def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:
     if not marks:
         everything = [*roots, *work]
         start, end = min(one.start for one in everything), max(one.end for one in everything)
