@@ -217,7 +217,7 @@ def test_private_content_of_the_page_is_reported(tmp_path, capsys):
     trace.write_text(json.dumps(document))
     page = page_of(tmp_path, trace)
     said = capsys.readouterr().out
-    assert "it holds the host name node-17" in said
+    assert "the page holds the host name node-17" in said
     assert str(tmp_path) not in page.read_text()  # where the file lay is not in it
     holds = json.loads(block(page, "figures"))["holds"]
     if "/home/somebody" in said:

@@ -62,4 +62,4 @@ def write(page: Page, target: str, force: bool, aside: bool = False) -> None:
     name = "the page" if target == files.STDOUT else printable(target)
     print(f"{name}: {size(written)}, one file without outside links", file=out)
     for one in held:
-        print(f"it holds {printable(one)}", file=out)
+        print(f"the page holds {printable(one)}", file=out)

@@ -337,7 +337,7 @@ def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
     if paths:
         named = ", ".join(list(paths)[:PATHS_NAMED])
         more = f" and {len(paths) - PATHS_NAMED:,} more" if len(paths) > PATHS_NAMED else ""
-        found.append(f"{counted(len(paths), 'path')} of files: {named}{more}")
+        found.append(f"{counted(len(paths), 'file path')}: {named}{more}")
     return found
 
 
