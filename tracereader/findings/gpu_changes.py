@@ -478,13 +478,13 @@ def layout_copies(case: Case) -> Proposal | None:
     names = sorted({name for *_, name in found if name})
     mine = {id(work) for work, _ in copies}
     above = [one.name for work, _, op in case.activities if op and id(work) in mine for one in op.above()]
-    need = listed(sorted(set(above) & set(NEED_CONTIGUOUS)))
+    need = sorted(set(above) & set(NEED_CONTIGUOUS))
     how = "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only contiguous tensors"
     return Proposal(
         without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
         f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
         f"{duration(sum(one.us for _, one in copies))}",
-        f"keep tensors contiguous where {need} reads them, which copies its input otherwise" if need else how,
+        f"keep tensors contiguous where {listed(need)} reads them, which copies its input otherwise" if need else how,
     )
 
 
