@@ -431,15 +431,16 @@ def test_without_its_ops_a_trace_loses_the_proposals_that_need_them(edited):
 
 
 def test_no_product_is_priced_below_the_shortest_one_recorded():
+    """The LSTM's 400 products take 3.8 to 7 µs in fp32. TF32 products of a few MFLOP take 3.8 µs or more."""
     shortest = min(
         one["dur"]
-        for file in (CHANGED.parent / "01_matmul_add").glob("64_bf16_*.json.gz")
+        for file in (CHANGED / "convnet").glob("*.json.gz")
         for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        if one.get("cat") == "kernel" and one["name"].startswith("nvjet")
+        if one.get("cat") == "kernel" and ("s1688gemm" in one["name"] or "gemm_f32f32_tf32" in one["name"])
     )
     proposal = proposed("lstm/graph")["tensor_cores"]
-    assert "400 kernels" in proposal.evidence
     assert proposal.step_us_after > 400 * shortest
+    assert proposal.saves_us < 0.25 * proposal.step_us
 
 
 def test_a_step_left_out_of_every_figure_does_not_veto_a_cuda_graph():
