@@ -45,11 +45,11 @@ ASSUMES = {
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
-    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no kernel takes less than {gpu.LEAST_PRODUCT_US} µs; in bf16, "
+    f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no product takes less than {gpu.SMALL_PRODUCT_US:g} µs; in bf16, "
     f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {gpu.ATTENTION_IN_TWO_BYTES:.0%} of the time of an "
     f"fp32 attention kernel, and casts that take the CPU {gpu.AUTOCAST_US} µs for each product",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
-    f"kernel takes less than {gpu.LEAST_PRODUCT_US} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
+    f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
     "no_recompute": "the activations fit into memory",

@@ -346,6 +346,14 @@ def test_products_of_a_list_are_batched_if_their_results_are_stacked(edited):
     )
 
 
+def test_copies_in_front_of_a_normalization_that_needs_the_contiguous_layout_are_named_as_such():
+    """No .contiguous() of the program makes them. The contiguous recording has none of them, and takes 5.8 ms."""
+    one = proposed("unet/channels_last")["layout_copies"]
+    assert "24 copies" in one.evidence and "aten::group_norm" in one.how and "drop" not in one.how
+    assert 0.7 < one.step_us_after / recorded_us("unet/contiguous") < 1.3
+    assert "drop .contiguous()" in proposed("decode/batch32")["layout_copies"].how
+
+
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):
     assert "foreach=True" in edited("optimizer/forloop", renamed("AdamW.step", "RMSprop.step"))["fused_optimizer"].how
     assert "fused_optimizer" not in edited("optimizer/foreach", renamed("AdamW.step", "RMSprop.step"))
@@ -460,15 +468,16 @@ def test_without_its_ops_a_trace_loses_the_proposals_that_need_them(edited):
 
 
 def test_no_product_is_priced_below_the_shortest_one_recorded():
+    """The LSTM's 400 products take 3.8 to 7 µs in fp32. TF32 products of a few MFLOP take 3.8 µs or more."""
     shortest = min(
         one["dur"]
-        for file in (CHANGED.parent / "01_matmul_add").glob("64_bf16_*.json.gz")
+        for file in (CHANGED / "convnet").glob("*.json.gz")
         for one in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        if one.get("cat") == "kernel" and one["name"].startswith("nvjet")
+        if one.get("cat") == "kernel" and ("s1688gemm" in one["name"] or "gemm_f32f32_tf32" in one["name"])
     )
     proposal = proposed("lstm/graph")["tensor_cores"]
-    assert "400 kernels" in proposal.evidence
     assert proposal.step_us_after > 400 * shortest
+    assert proposal.saves_us < 0.25 * proposal.step_us
 
 
 def test_a_step_left_out_of_every_figure_does_not_veto_a_cuda_graph():
