@@ -207,10 +207,9 @@ def test_the_report_says_if_only_recording_makes_the_step_overhead_bound(capsys,
     assert f"({without:,.1f} ms without the profiler)" in told
     assert "Overhead-bound while it is recorded." in told
     assert re.search(rf"Without the profiler the step takes {without:,.1f} ms, .* GPU-bound\.", told)
-    assert ("The GPU is still idle 11% of that time." in told) is (name == "encoder/bf16")
 
 
-def test_a_step_that_the_gpu_does_not_fill_without_the_profiler_is_not_only_called_gpu_bound():
+def test_the_busy_share_without_the_profiler_stands_beside_the_regime():
     """Saved CPU time makes this step shorter (the replay says by how much), so the GPU alone does not set its pace."""
     file = CHANGES / "gpt2/recompute.json.gz"
     document = json.loads(gzip.decompress(file.read_bytes()))
@@ -220,11 +219,9 @@ def test_a_step_that_the_gpu_does_not_fill_without_the_profiler_is_not_only_call
         work = raw_work(events, mark)
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in itertools.pairwise(work)), "one stream"
         busy.append(sum(one["dur"] for one in work))
-    idle = 1 - sorted(busy)[1] / document["unprofiled_step_us"]
-    assert 0.1 < idle < 0.35
-    assert recording.unprofiled(summarize(read(file))).endswith(
-        f"GPU-bound. The GPU is still idle {idle:.0%} of that time."
-    )
+    share = sorted(busy)[1] / document["unprofiled_step_us"]
+    assert 0.65 < share < 0.9
+    assert recording.unprofiled(summarize(read(file))).endswith(f" ms ({share:.0%}): GPU-bound.")
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("pinned/prefetched", True), ("pinned/same_stream", False)])

@@ -41,8 +41,8 @@ MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
 # autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
 # of them in two recorded models.
 AUTOCAST_US = 60
-# Products on tensor cores with little arithmetic do not take proportionally less time. In this repository's traces of an
-# H200 they take 2.9 to 6.7 µs in bf16 (12 sizes, median 4.4) and 3.8 to 4.9 µs in TF32, and a small fused attention
+# Products on tensor cores with little arithmetic do not take proportionally less time. In this repository's traces of
+# an H200 they take 2.9 to 6.7 µs in bf16 (12 sizes, median 4.4) and 3.8 to 4.9 µs in TF32, and a small fused attention
 # takes 4.6 µs. Only 64 x 64 x 64 takes 1.9 µs. The shortest kernels of any kind take about 1 µs there.
 SMALL_PRODUCT_US, LEAST_KERNEL_US = 4.0, 1.0
 # Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.

@@ -3,7 +3,7 @@
 from tracereader.figures import Summary
 from tracereader.figures.regime import MUCH_IDLE
 from tracereader.findings.finding import duration
-from tracereader.findings.steps import SOME_IDLE, WORDS
+from tracereader.findings.steps import WORDS
 
 # The time that the profiler adds to an overhead-bound step for each op and runtime call (µs), and the largest ratio of
 # the recorded step to the step without the profiler. On an H200's machine, 28 overhead-bound steps of more than 50 such
@@ -44,12 +44,9 @@ def unprofiled(summary: Summary) -> str:
 
 def measured(busy_us: float, step_us: float) -> str:
     """Return a sentence on the measured step without the profiler. busy_us: the GPU's time in the step."""
-    without = f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {duration(busy_us)}"
-    if _much_idle(busy_us, step_us):
-        return f"{without}: still {WORDS['overhead']}."
-    idle = 1 - busy_us / step_us
-    rest = f" The GPU is still idle {idle:.0%} of that time." if idle > SOME_IDLE else ""
-    return f"{without}: {WORDS['gpu']}.{rest}"
+    word = f"still {WORDS['overhead']}" if _much_idle(busy_us, step_us) else WORDS["gpu"]
+    busy = f"{duration(busy_us)} ({busy_us / step_us:.0%})"
+    return f"Without the profiler the step takes {duration(step_us)}, of which the GPU is busy {busy}: {word}."
 
 
 def _range(low_us: float, high_us: float) -> str:
