@@ -556,7 +556,7 @@ def overlap_copies(case: Case) -> Proposal | None:
         "; ".join(evidence),
         "; ".join([batch] * bool(batches) + [result] * bool(results)),
         assumed=bool(pageable),
-        title="copy batches and results while other work is computed" if batches and results
+        title="overlap the copies with computation" if batches and results
         else "copy results while the next step is computed" if results else None,
     )  # fmt: skip
 
