@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common import not_installed
+from common import not_installed, publish
 from tracereader.command import BadInput, OneLineParser, command, not_negative, positive
 from tracereader.machine import free_memory
 from tracereader.show import sections
@@ -273,7 +273,10 @@ def answer_before_torch(flags: Callable, file: str, *packages: str) -> None:
         raise _Flags(flags([]))
 
     def answered(argv):
-        flags()  # --help ends the program by itself
+        args = flags()  # --help ends the program by itself
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # a rank tells the other ranks later
+            with publish.out_refused():
+                publish.refuse_early(args.out / args.script)
         if lacks := not_installed(Path(file).name, "torch", *packages):
             raise BadInput(lacks)
 

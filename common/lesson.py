@@ -13,7 +13,7 @@ from common.distributed import place
 from common.flags import advice
 from common.harness import Run, prepare
 from common.memory import build_unfilled, within_memory
-from common.publish import require_writable, run_of
+from common.publish import out_refused, require_writable, run_of
 from tracereader.command import BadInput, command
 from tracereader.findings.finding import counted, size
 from tracereader.show.text import console, paragraph, print_whole, seconds, shown_path
@@ -79,10 +79,8 @@ def _ready(argv: Sequence[str] | None, flags: Callable, predictions: Callable):
 
 
 def _require_folder(args) -> None:
-    try:
+    with out_refused():
         require_writable(args.out / args.script)
-    except BadInput as problem:
-        raise BadInput(f"{problem}; --out names another folder") from None
 
 
 def _run(args, build: Callable, profiled: Callable, processes: Callable = contextlib.nullcontext) -> Run:

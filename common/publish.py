@@ -39,6 +39,32 @@ def require_writable(folder: Path) -> None:
         raise BadInput(f"cannot write to {folder}: no permission")
 
 
+def refuse_early(folder: Path) -> None:
+    """Raise BadInput if the folder cannot be created or written, as far as this shows without creating it."""
+    with _refused(folder):
+        there = next(one for one in (folder, *folder.parents) if _exists(one))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"cannot write to {folder}: no permission")
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is something at the path. Raises OSError for a loop of links, and below a file."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def out_refused() -> Iterator[None]:
+    """Add the flag that names another folder to a refusal of the folder."""
+    try:
+        yield
+    except BadInput as problem:
+        raise BadInput(f"{problem}; --out names another folder") from None
+
+
 @contextlib.contextmanager
 def published(folder: Path, *names: str) -> Iterator[list[Path]]:
     """Yield temporary paths to write to. At the end they replace the files of these names, all of them or none.

@@ -76,6 +76,8 @@ def test_refused_in_one_line(run, tmp_path, capsys, script, flags, says):
         ("02_linear", "--in_dim four", 2),
         ("03_simple_mlp", "--nonsense", 2),
         ("03_kernels_mlp", "--device cpu", 2),
+        ("01_matmul_add", f"--out {__file__}", 2),
+        ("05_llm", f"--out {__file__}", 2),
     ],
 )
 def test_refused_before_torch_is_loaded(script, flags, status):
