@@ -306,3 +306,27 @@ def test_work_before_its_launch_call_is_reported(written, capsys, lead):
     assert cli.main([str(trace)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (f"1 GPU activity starts before the launch call, by up to {lead:.1f} µs" in said) == (lead >= 1)
+
+
+def stepped(number, at, work=True):
+    mark = event(f"ProfilerStep#{number}", "user_annotation", at, 90)
+    return [mark, *(launched(at + 10, 2 * number) + launched(at + 40, 2 * number + 1) if work else [])]
+
+
+def test_a_stub_does_not_halve_the_gpu_time_of_a_step(written):
+    """A schedule without repeat ends with a step that holds no call."""
+    summary = summarize(read(written(*stepped(1, 0), *stepped(2, 100, work=False))))
+    assert summary.gpu_us == 20 and summary.recorded_step_us > 20
+
+
+@pytest.mark.parametrize("flags", [[], ["--markdown"], ["--fail-if", "step > 5%"]])
+def test_a_recording_without_steps_is_not_compared_by_step(tmp_path, capsys, flags):
+    steps = [one for number in (1, 2, 3) for one in stepped(number, 100 * number)]
+    paths = [tmp_path / name for name in ("steps.json", "whole.json")]
+    paths[0].write_text(json.dumps({"traceEvents": steps}))
+    paths[1].write_text(json.dumps({"traceEvents": [one for one in steps if "Step" not in one["name"]]}))
+    assert cli.main([*map(str, paths), *flags]) == (2 if "--fail-if" in flags else 0)
+    said = " ".join(" ".join(capsys.readouterr()).split())
+    assert "as fast" not in said and "as long" not in said
+    why = "only some of the traces have profiler steps" if "--fail-if" in flags else "one of them has no profiler steps"
+    assert why in said

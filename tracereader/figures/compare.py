@@ -62,6 +62,11 @@ def only_one_has_gpu_work(first: Side, other: Side) -> bool:
     return first.summary.has_gpu_work != other.summary.has_gpu_work
 
 
+def only_one_has_steps(first: Side, other: Side) -> bool:
+    """Return whether the figures per step do not compare, because one run's whole recording counts as one step."""
+    return first.summary.source.has_steps != other.summary.source.has_steps
+
+
 def flags(first: Side, other: Side) -> list[FlagChange]:
     """Return the flags that two runs of numbered scripts share and that have different values."""
     before, after = (

@@ -164,7 +164,9 @@ class Summary(msgspec.Struct, frozen=True):
 
         If a step's work runs beside the next step's, it is the GPU's share of the time from step to step.
         """
-        us = median(one.gpu_busy_us for one in self.steps)
+        # Without the stub after the loop's last call, and a step that the recording cut off.
+        most = max((one.launches for one in self.steps), default=0)
+        us = median(one.gpu_busy_us for one in self.steps if 2 * one.launches >= most)
         if us <= self.recorded_step_us or self.steady is None or not self.steady_us:
             return us
         return self.recorded_step_us * self.steady.busy_us / self.steady_us

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from tracereader.figures import compare
 from tracereader.figures.side import Side
 from tracereader.findings.finding import counted, family_as_noun, in_one_unit, listed
 
@@ -41,6 +42,11 @@ def pace(before_us: float, after_us: float, than: str = "") -> str:
 
 def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:
     """Return the pace of a run against another, with the reasons; of one step without them."""
+    if compare.only_one_has_steps(before, after):
+        return (
+            f"{who} does not compare with {than or 'the first'} by step: one of them has no profiler steps, so its "
+            "whole recording counts as one step"
+        )
     paced = pace(step_us(before, of_one_step), step_us(after, of_one_step), than)
     return "; ".join([f"{who} {paced}", *([] if of_one_step else reasons(before, after))])
 

@@ -97,7 +97,8 @@ def _in_short(
         of_one_step = view.step is not None
         than = "" if two else f"run {against + 1}"
         paragraph(out, plain(faster.sentence(who, base, side, than, of_one_step)), rest="    ")
-        known = proposed[against] if against < len(proposed) and not of_one_step else ()
+        by_step = not of_one_step and not compare.only_one_has_steps(base, side)
+        known = proposed[against] if against < len(proposed) and by_step else ()
         beside = _beside(base, side, known, whose)
         shown = differences.flags(base, side) if view.usual else f"what changed: {differences.change(base, side)}"
         beside.append(shown)

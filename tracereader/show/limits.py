@@ -65,7 +65,15 @@ def measures(summary: Summary) -> dict[str, float | None]:
 
 
 def crossed(summaries: Sequence[Summary], limits: Sequence[Limit]) -> list[str]:
-    """Return a sentence for each limit that a run crosses against the first. Raises BadInput for an unknown figure."""
+    """Return a sentence for each limit that a run crosses against the first.
+
+    Raises BadInput if the figures do not compare, or a trace does not have one.
+    """
+    sides = list(map(compare.Side, summaries))
+    if any(compare.only_one_has_steps(sides[0], side) for side in sides[1:]):
+        raise BadInput(
+            "--fail-if: the figures per step do not compare, because only some of the traces have profiler steps"
+        )
     first, *others = map(measures, summaries)
     found = []
     for limit in limits:
