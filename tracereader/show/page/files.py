@@ -18,8 +18,6 @@ def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
         return
     if (status := status_of("--html", target, traces)) is None:
         return
-    if stat.S_ISDIR(status.st_mode):
-        raise BadInput(f"--html {target}: a folder; name a file in it")
     if not stat.S_ISREG(status.st_mode):
         raise BadInput(f"--html {target}: not a plain file; --html - writes to standard output")
     if status.st_size and not force:
