@@ -330,3 +330,11 @@ def test_a_recording_without_steps_is_not_compared_by_step(tmp_path, capsys, fla
     assert "as fast" not in said and "as long" not in said
     why = "only some of the traces have profiler steps" if "--fail-if" in flags else "one of them has no profiler steps"
     assert why in said
+
+
+@pytest.mark.parametrize("size", ["\u00b2", "9" * 5000, "-1", "wide"])
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+def test_a_terminals_size_that_is_no_number_is_ignored(written, capsys, monkeypatch, name, size):
+    monkeypatch.setenv(name, size)
+    assert cli.main([str(written(*launched(0, 1)))]) == 0
+    assert "1 kernel" in capsys.readouterr().out

@@ -40,6 +40,9 @@ def command(
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a console without µ or … must not end a run
+        for size in ("COLUMNS", "LINES"):
+            if not re.fullmatch(r"\d{0,6}", os.environ.get(size, ""), re.ASCII):
+                del os.environ[size]  # rich would convert ² and a number of any length, and raise
         # The user can do nothing about a library's warnings, and they hide the output.
         # Errors that libraries log and recover from (a candidate that max-autotune drops) are hidden, too.
         before = logging.root.manager.disable
