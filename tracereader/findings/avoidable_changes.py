@@ -193,7 +193,7 @@ def _reads_us(one: GpuWork, case: Case) -> float:
     """Return the part of a kernel's time (µs) that the number of keys decides: the time of its bytes, if known.
 
     A short kernel does not become shorter with its keys. On an H200, attention of one query in 16 heads takes 5.9 µs
-    with 1,024 keys and 6.3 µs with 524 (05_llm and the committed generation with a static cache).
+    with 1,024 keys and 6.3 µs with 524 (rung 5 and the committed generation with a static cache).
     """
     if not one.bytes_moved or case.peaks is None:
         return one.us
