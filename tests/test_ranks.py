@@ -151,6 +151,29 @@ def test_a_gpu_counts_as_idle_only_between_recorded_activities(capsys):
         assert one["idle_us"] == pytest.approx(last - first - busy, abs=0.1)
 
 
+@pytest.mark.parametrize("name", ["ddp_straggler", "fsdp", *(one for one in REFERENCES if one.startswith("4x1024"))])
+def test_the_regime_is_that_of_the_rank_that_sets_the_pace(name, capsys, monkeypatch):
+    """The report on this rank alone has the same word and the same figures."""
+    paths = RUNS.get(name) or REFERENCES[name]
+    ours = as_json(capsys, *paths, "--only", "short")
+    pace = ours["pace_setter"]
+    assert ours["straggler"] in (pace, None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main([str(paths[pace]), "--only", "short"]) == 0
+    alone = capsys.readouterr().out
+    word, because = ours["regime"], ours["regime_because"]
+    assert f"\n{word[0].upper()}{word[1:]}." in alone
+    told = because.removeprefix(f"rank {pace} sets the pace: its").split("; ")
+    assert all(sentence[1:] in alone for sentence in told)
+    assert cli.main([*map(str, paths), "--only", "short"]) == 0
+    assert f"{word[0].upper()}{word[1:]}. Rank {pace} sets the pace: its GPU is" in capsys.readouterr().out
+
+
+def test_ranks_without_gpu_work_have_no_regime(capsys):
+    ours = as_json(capsys, *RUNS["gloo_ddp_slow"], "--only", "short")
+    assert ours["regime"] is ours["regime_because"] is None and ours["pace_setter"] == ours["straggler"] == 1
+
+
 def test_the_straggler_of_two_h200s(capsys):
     """Rank 1 multiplies 60 more matrices in its forward pass. It is last 42 times, and rank 0 waits 89.25 ms."""
     ours = as_json(capsys, *RUNS["ddp_straggler"])

@@ -602,7 +602,8 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
     lines = lanes.draw_rows(rows, out.width, lane_glyphs(out))
     if lines:
         step = step.removeprefix(STEP[:-1])
-        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; collectives, {WAITS} while one waits")
+        what = "collectives and receives" if summary.messages else "collectives"
+        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; {what}, {WAITS} while one waits")
         for line in lines:
             out.print(plain(line), style=None if line.startswith("rank") else "green")
 
