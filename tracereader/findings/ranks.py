@@ -474,18 +474,27 @@ def _group_name(description: str, size: int, every: int | None, is_world: bool) 
 def is_pipeline(summary: RanksSummary) -> bool:
     """Return whether the ranks that exchange messages are the stages of pipelines.
 
-    The descriptions of their groups decide. Without a known purpose it is a pipeline if of all ranks that exchange
-    messages with each other, directly or through others, exactly one begins its steps with a send.
+    The descriptions of their groups decide. Without a known purpose the ranks that exchange messages, directly or
+    through others, have to form a chain, closed or not, and only one of them, at an end, begins its steps with a send.
     """
     purposes = {purpose for one in summary.pairs for purpose in _purposes(one.description)}
     if purposes or not summary.pairs:
         return "pipeline" in purposes
     connected: dict[int, set[int]] = {}
+    peers: dict[int, set[int]] = defaultdict(set)
     for one in summary.pairs:
+        peers[one.source].add(one.destination)
+        peers[one.destination].add(one.source)
         both = connected.get(one.source, {one.source}) | connected.get(one.destination, {one.destination})
         connected |= dict.fromkeys(both, both)
     begins = {one.rank for one in summary.ranks if 2 * one.message_waits.first_sends > len(one.steps)}
-    return all(len(some & begins) == 1 for some in connected.values())
+
+    def is_chain(ranks: set[int]) -> bool:
+        first, most = ranks & begins, max(len(peers[rank]) for rank in ranks)
+        at_an_end = len(first) == 1 and len(peers[next(iter(first))]) == min(len(peers[rank]) for rank in ranks)
+        return at_an_end and most <= 2
+
+    return all(map(is_chain, connected.values()))
 
 
 def _of_messages(summary: RanksSummary) -> list[str]:
