@@ -506,7 +506,8 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     waits, pipeline = worst.message_waits, is_pipeline(summary)
     cost = share(worst, waits.us)
     if cost <= MUCH_WAITED:
-        return [f"no rank loses much time by waiting for messages: rank {worst.rank} {ms(waits.us)} ({cost:.1%})"]
+        longest = f"rank {worst.rank} waits {ms(waits.us)} ({cost:.1%} of its time)"
+        return [f"no rank loses much time by waiting for messages: {longest}"]
     count = max(1, len(worst.steps))
     parts = [
         f"{ms(us / count)} of it in the {which} receive of a step"
@@ -519,8 +520,7 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / count)} per step "
         f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
     ]
-    named = f", over {counted(len(summary.steps), 'step')}" if summary.steps else ""
-    found.append(f"the longest waiting for messages is that of {waiting_of(summary.pairs[0])}{named}")
+    found.append(f"the longest wait for one other rank: {waiting_of(summary.pairs[0], len(summary.steps))}")
     if slow := slowest_stage(summary):
         read = " of the stages that were read" if summary.missing else ""
         them = "the other stage" if slow.stages == 2 else "the median of the other stages"
@@ -531,12 +531,13 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     return found
 
 
-def waiting_of(pair: PairTimes) -> str:
-    """Return in words which of two ranks waits for the other, and how long."""
+def waiting_of(pair: PairTimes, steps: int) -> str:
+    """Return a sentence on which of two ranks waits for the other, and how long. steps: the number of steps."""
     here, there = f"rank {pair.destination}", f"rank {pair.source}"
+    count = f" in {counted(steps, 'step')}" if steps else ""
     if pair.receiver_waited_us >= pair.sender_waited_us:
-        return f"{here} for {there} to send: {ms(pair.receiver_waited_us)}"
-    return f"{there} for {here} to receive: {ms(pair.sender_waited_us)}"
+        return f"{here} waits {ms(pair.receiver_waited_us)}{count} until {there} sends"
+    return f"{there} waits {ms(pair.sender_waited_us)}{count} until {here} receives"
 
 
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:

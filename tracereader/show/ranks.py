@@ -466,12 +466,11 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     print_columns(out, heads, rows)
     if len(shown) < len(kinds):
         out.print(f"{len(kinds) - len(shown):,} more are not shown")
-    paragraph(out, "waits, while nothing is computed, and transfer: of a pair, on average, per step", "  ", "  ")
+    paragraph(out, "waits count while the rank computes nothing; times are averages per pair and step", "  ", "  ")
     several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
     for one in several[:1]:
-        paragraph(
-            out, plain(f"{one.name}: the longest waiting is that of {findings.waiting_of(one.worst)}"), "  ", "    "
-        )
+        longest = findings.waiting_of(one.worst, len(summary.steps))
+        paragraph(out, plain(f"{one.name}, the longest wait: {longest}"), "  ", "    ")
 
 
 def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
