@@ -196,6 +196,15 @@ def test_a_cpu_that_launches_late_is_distinguished_from_a_rank_that_computes_mor
     assert why == f"rank 0 is slower than rank 1 because {late}"
 
 
+def test_the_most_that_faster_launching_saves_is_given_if_no_change_is_known(capsys):
+    """The ops of this run were not recorded, so nothing shows what its CPU does meanwhile."""
+    steps = as_json(capsys, *RUNS["fsdp"])["ranks"][0]["steps"]
+    late, whole = (sorted(one[key] for one in steps)[1] / 1e3 for key in ("idle_not_launched_us", "us"))
+    assert cli.main([*map(str, RUNS["fsdp"]), "--only", "try"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"The GPU of rank 0 waits {late:.1f} ms of a step of {whole:.1f} ms for launches" in told
+
+
 def without_labels(found):
     """Return a trace without the program's annotations; torch's remain."""
     torchs = ("ProfilerStep#", "gloo:", "nccl:")
