@@ -53,6 +53,21 @@ def test_messages_of_gloo_are_matched_by_their_order(capsys):
     assert {one["bytes"] for one in ours["messages"]} == {4 * 96 * 96}
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_peer_of_a_message_of_gloo_is_an_input_of_its_op(tmp_path, capsys, recorded):
+    """Of three ranks, two are read. Without record_shapes nothing names the peer."""
+
+    def of_three(found):
+        group = {"pg_name": "0", "pg_desc": "default_pg", "pg_size": 3, "ranks": [0, 1, 2]}
+        found["distributedInfo"] |= {"world_size": 3, "pg_config": [group]}
+        for event in found["traceEvents"]:
+            if event.get("name", "").startswith("c10d::") and not recorded:
+                event["args"].pop("Concrete Inputs")
+
+    ours = as_json(capsys, *(changed(tmp_path, path, of_three) for path in GLOO))
+    assert (len(ours["messages"]), ours["unnamed"]) == ((12, 0) if recorded else (0, 24))
+
+
 def test_a_rank_computes_while_an_asynchronous_send_is_open(capsys):
     """The slice of such a send lasts until the program waits for it, and ops lie in it."""
     ours = as_json(capsys, *GLOO)
@@ -352,6 +367,25 @@ def test_without_a_description_the_first_messages_show_a_pipeline():
     ring = [ring_of(one, 4) for one in ranks]
     summary = joined(ring)
     assert len(summary.messages) == 8 and not findings.is_pipeline(summary)
+
+
+def test_a_rank_that_sends_to_all_others_is_no_pipeline():
+    """As where one rank hands out the data or the weights."""
+    ranks = piped(3, 1, 1, description="")
+    calls = [Call(0, "send", 8, "ProfilerStep#0", (0, other)) for other in (1, 2)]
+    groups, start = (Group("3", "", 3, (0, 1, 2)),), 10**18
+    star = [
+        msgspec.structs.replace(
+            one, calls=tuple(calls), groups=groups, exposed=(),
+            messages=tuple(
+                Part(call, None, start + 900 * call, start + 900 * call + 500)
+                for call in range(2) if one.rank in calls[call].pair
+            ),
+        )
+        for one in ranks
+    ]  # fmt: skip
+    summary = joined(star)
+    assert len(summary.messages) == 2 and not findings.is_pipeline(summary)
 
 
 def ring_of(one, count):

@@ -151,6 +151,29 @@ def test_a_gpu_counts_as_idle_only_between_recorded_activities(capsys):
         assert one["idle_us"] == pytest.approx(last - first - busy, abs=0.1)
 
 
+@pytest.mark.parametrize("name", ["ddp_straggler", "fsdp", *(one for one in REFERENCES if one.startswith("4x1024"))])
+def test_the_regime_is_that_of_the_rank_that_sets_the_pace(name, capsys, monkeypatch):
+    """The report on this rank alone has the same word and the same figures."""
+    paths = RUNS.get(name) or REFERENCES[name]
+    ours = as_json(capsys, *paths, "--only", "short")
+    pace = ours["pace_setter"]
+    assert ours["straggler"] in (pace, None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main([str(paths[pace]), "--only", "short"]) == 0
+    alone = capsys.readouterr().out
+    word, because = ours["regime"], ours["regime_because"]
+    assert f"\n{word[0].upper()}{word[1:]}." in alone
+    told = because.removeprefix(f"rank {pace} sets the pace: its").split("; ")
+    assert all(sentence[1:] in alone for sentence in told)
+    assert cli.main([*map(str, paths), "--only", "short"]) == 0
+    assert f"{word[0].upper()}{word[1:]}. Rank {pace} sets the pace: its GPU is" in capsys.readouterr().out
+
+
+def test_ranks_without_gpu_work_have_no_regime(capsys):
+    ours = as_json(capsys, *RUNS["gloo_ddp_slow"], "--only", "short")
+    assert ours["regime"] is ours["regime_because"] is None and ours["pace_setter"] == ours["straggler"] == 1
+
+
 def test_the_straggler_of_two_h200s(capsys):
     """Rank 1 multiplies 60 more matrices in its forward pass. It is last 42 times, and rank 0 waits 89.25 ms."""
     ours = as_json(capsys, *RUNS["ddp_straggler"])
@@ -171,6 +194,15 @@ def test_a_cpu_that_launches_late_is_distinguished_from_a_rank_that_computes_mor
     (why,) = (line for line in ours["in_short"] if "slower" in line)
     late = "its CPU launches late: the GPU waits 28.7 ms longer per step for launches, 17.1 ms of it in forward"
     assert why == f"rank 0 is slower than rank 1 because {late}"
+
+
+def test_the_most_that_faster_launching_saves_is_given_if_no_change_is_known(capsys):
+    """The ops of this run were not recorded, so nothing shows what its CPU does meanwhile."""
+    steps = as_json(capsys, *RUNS["fsdp"])["ranks"][0]["steps"]
+    late, whole = (sorted(one[key] for one in steps)[1] / 1e3 for key in ("idle_not_launched_us", "us"))
+    assert cli.main([*map(str, RUNS["fsdp"]), "--only", "try"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"The GPU of rank 0 waits {late:.1f} ms of a step of {whole:.1f} ms for launches" in told
 
 
 def without_labels(found):

@@ -213,6 +213,16 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
     return steps.WORDS[found.waits_for], told
 
 
+def launch_waits(summary: RanksSummary) -> str:
+    """Return a sentence on the most that faster launching can save; "" if the run is not overhead-bound."""
+    one = pace_setter(summary)
+    if one.regime is None or one.regime.waits_for != "overhead":
+        return ""
+    late, step = (usual(summary, one, None, figure) for figure in (_launching, lambda step: step.us))
+    waits = f"The GPU of rank {one.rank} waits {ms(late)} of a step of {ms(step)} for launches"
+    return f"{waits}. A faster CPU saves at most this time"
+
+
 def _late_in_its_group(summary: RanksSummary, total: float) -> RankFigures | None:
     """Return the rank that one group waits for, if most of all waiting is for the ranks of this group."""
     by_rank = {one.rank: one for one in summary.ranks}
@@ -474,18 +484,27 @@ def _group_name(description: str, size: int, every: int | None, is_world: bool) 
 def is_pipeline(summary: RanksSummary) -> bool:
     """Return whether the ranks that exchange messages are the stages of pipelines.
 
-    The descriptions of their groups decide. Without a known purpose it is a pipeline if of all ranks that exchange
-    messages with each other, directly or through others, exactly one begins its steps with a send.
+    The descriptions of their groups decide. Without a known purpose the ranks that exchange messages, directly or
+    through others, have to form a chain, closed or not, and only one of them, at an end, begins its steps with a send.
     """
     purposes = {purpose for one in summary.pairs for purpose in _purposes(one.description)}
     if purposes or not summary.pairs:
         return "pipeline" in purposes
     connected: dict[int, set[int]] = {}
+    peers: dict[int, set[int]] = defaultdict(set)
     for one in summary.pairs:
+        peers[one.source].add(one.destination)
+        peers[one.destination].add(one.source)
         both = connected.get(one.source, {one.source}) | connected.get(one.destination, {one.destination})
         connected |= dict.fromkeys(both, both)
     begins = {one.rank for one in summary.ranks if 2 * one.message_waits.first_sends > len(one.steps)}
-    return all(len(some & begins) == 1 for some in connected.values())
+
+    def is_chain(ranks: set[int]) -> bool:
+        first, most = ranks & begins, max(len(peers[rank]) for rank in ranks)
+        at_an_end = len(first) == 1 and len(peers[next(iter(first))]) == min(len(peers[rank]) for rank in ranks)
+        return at_an_end and most <= 2
+
+    return all(map(is_chain, connected.values()))
 
 
 def _of_messages(summary: RanksSummary) -> list[str]:
@@ -497,7 +516,8 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     waits, pipeline = worst.message_waits, is_pipeline(summary)
     cost = share(worst, waits.us)
     if cost <= MUCH_WAITED:
-        return [f"no rank loses much time by waiting for messages: rank {worst.rank} {ms(waits.us)} ({cost:.1%})"]
+        longest = f"rank {worst.rank} waits {ms(waits.us)} ({cost:.1%} of its time)"
+        return [f"no rank loses much time by waiting for messages: {longest}"]
     count = max(1, len(worst.steps))
     parts = [
         f"{ms(us / count)} of it in the {which} receive of a step"
@@ -510,8 +530,7 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / count)} per step "
         f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
     ]
-    named = f", over {counted(len(summary.steps), 'step')}" if summary.steps else ""
-    found.append(f"the longest waiting for messages is that of {waiting_of(summary.pairs[0])}{named}")
+    found.append(f"the longest wait for one other rank: {waiting_of(summary.pairs[0], len(summary.steps))}")
     if slow := slowest_stage(summary):
         read = " of the stages that were read" if summary.missing else ""
         them = "the other stage" if slow.stages == 2 else "the median of the other stages"
@@ -522,12 +541,13 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     return found
 
 
-def waiting_of(pair: PairTimes) -> str:
-    """Return in words which of two ranks waits for the other, and how long."""
+def waiting_of(pair: PairTimes, steps: int) -> str:
+    """Return a sentence on which of two ranks waits for the other, and how long. steps: the number of steps."""
     here, there = f"rank {pair.destination}", f"rank {pair.source}"
+    count = f" in {counted(steps, 'step')}" if steps else ""
     if pair.receiver_waited_us >= pair.sender_waited_us:
-        return f"{here} for {there} to send: {ms(pair.receiver_waited_us)}"
-    return f"{there} for {here} to receive: {ms(pair.sender_waited_us)}"
+        return f"{here} waits {ms(pair.receiver_waited_us)}{count} until {there} sends"
+    return f"{there} waits {ms(pair.sender_waited_us)}{count} until {here} receives"
 
 
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:

@@ -10,11 +10,11 @@ from tracereader import interrupts
 from tracereader.command import BadInput, is_url
 
 
-def status_of(flag: str, target: str, traces: Iterable[Path]) -> os.stat_result | None:
-    """Return the status of the file that a flag writes; None if there is none, but its folder exists.
+def status_of(flag: str, target: str, traces: Iterable[Path], instead: str = "") -> os.stat_result | None:
+    """Return the status of the plain file that a flag writes; None if there is none, but its folder exists.
 
-    Raises BadInput for a URL, a folder, one of the traces that are read, and a path that the system refuses. The
-    message does not repeat a URL, because it may contain credentials.
+    Raises BadInput for a URL, for one of the traces that are read, for a folder or a device, and for a path that the
+    system refuses. The message does not repeat a URL, because it may contain credentials. instead: added for a device.
     """
     if is_url(target):
         raise BadInput(f"{flag} writes a file on this machine and takes no URL")
@@ -27,10 +27,12 @@ def status_of(flag: str, target: str, traces: Iterable[Path]) -> os.stat_result 
         return None
     except OSError as problem:  # a loop of links, which Path.resolve() reports as a RuntimeError, or too long a name
         raise BadInput(f"{flag} {target}: {problem.strerror}") from None
-    if stat.S_ISDIR(status.st_mode):
-        raise BadInput(f"{flag} {target}: a folder; name a file in it")
     if any(one.exists() and os.path.samestat(status, one.stat()) for one in traces):
         raise BadInput(f"{flag} {target}: that is the trace itself, which stays as it is; name another file")
+    if stat.S_ISDIR(status.st_mode):
+        raise BadInput(f"{flag} {target}: a folder; name a file in it")
+    if not stat.S_ISREG(status.st_mode):
+        raise BadInput(f"{flag} {target}: not a plain file{instead}")
     return status
 
 

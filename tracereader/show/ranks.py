@@ -196,7 +196,7 @@ def _header(summary: RanksSummary) -> str:
 def _try_first(out: Console, summary: RanksSummary, view: View, limit: int) -> None:
     with progress.shown() as show:
         found = rank_changes.opportunities(summary, limit, show)
-    opportunities.show(out, found, view.all)
+    opportunities.show(out, found, view.all, limit=findings.launch_waits(summary))
 
 
 def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
@@ -466,12 +466,11 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     print_columns(out, heads, rows)
     if len(shown) < len(kinds):
         out.print(f"{len(kinds) - len(shown):,} more are not shown")
-    paragraph(out, "waits, while nothing is computed, and transfer: of a pair, on average, per step", "  ", "  ")
+    paragraph(out, "waits count while the rank computes nothing; times are averages per pair and step", "  ", "  ")
     several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
     for one in several[:1]:
-        paragraph(
-            out, plain(f"{one.name}: the longest waiting is that of {findings.waiting_of(one.worst)}"), "  ", "    "
-        )
+        longest = findings.waiting_of(one.worst, len(summary.steps))
+        paragraph(out, plain(f"{one.name}, the longest wait: {longest}"), "  ", "    ")
 
 
 def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
@@ -602,7 +601,8 @@ def _lanes(out: Console, summary: RanksSummary, traces: Sequence[RankTrace], vie
     lines = lanes.draw_rows(rows, out.width, lane_glyphs(out))
     if lines:
         step = step.removeprefix(STEP[:-1])
-        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; collectives, {WAITS} while one waits")
+        what = "collectives and receives" if summary.messages else "collectives"
+        out.print(f"[bold]lanes of step {plain(step)}[/bold]: computing by phase; {what}, {WAITS} while one waits")
         for line in lines:
             out.print(plain(line), style=None if line.startswith("rank") else "green")
 

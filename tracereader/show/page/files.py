@@ -1,6 +1,5 @@
 """Writes a page atomically, and overwrites only reports."""
 
-import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,11 +15,8 @@ def refuse_early(target: str, force: bool, traces: Iterable[Path] = ()) -> None:
     """Raise BadInput if the page cannot be written there. This comes before a trace is read, which may take long."""
     if target == STDOUT:
         return
-    if (status := status_of("--html", target, traces)) is None:
-        return
-    if not stat.S_ISREG(status.st_mode):
-        raise BadInput(f"--html {target}: not a plain file; --html - writes to standard output")
-    if status.st_size and not force:
+    status = status_of("--html", target, traces, "; --html - writes to standard output")
+    if status is not None and status.st_size and not force:
         with open(target, "rb") as file:
             if file.read(len(MARK)) != MARK.encode():
                 raise BadInput(f"--html {target}: exists and is not a report of read-trace; --force overwrites it")
