@@ -625,7 +625,7 @@ def waits_in_every_step(name, op, copy, at, folder):
     ("op", "copy", "at", "captured"),
     [
         ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0, "143 identical launches"),
-        ("aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, " in 2 groups between the synchronizations in aten::to"),
+        ("aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, " in 2 groups between the synchronizations of aten::to"),
         ("aten::nonzero", "Memcpy DtoH (Device -> Pageable)", 0.5, None),
     ],
 )
@@ -635,3 +635,23 @@ def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_p
     if found:
         graph = proposed("vit/eager")["cuda_graph"]
         assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
+    """The copy of waits_in_every_step becomes a call of torch.cuda.synchronize(), which no op contains."""
+    file = waits_in_every_step("vit/eager", "aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, tmp_path)
+    if not inside:
+        document = json.loads(file.read_bytes())
+        ours = {one["args"]["correlation"] for one in document["traceEvents"] if one["name"] == "cudaMemcpyAsync"}
+        document["traceEvents"] = [
+            one | {"name": "cudaDeviceSynchronize"} if one["name"] == "cudaMemcpyAsync" else one
+            for one in document["traceEvents"]
+            if not (one["name"] == "aten::to" and one["dur"] == 330)
+            and not (one.get("cat") == "gpu_memcpy" and one["args"]["correlation"] in ours)
+        ]
+        file.write_text(json.dumps(document))
+    one = priced_changes(file)["remove_sync"]
+    assert ("cudaDeviceSynchronize" in one.evidence and "drop torch.cuda.synchronize()" in one.how) is not inside
+    assert ("aten::to" in one.evidence and "keep the value on the GPU" in one.how) is inside
+    assert one.saves_us == pytest.approx(310, rel=0.1)
