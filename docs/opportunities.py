@@ -119,10 +119,6 @@ CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
 # Of the predictions that are off, what the two traces show.
 WHY = {
     (f"{CHANGES_H200}{before}", f"{CHANGES_H200}{after}"): why for before, after, why in (
-        ("attention/naive", "attention/sdpa",
-         "the GPU's part is predicted at 0.70 ms and takes 0.76 ms. The step is bound by its CPU time, 0.94 ms. The "
-         "prediction keeps the views, transposes and autograd functions around the scores, which launch nothing and "
-         "are gone in the second trace."),
         ("small/loop", "small/batched",
          "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, "
          "the whole step takes the CPU 0.20 ms."),

@@ -295,6 +295,21 @@ def test_main_thread_waits_for_the_backward_thread(made):
     assert without_cpu_time(graph, spans_of(ops_named(graph, "aten::optimize"))).step_us() == 160
 
 
+def backward_at_the_end(n, t, c):
+    return [
+        step(n, t, 150), op(t + 5, 15, name="aten::mm"), call(t + 10, c), kernel(t + 17, 5, c),
+        op(t + 30, 110, 2, "MmBackward0"), call(t + 50, c + 1, tid=2), kernel(t + 57, 5, c + 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_step_ends_with_the_wait_for_the_backward_thread(made, steps):
+    """The main thread calls no op after loss.backward(), and its step's annotation ends when it returns."""
+    graph = graph_of(made(repeated(backward_at_the_end, 150, steps)))
+    assert graph.step_us() == 150
+    assert without_cpu_time(graph, spans_of(ops_named(graph, "MmBackward0"))).step_us() == 40
+
+
 def one_graph(n, t, c):
     name = "cudaGraphLaunch"
     return [

@@ -54,8 +54,10 @@ ONE_CALL_US = 50
 
 
 def _waits(case: Case) -> list[Op]:
-    """Return the calls of all steps that wait for the GPU."""
-    return [op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op)]
+    """Return the calls of all steps that wait for the GPU, without the profiler's own synchronization at its end."""
+    last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
+    found = (op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op))
+    return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
 
 
 def cuda_graph(case: Case) -> Proposal | None:
@@ -164,11 +166,11 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
                 captured, graphs = captured + launches, graphs + 1
     if not graphs:
         return None
-    names = listed(dict.fromkeys(asking(op) for op in waits))
+    names = listed(dict.fromkeys(map(_waits_in, waits)))
     return Proposal(
         as_cuda_graph(case.graph, stays),
         f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
-        f"{counted(graphs, 'group')} between the synchronizations in {names}",
+        f"{counted(graphs, 'group')} between the synchronizations of {names}",
         "torch.cuda.graph for each group",
         title="use CUDA graphs between synchronizations",
     )
@@ -184,18 +186,27 @@ def remove_sync(case: Case) -> Proposal | None:
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    names = Counter(asking(op) for op in case.step.walk() if id(op) in ids)
+    names = Counter(_waits_in(op) for op in case.step.walk() if id(op) in ids)
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
+    by_program = [op for op in calls if _waits_in(op) == op.name]
+    how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
+    if choose:
+        how.append("multiply by the mask or use torch.where instead of indexing with a mask")
+    elif len(by_program) < len(calls):
+        how.append("keep the value on the GPU, or read it some steps later")
     return Proposal(
         without_ops(without_waits(case.graph, calls), read),
         f"the CPU waits for the GPU in each step: {each}",
-        "multiply by the mask or use torch.where instead of indexing with a mask"
-        if choose
-        else "keep the value on the GPU, or read it some steps later",
+        "; ".join(how),
         assumed=choose,  # computing all elements instead of the selected ones takes longer
     )
+
+
+def _waits_in(call: Op) -> str:
+    """Return the op that waits in this call; the call's name if the program makes the call itself."""
+    return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
 
 def _waits_only(call: Op) -> Op | None:

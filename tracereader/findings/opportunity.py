@@ -119,9 +119,10 @@ def priced(
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
     """Return the opportunities that save enough. The largest saving comes first.
 
-    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving.
+    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. A
+    change that makes the recorded step longer is not shown.
     """
-    worth = [one for one in found if one is not None and one.share > WORTH_SHOWING]
+    worth = [one for one in found if one is not None and one.share > WORTH_SHOWING and one.saves_us >= 0]
     return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
 
 

@@ -250,16 +250,17 @@ class _Builder:
         roots = defaultdict(list)
         for root in chain(*(step.roots for step in self.trace.steps), self.trace.outside):
             roots[root.track].append(root)
-        handoffs = list(_handoffs(_boundaries(roots)))  # first, because it needs as much memory as the points
+        marks = [on_its_thread(step) for step in steps]
+        # First, because it needs as much memory as the points.
+        handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
         points = {track: self._calls_of(some) for track, some in roots.items()}
         for times in self.between_streams.values():
             times.sort()
-        for number, step in enumerate(steps):
-            track, start, end = on_its_thread(step)
+        for number, (track, start, end) in enumerate(marks):
             points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
             points[one].append((stopped, 0, ("stop", number)))
-            points[other].append((went_on, 0, ("go on", number)))
+            points[other].append((went_on, -1, ("go on", number)))  # before a step's end at the same time
         found = {}
         for track in list(points):
             some = points.pop(track)  # as large as the trace's calls, and needed once
@@ -544,13 +545,20 @@ def _any_between(times: Sequence[int], after: int, until: int) -> bool:
     return index < len(times) and times[index] < until
 
 
-def _boundaries(roots: dict[tuple, list[Op]]) -> list[tuple[int, int, tuple]]:
-    """Return the times at which threads that run ops enter (1) and leave (0) an outermost op or call, in order."""
+LEAVES, ENTERS, ENDS_STEP = range(3)  # in this order at the same time
+
+
+def _boundaries(roots: dict[tuple, list[Op]], ends: Iterable[tuple[int, tuple]]) -> list[tuple[int, int, tuple]]:
+    """Return the times at which threads that run ops leave and enter an outermost op or call, in order.
+
+    ends: the steps' ends with their threads, which are among them. A step may end with the wait for another thread.
+    """
     found = []
     for track, some in roots.items():
         own = list(outermost(some, lambda op: op.kind != "label"))
         if any(op.kind == "op" for op in own):
-            found += [edge for op in own for edge in ((op.start, 1, track), (op.end, 0, track))]
+            found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
+            found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
     return sorted(found, key=lambda edge: edge[:2])
 
 
@@ -563,14 +571,8 @@ def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tu
     depth: dict[tuple, int] = defaultdict(int)
     stopped: dict[tuple, int] = {}
     beside: dict[tuple, set] = defaultdict(set)  # track -> the threads that were at work when this one stopped
-    for time, enters, track in boundaries:
-        if not enters:
-            depth[track] -= 1
-            if not depth[track]:
-                stopped[track] = time
-                beside[track] = {other for other, count in depth.items() if count}
-            continue
-        if not depth[track]:
+    for time, what, track in boundaries:
+        if what != LEAVES and not depth[track]:
             paused = stopped.get(track)
             waited_for = [
                 other
@@ -584,4 +586,7 @@ def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tu
             if waited_for:
                 other = max(waited_for, key=stopped.__getitem__)
                 yield other, stopped[other], track, time
-        depth[track] += 1
+        depth[track] += {ENTERS: 1, LEAVES: -1, ENDS_STEP: 0}[what]
+        if what != ENTERS and not depth[track]:
+            stopped[track] = time
+            beside[track] = {other for other, count in depth.items() if count}
