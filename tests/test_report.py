@@ -345,6 +345,19 @@ def test_a_stacked_table_has_the_unit_after_the_figure(monkeypatch, capsys):
     assert "median 84.7 µs · range 84.3–85.8 µs" in text and "µs 84.7" not in text
 
 
+def test_the_table_of_waits_has_their_sum(capsys):
+    text = printed(capsys, CHANGES / "guards/compile.json.gz", "--only", "gpu")
+    head, rows = re.search(r"^the GPU waits for #3 while .* +µs  of ([\d.]+) µs\n((?:.+\n)+)", text, re.M).groups()
+    shown = [float(row.split()[-2].replace(",", "")) for row in rows.splitlines()]
+    assert len(shown) == 7 and sum(shown) == pytest.approx(float(head), abs=0.05 * len(shown) + 0.05)
+    events = json.loads(gzip.decompress((CHANGES / "guards/compile.json.gz").read_bytes()))["traceEvents"]
+    work = [raw_work([e for e in events if e.get("ph") == "X"], mark) for mark in raw_steps(events)]
+    launches = {e["args"]["correlation"]: end(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    (before,), (one,), _ = work
+    returned = launches[one["args"]["correlation"]]
+    assert float(head) == pytest.approx(min(returned, one["ts"]) - end(before), abs=0.1)
+
+
 def test_the_time_of_left_out_activities_is_a_sum(capsys):
     text = printed(capsys, OTHERS / "models/bert_cold.json.gz", "--only", "work")
     assert re.search(r"^3 others, 5\.8 µs in total$", text, re.M)
