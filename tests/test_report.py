@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
+from tracereader.findings.finding import duration
 from tracereader.findings.opportunities import opportunities
 from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
@@ -331,6 +332,14 @@ def test_a_steps_tables_share_their_unit(trace, unit, capsys):
 def test_columns_that_share_a_unit_keep_their_digits(unit, times, shown):
     (found,) = sharing(unit, [times])
     assert [found(one) for one in times] == shown
+
+
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [(0.04, "0.0 µs"), (832.4, "832.4 µs"), (832_411.0, "832.4 ms"), (9.9e6, "9,900.0 ms"), (61_230_000.0, "61.2 s")],
+)
+def test_a_time_in_a_sentence_has_a_unit_that_fits(us, said):
+    assert duration(us) == said
 
 
 def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):

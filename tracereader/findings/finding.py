@@ -144,8 +144,10 @@ def activities(count: int) -> str:
 
 
 def duration(us: float) -> str:
-    """Return a time (µs) with its unit and one decimal: in µs below a millisecond, otherwise in ms."""
-    return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+    """Return a time (µs) with its unit and one decimal: µs below a millisecond, s from ten seconds on, else ms."""
+    if us < 1e3:
+        return f"{us:,.1f} µs"
+    return f"{us / 1e3:,.1f} ms" if us < 1e7 else f"{us / 1e6:,.1f} s"
 
 
 def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
