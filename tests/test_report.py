@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
-from tracereader.findings.finding import duration
+from tracereader.findings.finding import duration, part_of
 from tracereader.findings.opportunities import opportunities
 from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
@@ -340,6 +340,26 @@ def test_columns_that_share_a_unit_keep_their_digits(unit, times, shown):
 )
 def test_a_time_in_a_sentence_has_a_unit_that_fits(us, said):
     assert duration(us) == said
+
+
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [
+        ((106.4, 219.6), "106 of the 220 µs"),
+        ((37_766.0, 44_450.0), "37.8 of the 44.5 ms"),
+        ((89.2, 6_137.3), "89.2 µs of the 6.1 ms"),
+        ((83_990.0, 61.0), "84.0 ms of the 61.0 µs"),
+        ((0.0, 12_345_678.0), "0.0 µs of the 12.3 s"),
+    ],
+)
+def test_times_that_are_compared_share_a_unit_unless_they_are_far_apart(us, said):
+    assert part_of(*us) == said
+
+
+def test_a_new_kind_of_kernels_has_none_before(capsys):
+    text = printed(capsys, OTHERS / "memory_bound.json.gz", OTHERS / "conv.json.gz", "--only", "short")
+    assert re.search(r"; [\d.]+ ms of convolution kernels \(22\) instead of none", text)
+    assert not re.search(r"instead of 0\b(?!\.)", text)
 
 
 def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):
