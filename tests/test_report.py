@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
+from tracereader.findings.finding import duration, part_of
 from tracereader.findings.opportunities import opportunities
 from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
@@ -333,6 +334,34 @@ def test_columns_that_share_a_unit_keep_their_digits(unit, times, shown):
     assert [found(one) for one in times] == shown
 
 
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [(0.04, "0.0 µs"), (832.4, "832.4 µs"), (832_411.0, "832.4 ms"), (9.9e6, "9,900.0 ms"), (61_230_000.0, "61.2 s")],
+)
+def test_a_time_in_a_sentence_has_a_unit_that_fits(us, said):
+    assert duration(us) == said
+
+
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [
+        ((106.4, 219.6), "106 of the 220 µs"),
+        ((37_766.0, 44_450.0), "37.8 of the 44.5 ms"),
+        ((89.2, 6_137.3), "89.2 µs of the 6.1 ms"),
+        ((83_990.0, 61.0), "84.0 ms of the 61.0 µs"),
+        ((0.0, 12_345_678.0), "0.0 µs of the 12.3 s"),
+    ],
+)
+def test_times_that_are_compared_share_a_unit_unless_they_are_far_apart(us, said):
+    assert part_of(*us) == said
+
+
+def test_a_new_kind_of_kernels_has_none_before(capsys):
+    text = printed(capsys, OTHERS / "memory_bound.json.gz", OTHERS / "conv.json.gz", "--only", "short")
+    assert re.search(r"; [\d.]+ ms of convolution kernels \(22\) instead of none", text)
+    assert not re.search(r"instead of 0\b(?!\.)", text)
+
+
 def test_one_figure_stands_for_a_range_whose_ends_look_the_same(capsys):
     text = printed(capsys, H200 / "01_matmul_add/64_bf16_cold_eager.json.gz", "--only", "work")
     assert not re.search(r"(?<![\d.,–])([\d.,]+)–\1(?![\d.,])", text)
@@ -343,6 +372,19 @@ def test_a_stacked_table_has_the_unit_after_the_figure(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     text = printed(capsys, OTHERS / "attention_naive.json.gz", "--only", "work")
     assert "median 84.7 µs · range 84.3–85.8 µs" in text and "µs 84.7" not in text
+
+
+def test_the_table_of_waits_has_their_sum(capsys):
+    text = printed(capsys, CHANGES / "guards/compile.json.gz", "--only", "gpu")
+    head, rows = re.search(r"^the GPU waits for #3 while .* +µs  of ([\d.]+) µs\n((?:.+\n)+)", text, re.M).groups()
+    shown = [float(row.split()[-2].replace(",", "")) for row in rows.splitlines()]
+    assert len(shown) == 7 and sum(shown) == pytest.approx(float(head), abs=0.05 * len(shown) + 0.05)
+    events = json.loads(gzip.decompress((CHANGES / "guards/compile.json.gz").read_bytes()))["traceEvents"]
+    work = [raw_work([e for e in events if e.get("ph") == "X"], mark) for mark in raw_steps(events)]
+    launches = {e["args"]["correlation"]: end(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    (before,), (one,), _ = work
+    returned = launches[one["args"]["correlation"]]
+    assert float(head) == pytest.approx(min(returned, one["ts"]) - end(before), abs=0.1)
 
 
 def test_the_time_of_left_out_activities_is_a_sum(capsys):

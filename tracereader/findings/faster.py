@@ -190,6 +190,8 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
     nouns = _copies(rows) if family == "copy" else family_as_noun(family)
     if not new:
         return f"no {nouns} instead of {old:,} ({old_us} {unit})"
+    if not old:
+        return f"{new_us} {unit} of {nouns} ({new:,}) instead of none"
     if old != new:
         how = f"{new:,} instead of {old:,}"
     elif names[0] == names[1]:

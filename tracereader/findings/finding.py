@@ -144,8 +144,10 @@ def activities(count: int) -> str:
 
 
 def duration(us: float) -> str:
-    """Return a time (µs) with its unit and one decimal: in µs below a millisecond, otherwise in ms."""
-    return f"{us:,.1f} µs" if us < 1000 else f"{us / 1e3:,.1f} ms"
+    """Return a time (µs) with its unit and one decimal: µs below a millisecond, s from ten seconds on, else ms."""
+    if us < 1e3:
+        return f"{us:,.1f} µs"
+    return f"{us / 1e3:,.1f} ms" if us < 1e7 else f"{us / 1e6:,.1f} s"
 
 
 def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
@@ -155,12 +157,17 @@ def in_one_unit(us: Sequence[float]) -> tuple[str, list[str]]:
     return unit, [significant(one / scale) for one in us]
 
 
-def part_of(part_us: float, whole_us: float, between: str = "of the") -> str:
-    """Return a time within another (µs) in one unit, for example "106 of the 220 µs". between: the words for "of the".
+FAR_APART = 50  # times
 
-    The unit fits the longer one, and both have three significant digits.
+
+def part_of(part_us: float, whole_us: float, between: str = "of the") -> str:
+    """Return two times (µs) that are compared, for example "106 of the 220 µs". between: the words for "of the".
+
+    They have one unit and three significant digits each. If the unit fits only the longer one, each has its own unit.
     """
     unit, (part, whole) = in_one_unit([part_us, whole_us])
+    if FAR_APART * min(part_us, whole_us) < max(part_us, whole_us):
+        return f"{duration(part_us)} {between} {duration(whole_us)}"
     return f"{part} {between} {whole} {unit}"
 
 
