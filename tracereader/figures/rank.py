@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, launched_by
+from tracereader.figures.gpu_time import Parts, busiest, is_communication, launched_by, parts_by_device
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.pace import window
 from tracereader.figures.places import phases
@@ -162,7 +162,8 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     usual = typical(trace)
     steps, start, end = window(trace, usual)
     zero = trace.base_ns + trace.zero_us * 1000
-    parts = gpu_parts(trace.work, start, end)
+    by_device = parts_by_device(trace.work, start, end)
+    parts = busiest(by_device)
     on_gpu = parts is not None
     if parts is None:
         parts = _cpu_parts(steps, start, end)
@@ -204,7 +205,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
-        regime=regime_of(trace, usual, usual) if on_gpu else None,
+        regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
     )
 
 
