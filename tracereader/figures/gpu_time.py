@@ -316,16 +316,23 @@ def cut_up(
         ops, at, end, name = pending.pop()
         for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
             op = ops[index]
-            if op.start >= end:
+            begin, stop = op.start, op.start + op.dur
+            if begin >= end:
                 break
-            if op.end <= at:
+            if stop <= at:
                 continue
-            if op.start > at:
-                idle[name] += op.start - at
+            if begin > at:
+                idle[name] += begin - at
                 if name == outside and between is not None:
-                    between.append((at, op.start))
-            stop = min(op.end, end)
-            pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
+                    between.append((at, begin))
+                at = begin
+            if stop > end:
+                stop = end
+            inside = name if op.kind == "label" else op.name
+            if op.children or inside == outside:
+                pending.append((op.children, at, stop, inside))
+            else:
+                idle[inside] += stop - at
             at = stop
         if end > at:
             idle[name] += end - at

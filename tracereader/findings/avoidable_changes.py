@@ -15,9 +15,7 @@ from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
-from tracereader.trace import Op
 from tracereader.trace.labels import COMPILING, LOOKUP
-from tracereader.trace.types import dims_at
 
 T = TypeVar("T")
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
@@ -153,7 +151,7 @@ def last_logits(case: Case) -> Proposal | None:
         of_logits = one is head or (
             op is not None
             and op.name in CASTS
-            and (dims := dims_at(op.args, 0))
+            and (dims := op.inputs.dims_at(0))
             and math.prod(dims) == shape.m * shape.n
         )
         if of_logits:

@@ -58,7 +58,7 @@ ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
 # Of a trace with more activities than this, only the steps around one are replayed, and at least so many.
-REPLAYED, REPLAYED_STEPS = 8_000, 3
+REPLAYED, REPLAYED_STEPS = 5_000, 3
 # The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.

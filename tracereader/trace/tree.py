@@ -25,6 +25,7 @@ from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
+from tracereader.trace.types import Inputs, inputs_of
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -89,6 +90,11 @@ class Op(_Slice, eq=False):
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
     work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
+
+    @property
+    def inputs(self) -> Inputs:
+        """Return what torch recorded of the inputs, which is read faster than all arguments."""
+        return inputs_of(self.raw)
 
     def walk(self) -> Iterator["Op"]:
         """Yield this op and all below it, in the order of their starts."""
@@ -268,7 +274,8 @@ class Step:
         while stack:
             op, depth = stack.pop()
             yield op, depth
-            stack.extend((child, depth + 1) for child in reversed(op.children))
+            if op.children:
+                stack.extend([(child, depth + 1) for child in reversed(op.children)])
 
 
 @dataclass(frozen=True)
