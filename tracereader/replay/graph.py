@@ -343,21 +343,21 @@ class _Builder:
         for one in self.trace.work:
             recent = latest.setdefault(one.track, [])
             before = recent[-1] if recent else None
-            start = one.start
-            node = self.activity[id(one)] = self._add(
-                start, one.dur, self.activity[id(before)] if before is not None else NOBODY
-            )
-            self.streams[one.track].append(node)
+            start, on_stream = one.start, self.streams[one.track]
+            node = self.activity[id(one)] = self._add(start, one.dur, on_stream[-1] if on_stream else NOBODY)
+            on_stream.append(node)
             allowed = []  # (the end of a dependency, the column of its lag, the lag)
             if before is not None:
-                lag[node] = min(one.start - before.end, self.gap_ns)
-                allowed.append((before.end, "lag", lag[node]))
+                end = before.start + before.dur
+                least = lag[node] = min(start - end, self.gap_ns)
+                allowed.append((end, "lag", least))
             launch = self.launched_at.get(id(one.launch), NOBODY)
             if launch >= 0:
-                latency = min(one.start - at[launch], self.latency_ns)
+                called = at[launch]
+                latency = min(start - called, self.latency_ns)
                 self._tie(node, "via", launch, latency)
                 order[node] = max(order[node], order[launch])
-                allowed.append((at[launch], "delay", latency))
+                allowed.append((called, "delay", latency))
             is_late = bool(allowed) and all(start > time + least for time, _, least in allowed)
             other = self._awaited(one, latest, before, is_late)
             if other is not None:
@@ -367,7 +367,7 @@ class _Builder:
                 allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
             if is_late:
                 # It waited for the dependency that ended last, and the lag is the recorded one.
-                time, column, _ = max(allowed, key=lambda one: one[0])
+                time, column, _ = max(allowed, key=_first)
                 returned = one.launch.end if one.launch is not None else one.start  # launched before the recording
                 if one.start - max(time, returned) <= EXPLAINED_NS:
                     self.columns[column][node] = one.start - time
@@ -521,6 +521,10 @@ class _Recorded:
         if stream is not None and stream >= 0 and one.track[1] != stream:
             return False
         return sync.kind != EVENT or sync.record is None or _launched_before(one, sync.record)
+
+
+def _first(row: tuple) -> int:
+    return row[0]
 
 
 def _called(sync: Sync) -> int:
