@@ -222,10 +222,12 @@ def _overlapping(work: Sequence[Work]) -> set[int]:
 
 def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
     """Yield each activity with its name and its number among those of that name, which identify it across steps."""
-    seen = Counter()
+    seen: dict[str, int] = {}
     for one in work:
-        yield (one.name, seen[one.name]), one
-        seen[one.name] += 1
+        name = one.name
+        nth = seen.get(name, 0)
+        seen[name] = nth + 1
+        yield (name, nth), one
 
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
