@@ -1,13 +1,14 @@
 """How fast a large trace is read and explained, against json.loads of the same bytes, in processor time.
 
-    uv run python benchmarks/reading_speed.py [TRACE …]
+    uv run python benchmarks/reading_speed.py [--events COUNT] [--times COUNT] [TRACE …]
 
-Makes traces of 50,000, 150,000 and 450,000 events (111 MB) by repeating a real one with shifted time
-stamps and fresh ids; and reads the traces named. Each reading is a whole process, Python's start and
-the report included. The bars: at 450,000 events 1.0 times json.loads and 0.7 times its peak memory;
-for real traces of 30 to 90 MB, whose args are richer, 1.5 times. Memory: 3 times the file's size.
+Makes traces of 50,000, 150,000 and 450,000 events (111 MB), or of --events, by repeating a real one with shifted time
+stamps and fresh ids; and reads the traces named, each repeated --times (1). Each reading is a whole process, Python's
+start and the report included. The bars: at 450,000 events 1.0 times json.loads; for real traces of 30 to 90 MB, whose
+args are richer, 1.5 times; at most 3 times the file's size of memory; linear time to 1 GB (--events 4200000).
 """
 
+import argparse
 import gzip
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,14 +27,12 @@ PLAIN = ["-c", "import json, sys; json.loads(open(sys.argv[1], 'rb').read())"]
 OURS = ["-m", "tracereader"]
 
 
-def repeated(document: dict, events: int) -> dict:
-    """The document with its events repeated, one copy after the other in time, up to `events`."""
-    original = document["traceEvents"]
+def repeated(original: list[dict], events: int) -> Iterator[dict]:
+    """Yield the events repeatedly, one copy after the other in time, `events` in all."""
     timed = [event["ts"] for event in original if event.get("ph") == "X"]
     length = max(timed) - min(timed) + 2000
-    copies = []
     for copy in range(-(-events // len(original))):
-        for event in original:
+        for event in original[: events - copy * len(original)]:
             event = dict(event)
             if "ts" in event:
                 event["ts"] = round(event["ts"] + copy * length, 3)
@@ -47,15 +46,21 @@ def repeated(document: dict, events: int) -> dict:
                 name = event.get("name", "")
                 if name.startswith("ProfilerStep#"):
                     event["name"] = f"ProfilerStep#{int(name.split('#')[1]) + 3 * copy}"
-            copies.append(event)
-    return document | {"traceEvents": copies[:events]}
+            yield event
 
 
 def measured(program: list[str], file: Path) -> tuple[float, float]:
-    """Seconds of processor time and peak MB, the fastest of three processes. Other programs change the elapsed time."""
+    """Return seconds of processor time and peak MB, the fastest of three processes.
+
+    Python keeps the compiled modules, as it does where the program is installed; the first process may have to compile
+    them.
+    """
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     runs = []
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, *program, str(file)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, *program, str(file)], cwd=ROOT, env=settings, stdout=subprocess.DEVNULL
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
@@ -72,14 +77,16 @@ def compare(name: str, file: Path) -> None:
     )
 
 
-def write(file: Path, events: int) -> None:
-    document = json.loads(gzip.decompress(REFERENCE.read_bytes()))
-    file.write_text(json.dumps(repeated(document, events)))
-
-
-def unpack(name: Path, file: Path) -> None:
-    data = name.read_bytes()
-    file.write_bytes(gzip.decompress(data) if name.suffix == ".gz" else data)
+def write(source: Path, file: Path, events: int | None, times: int) -> None:
+    """Write the trace with `events` events, or with its own repeated this many times."""
+    data = source.read_bytes()
+    document = json.loads(gzip.decompress(data) if source.suffix == ".gz" else data)
+    original = document.pop("traceEvents")
+    with file.open("w") as out:
+        out.write(json.dumps(document | {"traceEvents": []}).removesuffix("]}"))
+        for number, event in enumerate(repeated(original, events or times * len(original))):
+            out.write(", " * bool(number) + json.dumps(event))
+        out.write("]}")
 
 
 def elsewhere(work: Callable, *arguments: object) -> None:
@@ -90,17 +97,18 @@ def elsewhere(work: Callable, *arguments: object) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int)
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("traces", nargs="*", type=Path)
+    args = parser.parse_args()
+    made = [(f"{events:,} events", REFERENCE, events) for events in ((args.events,) if args.events else SIZES)]
     print("               trace     MB   json.loads           read-trace          time   memory")
     with tempfile.TemporaryDirectory() as folder:
-        for events in SIZES:
-            file = Path(folder) / f"{events}.json"
-            elsewhere(write, file, events)
-            compare(f"{events:,} events", file)
-            file.unlink()
-        for name in map(Path, sys.argv[1:]):
-            file = Path(folder) / "real.json"
-            elsewhere(unpack, name, file)
-            compare(name.name[:20], file)
+        file = Path(folder) / "trace.json"
+        for name, source, events in made + [(one.name[:20], one, None) for one in args.traces]:
+            elsewhere(write, source, file, events, args.times)
+            compare(name, file)
 
 
 if __name__ == "__main__":

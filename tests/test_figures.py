@@ -20,7 +20,7 @@ from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
 from tracereader.trace import read
-from tracereader.trace.types import concrete_of
+from tracereader.trace.types import Inputs
 
 
 @pytest.fixture(scope="module", params=REFERENCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
@@ -557,7 +557,8 @@ ODD = (
 @pytest.mark.parametrize("op", ["aten::cudnn_convolution", "aten::convolution_backward"])
 def test_a_convolution_without_recorded_arguments(op, concrete):
     assert (
-        convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], concrete_of({"Concrete Inputs": concrete})) is None
+        convolution(op, [[2, 3, 8, 8], [4, 3, 3, 3], [4, 3, 3, 3]], Inputs({"Concrete Inputs": concrete}).concrete)
+        is None
     )
 
 

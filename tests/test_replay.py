@@ -25,6 +25,7 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
+from tracereader.replay import graph as graph_module
 from tracereader.trace import outermost, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -470,6 +471,33 @@ def test_a_refusal_gives_its_reason(made):
     assert refused.reason is Reason.NOT_REPRODUCED
     assert refused.off == pytest.approx(0.2, abs=0.1)
     assert "does not reproduce the recorded step" in str(refused)
+
+
+@pytest.mark.parametrize("one_step", [overhead_bound, gpu_bound])
+@pytest.mark.parametrize("place", [0, 30, 59])
+def test_a_long_trace_is_replayed_in_the_steps_around_one(made, monkeypatch, one_step, place):
+    """In the GPU-bound trace, activities of earlier steps still run when the first replayed step starts."""
+    trace = made(repeated(one_step, 100 if one_step is overhead_bound else 40, steps=60))
+    whole = graph_of(trace)
+    monkeypatch.setattr(graph_module, "REPLAYED", 20)  # two activities in each step
+    part = graph_of(trace, trace.steps[place])
+    assert len(part.trace.steps) == 10 and trace.steps[place] in part.trace.steps
+    assert part.recorded_us == whole.recorded_us == part.step_us()
+    for name in ("kernel", "long", "short"):
+        changed = [with_durations(one, dict.fromkeys(work_named(one, name), 1)).step_us() for one in (part, whole)]
+        assert changed[0] == changed[1]
+    assert cuda_graph(part).step_us() == cuda_graph(whole).step_us()
+
+
+def test_steps_that_do_not_reproduce_the_recorded_step_are_not_replayed_alone(made, monkeypatch):
+    def slower_at_the_end(n, t, c):
+        slow = 300 * max(0, n - 40)
+        return [one | {"ts": one["ts"] + slow} for one in overhead_bound(n, t, c)]
+
+    trace = made(repeated(slower_at_the_end, 100, steps=50))
+    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    assert len(graph_of(trace, trace.steps[20]).trace.steps) == 3
+    assert len(graph_of(trace, trace.steps[45]).trace.steps) == 50
 
 
 def graph_from(path):

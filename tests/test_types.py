@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tracereader.trace import kernel_names
-from tracereader.trace.types import DTYPES, WRITTEN, dims_at, dims_of, dtype_of, inputs_of, tensors_of, types_of
+from tracereader.trace.decoded import decoded
+from tracereader.trace.types import DTYPES, WRITTEN, Inputs, dtype_of, inputs_of
 
 # torch's own types by the names that are used here.
 TORCHS = {
@@ -33,8 +34,8 @@ def test_torchs_type_names_in_a_trace_are_known(tmp_path):
     recorded.export_chrome_trace(str(tmp_path / "t.json"))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     clones = sorted((e for e in events if e["name"] == "aten::clone"), key=lambda e: e["ts"])
-    assert [dtype_of(types_of(e["args"])[0]).name for e in clones] == list(TORCHS)
-    assert all(dims_of(e["args"]) == [[2, 3]] for e in clones)
+    assert [dtype_of(Inputs(e["args"]).types[0]).name for e in clones] == list(TORCHS)
+    assert all(Inputs(e["args"]).dims == [[2, 3]] for e in clones)
 
 
 def test_no_type():
@@ -51,19 +52,40 @@ def test_inputs_keep_their_positions():
         "Input type": ["c10::BFloat16", "Scalar", "float", "TensorList", "float", 3, "c10::complex<float>"],
         "Input Strides": [[0, 1], [], [1], [], [], [], [5, 1]],
     }
-    first, scalar, second, several, broken, text, complex_ = inputs_of(args)
+    found = Inputs(args)
+    first, scalar, second, several, broken, text, complex_ = found.by_position
     assert (first.shape, first.stored, first.item, first.type) == ([4, 8], 8, 2, "c10::BFloat16")
     assert (second.shape, second.bytes) == ([8], 32) and not any((scalar, several, broken, text))
     assert (complex_.item, complex_.stored) == (None, 15)  # its product is more FLOPs than its shape says
-    assert tensors_of(args) == [first, second, complex_] and dims_of(args) == [[4, 8], [8], [3, 5]]
-    assert [dims_at(args, place) for place in range(8)] == [[4, 8], [], [8], None, None, None, [3, 5], None]
+    assert found.tensors == [first, second, complex_] and found.dims == [[4, 8], [8], [3, 5]]
+    assert [found.dims_at(place) for place in range(8)] == [[4, 8], [], [8], None, None, None, [3, 5], None]
 
 
 @pytest.mark.parametrize("args", [{}, {"Input Dims": None}, {"Input Dims": "x", "Input type": 3}])
 def test_nothing_recorded(args):
-    assert inputs_of(args) == types_of(args) == [] and dims_at(args, 0) is None
+    found = Inputs(args)
+    assert found.by_position == found.types == [] and found.dims_at(0) is None
 
 
 def test_recorded_without_types():
-    (only,) = inputs_of({"Input Dims": [[2, 3]]})
+    (only,) = Inputs({"Input Dims": [[2, 3]]}).by_position
     assert (only.stored, only.item, only.type) == (6, None, "")
+
+
+def test_ops_with_equal_inputs_share_what_is_read_of_them():
+    text = '{"External id": %d, "Input Dims": [[2, %d]], "Input type": ["float"], "Concrete Inputs": [""]}'
+    one, equal, other = (inputs_of((text % numbers).encode()) for numbers in ((1, 3), (2, 3), (1, 4)))
+    assert one is equal and (one.dims, one.types, one.concrete) == ([[2, 3]], ["float"], [""])
+    assert other.dims == [[2, 4]]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        b"null", b"[]", b"{}", b"{", b'{"Input Dims": null}', b'{"Input Dims": NaN}',
+        b'{"Input type": ["\xff", "\\ud800"]}',
+    ],
+)  # fmt: skip
+def test_inputs_of_odd_json_are_those_of_its_decoded_arguments(args):
+    found, expected = inputs_of(args), Inputs(decoded(args) if isinstance(decoded(args), dict) else {})
+    assert (found.recorded, found.types, found.concrete) == (expected.recorded, expected.types, expected.concrete)

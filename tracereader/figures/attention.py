@@ -6,7 +6,7 @@ import msgspec
 
 from tracereader.trace import kernel_names
 from tracereader.trace.facts import AttentionFacts
-from tracereader.trace.types import concrete_of
+from tracereader.trace.types import Inputs
 
 # Attention ops whose first three inputs are query, key and value: the positions of [batch, heads, sequence] in their
 # shapes, and the position of the causal flag (or of the mask kind's number) among the op's arguments.
@@ -50,18 +50,17 @@ class Attention(msgspec.Struct, frozen=True):
         return 2 * self.batch * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_size
 
 
-def attention(
-    op: str, args: dict, dims: list[list[int]], says: kernel_names.KernelName, facts: dict
-) -> Attention | None:
-    """Return the attention that the op with these recorded args and shapes computes; None if they do not show it.
+def attention(op: str, inputs: Inputs, says: kernel_names.KernelName, facts: dict) -> Attention | None:
+    """Return the attention that the op with these inputs computes; None if they do not show it.
 
     facts: the facts about its attention that a script stored in the trace.
     """
+    dims = inputs.dims
     if len(dims) < 3 or any(len(dim) != 4 for dim in dims[:3]) or (order := _order(op, dims)) is None:
         return None
     (batch, heads, sequence), place = order
     query, key = dims[:2]
-    causal = _causal(concrete_of(args), place, says, facts)
+    causal = _causal(inputs.concrete, place, says, facts)
     if says.parts.get("window") or (causal and query[sequence] != key[sequence]):
         causal = None  # the record does not show which pairs are left
     if causal is None and order is FLEX_ORDER:

@@ -9,7 +9,7 @@ from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
-from tracereader.trace.types import dims_of, dtype_of, types_of
+from tracereader.trace.types import dtype_of
 
 # Ops that make a tensor of constants.
 MAKES = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
@@ -96,7 +96,7 @@ def _clone_of(op: Op) -> Op | None:
 
 def _outgrows(op: Op, in_place: Op) -> bool:
     """Return whether recorded shapes show a result larger than the input, which cannot be written in place."""
-    given, made = dims_of(op.args)[:1], dims_of(in_place.args)[:1]
+    given, made = op.inputs.dims[:1], in_place.inputs.dims[:1]
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
 
@@ -190,7 +190,7 @@ def cast_products(step: Step) -> CastProducts | None:
 
 
 def _casts_to_fp32(one: Work, op: Op) -> bool:
-    types = types_of(op.args)
+    types = op.inputs.types
     if len(types) > 1:
         to, source = dtype_of(types[0]), dtype_of(types[1])
         return bool(to and source) and to.name == "fp32" and source.bytes == 2
@@ -201,7 +201,7 @@ def _casts_to_fp32(one: Work, op: Op) -> bool:
 
 def _fits(cast: Op, matmul: Op) -> bool:
     """Return whether recorded shapes show that the cast made as many elements as a factor has."""
-    made, found = dims_of(cast.args)[:1], product(matmul.name, dims_of(matmul.args))
+    made, found = cast.inputs.dims[:1], product(matmul.name, matmul.inputs.dims)
     if not made or found is None:
         return False
     return math.prod(made[0]) in (found.batch * found.m * found.k, found.batch * found.k * found.n)

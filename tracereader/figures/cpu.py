@@ -1,7 +1,5 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections import Counter
-
 import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
@@ -95,7 +93,7 @@ def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
             us=op.us,
             self_us=self_us(op),
             layer=layers.get(id(op)),
-            launched=[one.name for one in op.work],
+            launched=[one.name for one in op.work] if op.work else [],
             reaches_gpu=id(op) in below,
         )
         for op, depth in step.dispatch()
@@ -103,12 +101,9 @@ def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
 
 
 def _times(chain: tuple[Call, ...], kind: str) -> dict[str, OpTimes]:
-    calls, total, own, reaches = Counter(), Counter(), Counter(), set()
+    found: dict[str, tuple] = {}
     for call in chain:
         if call.kind == kind:
-            calls[call.name] += 1
-            total[call.name] += call.us
-            own[call.name] += call.self_us
-            if call.reaches_gpu:
-                reaches.add(call.name)
-    return {name: OpTimes(calls[name], total[name], own[name], name in reaches) for name in calls}
+            calls, total, own, reaches = found.get(call.name, (0, 0, 0, False))
+            found[call.name] = calls + 1, total + call.us, own + call.self_us, reaches or call.reaches_gpu
+    return {name: OpTimes(*values) for name, values in found.items()}

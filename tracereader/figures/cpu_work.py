@@ -12,7 +12,7 @@ from tracereader.figures.sizes import MATMULS, Product, sizes_of_op
 from tracereader.trace import Op, Step, Trace, outermost
 from tracereader.trace.facts import Roofs, RunFacts
 from tracereader.trace.labels import COLLECTIVE, COMPILING, INDUCTORS_CALL, LOADER
-from tracereader.trace.types import dtype_of, tensors_of
+from tracereader.trace.types import dtype_of
 
 # If a rate exceeds the measured limit by this factor, the limit was not measured properly.
 MUCH_FASTER = 1.1
@@ -113,7 +113,7 @@ def _family(op: Op) -> str | None:
 
 
 def _measured(op: Op, step_start: int, layers: dict[int, str]) -> CpuWork:
-    first = next(iter(tensors_of(op.args)), None)
+    first = next(iter(op.inputs.tensors), None)
     given = first.type if first and first.item else ""  # only elements of known size
     shape, moved = sizes_of_op(op) if given else (None, None)  # a product of complex numbers has more FLOPs
     flops = shape.flops if shape else None

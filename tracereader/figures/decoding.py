@@ -15,7 +15,6 @@ from tracereader.figures.pace import pace
 from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts, RunFacts
-from tracereader.trace.types import dims_at, shapes_as_recorded, types_of
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
@@ -196,7 +195,7 @@ def _signature(work: Sequence[Work]) -> list:
     found = []
     for one, op in zip(work, asking_ops(work), strict=True):
         args = one.args
-        found.append((args.get("grid"), args.get("bytes"), shapes_as_recorded(op.args) if op is not None else None))
+        found.append((args.get("grid"), args.get("bytes"), op.inputs.recorded if op is not None else None))
     return found
 
 
@@ -235,7 +234,7 @@ def _cast(launching: Op) -> Op | None:
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":
-            types = types_of(op.args)
+            types = op.inputs.types
             if len(types) > 1 and types[0] == types[1]:
                 return None  # the copy changes the layout or the device, not the type
         elif op.name == "aten::to" and casts:
@@ -253,10 +252,10 @@ def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
             pending.append((op, work))
         elif pending and op.name in TAKES_WEIGHTS:
             of_input, of_weights = TAKES_WEIGHTS[op.name]
-            weights = [dims_at(op.args, place) for place in of_weights]
+            weights = [op.inputs.dims_at(place) for place in of_weights]
             # A tensor of the input's shape may be the input.
-            found += [cast for cast in pending if (dims := dims_at(cast[0].args, 0)) in weights
-                      and dims and dims != dims_at(op.args, of_input)]  # fmt: skip
+            found += [cast for cast in pending if (dims := cast[0].inputs.dims_at(0)) in weights
+                      and dims and dims != op.inputs.dims_at(of_input)]  # fmt: skip
             pending = []
     return found
 
@@ -264,7 +263,7 @@ def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
 def _cast_below(op: Op) -> list[Work]:
     """Return the work that an aten::to launches to convert its input; empty if it moves the input to another device."""
     copies = [copy for child in op.children if child.name == "aten::_to_copy" for copy in child.children]
-    types = [types_of(copy.args) for copy in copies if copy.name == "aten::copy_"]
+    types = [copy.inputs.types for copy in copies if copy.name == "aten::copy_"]
     if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
         return []
     return [one for one in _copies(op) if one.kind == "kernel"]
@@ -279,7 +278,7 @@ def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
     last, shape = products[-1]
     taken, kept = False, None
     for op in step.walk():
-        dims = dims_at(op.args, 0) if op.kind == "op" and op.start >= last.end else None
+        dims = op.inputs.dims_at(0) if op.kind == "op" and op.start >= last.end else None
         if not dims or dims[-1] != shape.n:
             continue
         rows = math.prod(dims[:-1])
@@ -337,12 +336,12 @@ def _copies(op: Op) -> list[Work]:
 
 def _adds_a_dimension(expand: Op) -> bool:
     """Return whether the op expands [batch, heads, 1, keys, size]. True without recorded shapes."""
-    dims = dims_at(expand.args, 0)
+    dims = expand.inputs.dims_at(0)
     return dims is None or (len(dims) == 5 and dims[2] == 1)
 
 
 def _second(op: Op, which: int = 0) -> int | None:
-    dims = dims_at(op.args, which)
+    dims = op.inputs.dims_at(which)
     return dims[1] if dims and len(dims) > 3 else None
 
 

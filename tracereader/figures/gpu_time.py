@@ -3,7 +3,8 @@
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 
 import msgspec
@@ -55,7 +56,7 @@ class FamilyTime(msgspec.Struct, frozen=True):
 class Parts:
     """A device's window in parts: compute, exposed communication, exposed copies and three kinds of idle time.
 
-    communication: all communication, exposed or not.
+    by_family: compute by family of kernel; see GpuTime. communication: all communication, exposed or not.
     """
 
     compute: Intervals
@@ -66,76 +67,82 @@ class Parts:
     launched: Intervals
     unknown: Intervals
     device: int | str = 0
+    by_family: dict[str, Intervals] = field(default_factory=dict)
 
-    @property
-    def busy(self) -> int:
-        return length(self.compute) + length(self.exposed_communication) + length(self.exposed_copy)
+    @cached_property
+    def _lengths(self) -> tuple[list[Lengths], dict[str, Lengths]]:
+        parts = (self.compute, self.exposed_communication, self.exposed_copy, self.not_launched, self.launched,
+                 self.unknown)  # fmt: skip
+        return [Lengths(one) for one in parts], {family: Lengths(some) for family, some in self.by_family.items()}
+
+    def between(self, start: int, end: int) -> GpuTime:
+        """Return the device's time between two stamps (ns) of the window."""
+        parts, families = self._lengths
+        compute, communication, copy, *idle = (one.between(start, end) for one in parts)
+        by_family = Counter({family: one.between(start, end) for family, one in families.items()})
+        return GpuTime(
+            busy_us=(compute + communication + copy) / 1e3,
+            compute_us=compute / 1e3,
+            compute_by_family={family: ns / 1e3 for family, ns in by_family.most_common() if ns},
+            exposed_communication_us=communication / 1e3,
+            exposed_copy_us=copy / 1e3,
+            idle_us=sum(idle) / 1e3,
+            idle_not_launched_us=idle[0] / 1e3,
+            idle_launched_us=idle[1] / 1e3,
+            idle_unknown_us=idle[2] / 1e3,
+        )
 
 
-def gpu_parts(work: Sequence[Work], start: int, end: int) -> Parts | None:
-    """Return the parts of the window between two stamps (ns) on the busiest device; None without work there."""
+def parts_by_device(work: Sequence[Work], start: int, end: int) -> list[Parts]:
+    """Return the parts of the window between two stamps (ns) of each device with work there. work: by start."""
     by_device = defaultdict(list)
     following: dict[int | str, Work] = {}
     for one in work:
         if one.start >= end:
-            if one.device not in following or one.start < following[one.device].start:
-                following[one.device] = one
+            following.setdefault(one.device, one)
         elif one.start + one.dur > start:
             by_device[one.device].append(one)
-    if not by_device:
-        return None
-    parts = (_of_device(some, start, end, following.get(device)) for device, some in by_device.items())
-    return max(parts, key=lambda one: one.busy)
+    return [_of_device(some, start, end, following.get(device)) for device, some in by_device.items()]
 
 
-def gpu_time(work: Sequence[Work], start: int, end: int) -> GpuTime | None:
-    """Return the time of the busiest device between two stamps (ns), by activity; None without work there."""
-    parts = gpu_parts(work, start, end)
-    if parts is None:
-        return None
-    idle = [length(some) for some in (parts.not_launched, parts.launched, parts.unknown)]
-    return GpuTime(
-        busy_us=parts.busy / 1e3,
-        compute_us=length(parts.compute) / 1e3,
-        compute_by_family=_compute_by_family(work, start, end, parts.device),
-        exposed_communication_us=length(parts.exposed_communication) / 1e3,
-        exposed_copy_us=length(parts.exposed_copy) / 1e3,
-        idle_us=sum(idle) / 1e3,
-        idle_not_launched_us=idle[0] / 1e3,
-        idle_launched_us=idle[1] / 1e3,
-        idle_unknown_us=idle[2] / 1e3,
+def busiest(parts: Sequence[Parts]) -> Parts | None:
+    """Return the parts of the busiest device; None without any."""
+    return max(
+        parts,
+        key=lambda one: length(one.compute) + length(one.exposed_communication) + length(one.exposed_copy),
+        default=None,
     )
 
 
-def _compute_by_family(work: Sequence[Work], start: int, end: int, device: object) -> dict[str, float]:
-    found: Counter = Counter()
-    reached = start
-    for one in sorted(work, key=_start):
-        if one.device == device and one.kind == "kernel" and not is_communication(one):
-            begin, stop = one.start, one.start + one.dur
-            if begin < reached:
-                begin = reached
-            if stop > end:
-                stop = end
-            if stop > begin:
-                found[says(one).family] += stop - begin
-                reached = stop
-    return {family: ns / 1e3 for family, ns in found.most_common()}
+def gpu_time(parts: Sequence[Parts], start: int, end: int) -> GpuTime | None:
+    """Return the busiest device's time between two stamps (ns) of the parts' window; None without parts."""
+    return max((one.between(start, end) for one in parts), key=lambda one: one.busy_us, default=None)
 
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
-    """Return the parts of one device's window. after: its first activity after the window."""
-    kinds = {"compute": [], "communication": [], "copy": []}
+    """Return the parts of one device's window. work: by start. after: its first activity after the window."""
+    compute, communication, copy = [], [], []
+    by_family: dict[str, Intervals] = defaultdict(list)
+    reached = start
     for one in work:
-        kind = "copy" if one.kind != "kernel" else "communication" if is_communication(one) else "compute"
         begin, stop = one.start, one.start + one.dur
-        kinds[kind].append((begin if begin > start else start, stop if stop < end else end))
-    compute, communication, copy = (union(some) for some in kinds.values())
+        span = (begin if begin > start else start, stop if stop < end else end)
+        if one.kind != "kernel":
+            copy.append(span)
+        elif (family := says(one).family) == "communication":
+            communication.append(span)
+        else:
+            compute.append(span)
+            begin, stop = span
+            if stop > begin and stop > reached:
+                by_family[family].append((begin if begin > reached else reached, stop))
+                reached = stop
+    compute, communication, copy = union(compute), union(communication), union(copy)
     not_copy = union([*compute, *communication]) if communication else compute
     idle = {"not_launched": [], "launched": [], "unknown": []}
-    starts = iter([*sorted(work, key=_start), *([] if after is None else [after])])
+    starts = iter(work if after is None else [*work, after])
     following = next(starts, None)
-    for left, right in gaps(union([*not_copy, *copy]), start, end):
+    for left, right in gaps(union([*not_copy, *copy]) if copy else not_copy, start, end):
         while following is not None and following.start < right:
             following = next(starts, None)
         if following is not None and following.launch is None:
@@ -148,9 +155,10 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
             idle["launched"].append((returned, right))
     return Parts(
         compute=compute,
+        by_family=dict(by_family),
         communication=communication,
-        exposed_communication=minus(communication, compute),
-        exposed_copy=minus(copy, not_copy),
+        exposed_communication=minus(communication, compute) if communication else [],
+        exposed_copy=minus(copy, not_copy) if copy else [],
         device=work[0].device,
         **idle,
     )
@@ -308,16 +316,23 @@ def cut_up(
         ops, at, end, name = pending.pop()
         for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
             op = ops[index]
-            if op.start >= end:
+            begin, stop = op.start, op.start + op.dur
+            if begin >= end:
                 break
-            if op.end <= at:
+            if stop <= at:
                 continue
-            if op.start > at:
-                idle[name] += op.start - at
+            if begin > at:
+                idle[name] += begin - at
                 if name == outside and between is not None:
-                    between.append((at, op.start))
-            stop = min(op.end, end)
-            pending.append((op.children, max(op.start, at), stop, name if op.kind == "label" else op.name))
+                    between.append((at, begin))
+                at = begin
+            if stop > end:
+                stop = end
+            inside = name if op.kind == "label" else op.name
+            if op.children or inside == outside:
+                pending.append((op.children, at, stop, inside))
+            else:
+                idle[inside] += stop - at
             at = stop
         if end > at:
             idle[name] += end - at

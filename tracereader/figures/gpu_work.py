@@ -222,20 +222,25 @@ def _overlapping(work: Sequence[Work]) -> set[int]:
 
 def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
     """Yield each activity with its name and its number among those of that name, which identify it across steps."""
-    seen = Counter()
+    seen: dict[str, int] = {}
     for one in work:
-        yield (one.name, seen[one.name]), one
-        seen[one.name] += 1
+        name = one.name
+        nth = seen.get(name, 0)
+        seen[name] = nth + 1
+        yield (name, nth), one
 
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """Return the work of all steps by name, the costliest first."""
-    times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
+    times, alike = defaultdict(list), defaultdict(int)
     for step in trace.steps:
         for one, op in zip(step.work, asking_ops(step.work), strict=True):
             times[one.name].append(one.dur)
-            by_family[one.name][families.says(one).family] += one.dur
-            by_op[one.name][_asking(one, op)] += one.dur
+            alike[one.name, families.says(one).family, _asking(one, op)] += one.dur
+    by_family, by_op = defaultdict(Counter), defaultdict(Counter)
+    for (name, family, op), ns in alike.items():
+        by_family[name][family] += ns
+        by_op[name][op] += ns
     total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
@@ -267,13 +272,18 @@ def asking_ops(work: Sequence[Work]) -> list[Op | None]:
     found: dict[int, Op | None] = {}  # by a call's id, so that each path upwards is followed once
     asking = []
     for one in work:
-        way, op = [], one.asked
-        while op is not None and op.kind == "runtime" and id(op) not in found:
-            way.append(op)
+        op = one.launch if one.recorded is None else one.asked
+        way = []
+        while op is not None and op.kind == "runtime":
+            key = id(op)
+            if key in found:
+                op = found[key]
+                break
+            way.append(key)
             op = op.parent
-        answer = found[id(op)] if op is not None and op.kind == "runtime" else op
-        found.update((id(passed), answer) for passed in way)
-        asking.append(answer)
+        for key in way:
+            found[key] = op
+        asking.append(op)
     return asking
 
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from tracereader.figures.moved import INPUTS
 from tracereader.trace import Step
-from tracereader.trace.types import Tensor, dtype_of, shapes_as_recorded, tensors_of, types_of
+from tracereader.trace.types import Inputs, Tensor, dtype_of
 
 # The number of tensors that an op reads. Compiled code calls ops with out=, and the tensor after these is the one that
 # the op writes.
@@ -15,22 +15,21 @@ READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbm
 def inputs_of(step: Step) -> dict[str, dict[str, int]]:
     """Return the number of calls by op and by description of the inputs. Only calls with recorded tensors count."""
     found = defaultdict(Counter)
-    known: dict[tuple, str] = {}  # most ops of a step repeat the inputs of another one
+    known: dict[tuple[str, Inputs], str] = {}  # most ops of a step repeat the inputs of another one
     for op in step.walk():
         if op.kind != "op":
             continue
-        args = op.args
-        key = op.name, str(shapes_as_recorded(args)), str(types_of(args))
+        key = op.name, op.inputs
         if (words := known.get(key)) is None:
-            words = known[key] = _words(op.name, args)
+            words = known[key] = _words(*key)
         if words:
             found[op.name][words] += 1
     return {name: dict(calls) for name, calls in found.items()}
 
 
-def _words(op: str, args: dict) -> str:
+def _words(op: str, inputs: Inputs) -> str:
     """Return the description of the tensors that an op reads, for example "fp32 [8, 64] [64, 64]"."""
-    read = [one for one in tensors_of(args)[: READ.get(op)] if one.type]
+    read = [one for one in inputs.tensors[: READ.get(op)] if one.type]
     by_type = groupby(read, key=_type)
     return ", ".join(f"{name} {' '.join(str(one.shape) for one in some)}" for name, some in by_type)
 

@@ -8,17 +8,14 @@ import ast
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
-from tracereader.trace import Op
-from tracereader.trace.kernel_names import KernelName
 from tracereader.trace.types import (
     BYTES_BY_CODE,
+    Inputs,
     Tensor,
-    concrete_of,
     dtype_of,
-    inputs_of,
     is_shape,
-    shapes_as_recorded,
 )
 
 FLOATS = ("c10::BFloat16", "c10::Half", "float", "double")
@@ -69,14 +66,12 @@ REDUCES = {
 }  # fmt: skip
 
 
-def moved(op: Op, kernel: str, says: KernelName) -> int | None:
+@lru_cache(4096)  # a trace has many calls of an op with the same inputs
+def moved(name: str, recorded: Inputs, kernel: str) -> int | None:
     """Return the bytes that the only kernel of an op has to move; None if the record does not show them."""
-    args = op.args
-    inputs = inputs_of(args)
-    tensors = [one for one in inputs if one is not None]
-    name = op.name
+    inputs, tensors = recorded.by_position, recorded.tensors
     if name == "aten::cat":
-        return _cat(args, kernel, says)
+        return _cat(recorded.recorded, kernel)
     if not tensors or any(one.item is None for one in tensors):
         return None
     if name == kernel:  # Inductor's own row lists its outputs among its inputs
@@ -85,7 +80,7 @@ def moved(op: Op, kernel: str, says: KernelName) -> int | None:
         return sum(one.bytes for one in tensors) if len(tensors) == 2 else None  # a broadcast source is read once
     if name in ("aten::fill_", "aten::zero_"):
         return inputs[0].bytes if inputs[0] else None
-    concrete = concrete_of(args)
+    concrete = recorded.concrete
     for names, find in (
         (("aten::_softmax", "aten::_log_softmax"), _softmax),
         (("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"), _softmax_backward),
@@ -230,9 +225,8 @@ def _numbers(said: str | None, when_empty: list[int] | None = None) -> list[int]
     return found if isinstance(found, list) else [found]
 
 
-def _cat(args: dict, kernel: str, says: KernelName) -> int | None:
+def _cat(dims: list, kernel: str) -> int | None:
     """Return the bytes that a cat has to move: the record has the shapes, and the kernel's name gives the type."""
-    dims = shapes_as_recorded(args)
     shapes = dims[0] if dims and isinstance(dims[0], list) else []
     if not shapes or not all(one and is_shape(one) for one in shapes):
         return None

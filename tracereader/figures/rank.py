@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from tracereader.figures.gpu_time import Parts, gpu_parts, is_communication, launched_by
+from tracereader.figures.gpu_time import Parts, busiest, is_communication, launched_by, parts_by_device
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
 from tracereader.figures.pace import window
 from tracereader.figures.places import phases
@@ -23,7 +23,7 @@ from tracereader.figures.steps import typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
-from tracereader.trace.types import dims_at, dtype_of, shapes_as_recorded, types_of
+from tracereader.trace.types import Inputs, dtype_of
 
 # torch's names of a send and of a receive.
 SEND, RECEIVE = re.compile(r"i?send"), re.compile(r"i?recv")
@@ -162,7 +162,8 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
     usual = typical(trace)
     steps, start, end = window(trace, usual)
     zero = trace.base_ns + trace.zero_us * 1000
-    parts = gpu_parts(trace.work, start, end)
+    by_device = parts_by_device(trace.work, start, end)
+    parts = busiest(by_device)
     on_gpu = parts is not None
     if parts is None:
         parts = _cpu_parts(steps, start, end)
@@ -204,7 +205,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         lane=_lane(stretches, step, zero, parts.compute, starts),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
-        regime=regime_of(trace, usual, usual) if on_gpu else None,
+        regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
     )
 
 
@@ -516,7 +517,7 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
             if kind is None or not known or (pair is None and kind == "send"):
                 yield None
                 continue
-            called = calls.call(group, kind, _bytes_on_cpu(kind, op.args, rank.world_size), step.name, pair)
+            called = calls.call(group, kind, _bytes_on_cpu(kind, op.inputs, rank.world_size), step.name, pair)
             yield Part(called, None, zero + start, zero + op.end)
 
 
@@ -530,8 +531,8 @@ def _peer_on_cpu(asked: Op) -> int | None:
 
     The inputs are the tensors, the group, the peer and the tag.
     """
-    inputs = asked.args.get("Concrete Inputs")
-    told = inputs[2] if isinstance(inputs, list) and len(inputs) == 4 else None
+    inputs = asked.inputs.concrete
+    told = inputs[2] if len(inputs) == 4 else None
     return int(told) if isinstance(told, str) and re.fullmatch(r"\d{1,9}", told) else None
 
 
@@ -558,10 +559,10 @@ def _bytes(kind: str, args: dict) -> int | None:
     return dtype.bytes * (counts[1] if kind == "all-gather" else max(counts) if kind == "broadcast" else counts[0])
 
 
-def _bytes_on_cpu(kind: str, args: dict, size: int) -> int | None:
-    if len(shapes_as_recorded(args)) != 1 or len(types_of(args)) != 1:
+def _bytes_on_cpu(kind: str, inputs: Inputs, size: int) -> int | None:
+    if len(inputs.recorded) != 1 or len(inputs.types) != 1:
         return None
-    dims, dtype = dims_at(args, 0), dtype_of(types_of(args)[0])
+    dims, dtype = inputs.dims_at(0), dtype_of(inputs.types[0])
     if dims is None or dtype is None or not 0 < (count := math.prod(dims)) < 2**50:
         return None
     return dtype.bytes * count * (size if kind == "all-gather" else 1)

@@ -7,7 +7,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.captures import Captures, captures
-from tracereader.figures.gpu_time import GpuTime, gpu_time
+from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import nearest_roofs
 from tracereader.figures.pace import on_busiest_stream, window
 from tracereader.figures.steps import launches, stands_out
@@ -43,12 +43,17 @@ class Regime(msgspec.Struct, frozen=True):
     after_first: bool
 
 
-def regime_of(trace: Trace, usual: Step, step: Step) -> Regime:
-    """Return the regime of a trace. usual: the typical step. step: the step to report."""
+def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts]) -> Regime:
+    """Return the regime of a trace.
+
+    usual: the typical step. step: the step to report. parts: the GPU's time by device in the window of the steps.
+    """
     counted, start, end = window(trace, usual)
     wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
     begin, stop = _steady(counted[wide_start:]) or (_own_start(trace, counted[wide_start]), end)
-    steady, us = gpu_time(trace.work, begin, stop) or gpu_time(trace.work, start, end), (stop - begin) / 1e3
+    steady, us = gpu_time(parts, begin, stop), (stop - begin) / 1e3
+    if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
+        steady = gpu_time(parts, start, end)
     return Regime(_waits_for(trace, steady, us, step), steady, us, wide_start)
 
 

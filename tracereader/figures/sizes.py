@@ -12,7 +12,7 @@ from tracereader.figures.moved import moved, pointwise_bytes
 from tracereader.trace import Op, Work, families, kernel_names
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
-from tracereader.trace.types import Dtype, concrete_of, dtype_of, inputs_of, tensors_of, types_of
+from tracereader.trace.types import Dtype, dtype_of
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 
@@ -53,20 +53,20 @@ def sizes_of(
     if op is None:
         return None, None, ""
     if says.family not in ("GEMM", "attention", "convolution"):
-        return None, moved(op, work.name, says) if _only_kernel(work, op) else None, ""
-    asked = op.args
-    shapes, first = [one.shape for one in tensors_of(asked)], dtype_of(next(iter(types_of(asked)), None))
+        return None, moved(op.name, op.inputs, work.name) if _only_kernel(work, op) else None, ""
+    asked = op.inputs
+    shapes, first = asked.dims, dtype_of(next(iter(asked.types), None))
     item = first.bytes if first and first.is_plain else None
     found, types = None, _two_byte_type(first)
     if says.family == "GEMM":
         found = product(op.name, shapes) if says.multiplies else None
     elif says.family == "convolution":
         if _convolves(work) and _alone(work, op, says):
-            found = convolution(op.name, shapes, concrete_of(op.args))
+            found = convolution(op.name, shapes, asked.concrete)
     elif says.parts.get("does", "forward") != "forward":
         pass  # a kernel that combines parts, or backward, which has other FLOPs
     elif shapes:
-        found = None if not _alone(work, op, says) else attention(op.name, op.args, shapes, says, facts.attention)
+        found = None if not _alone(work, op, says) else attention(op.name, asked, says, facts.attention)
     elif found := stored(facts.attention, says):
         types = _two_byte_type(dtype_of(facts.dtype))
         item = 2 if types else None
@@ -124,13 +124,12 @@ def product(op: str, dims: list[list[int]]) -> Product | None:
 
 def sizes_of_op(op: Op) -> tuple[Product | Attention | None, int | None]:
     """Return the sizes of a product or of attention, or the bytes that a pointwise op moves, by recorded shapes."""
-    tensors = tensors_of(op.args)
-    shapes = [one.shape for one in tensors]
+    asked = op.inputs
     if op.name in MATMULS:
-        return product(op.name, shapes), None
+        return product(op.name, asked.dims), None
     if op.name in ATTENTION:
-        return attention(op.name, op.args, shapes, kernel_names.decode(""), None), None
-    return None, pointwise_bytes(op.name, inputs_of(op.args))
+        return attention(op.name, asked, kernel_names.decode(""), None), None
+    return None, pointwise_bytes(op.name, asked.by_position)
 
 
 def count_of(value: object) -> int | None:

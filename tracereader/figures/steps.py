@@ -1,7 +1,6 @@
 """Each recorded step, measured on CPU and GPU, and the extra work of a long step."""
 
 import bisect
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -157,8 +156,10 @@ def label_of(step: Step) -> Op | None:
 
 def self_us(op: Op) -> float:
     """Return the self time (µs) of a call. A child that ends after the call counts only up to the call's end."""
+    if not op.children:
+        return op.dur / 1e3
     own = op.dur - sum([child.dur for child in op.children])
-    if op.children and op.children[-1].end > op.end:
+    if op.children[-1].end > op.end:
         own += sum(max(0, child.end - op.end) for child in op.children)
     return max(0, own) / 1e3
 
@@ -184,14 +185,13 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     """Return the measurements of every step, compared with the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
-    usual_self = _self_by_name(usual)
     when_busy = _busy_by_device(trace.work)
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median([us for us in busy if us] or [0.0])
     facts = []
-    before = None
+    before = usual_self = None
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
         has_launch = [one for one in step.work if one.launch is not None]
         first = min(has_launch, key=lambda one: one.launch.start, default=None)
@@ -199,6 +199,8 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
         start, end = spanned(step.work) if step.work else (0, 0)
+        if wide and usual_self is None:
+            usual_self = _self_by_name(usual)
         slow_on_gpu = len(trace.steps) > 2 and 0 < GPU_STANDS_OUT * usual_busy <= gpu_us
         facts.append(
             StepFacts(
@@ -277,7 +279,7 @@ def _calls(step: Step, shapes: bool) -> Counter:
     ops = [op for op in step.walk() if op.kind == "op"]
     if not shapes:
         return Counter(op.name for op in ops)
-    return Counter((op.name, json.dumps(op.args.get("Input Dims"))) for op in ops)
+    return Counter((op.name, str(op.inputs.recorded)) for op in ops)
 
 
 def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:

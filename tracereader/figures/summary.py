@@ -21,7 +21,7 @@ from tracereader.figures.decoding import (
     unneeded,
     weight_reads,
 )
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in, parts_by_device
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
@@ -35,7 +35,7 @@ from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
-from tracereader.trace import Step, Trace
+from tracereader.trace import Step, Trace, Work
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -183,14 +183,14 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     facts = step_facts(trace, usual)
     counted, start, end = window(trace, usual)
     left_out = len(trace.steps) - len(counted)
-    gpu = gpu_time(trace.work, start, end)
+    parts = parts_by_device(trace.work, start, end)
     layers = layer_names(trace, step)
     waits_in, waits_in_python = idle_in(trace, step)
     measured = tuple(
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
-    regime = regime_of(trace, usual, step)
+    regime = regime_of(trace, usual, step, parts)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     caught = captures(step.roots)
     return Summary(
@@ -204,7 +204,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         window_us=(end - start) / 1e3,
         recorded_step_us=recorded_step_us(trace, usual),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
-        gpu=gpu,
+        gpu=gpu_time(parts, start, end),
         steady=regime.steady,
         steady_us=regime.steady_us,
         after_first=regime.after_first,
@@ -214,7 +214,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),
-        step_gpu=gpu_time(step.work, *spanned(step.work)) if step.work else None,
+        step_gpu=_alone(step.work) if step.work else None,
         idle_in=waits_in,
         first_wait_us=_first_wait_us(trace, start),
         idle_python=waits_in_python,
@@ -233,6 +233,12 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         counters=counters(trace, step, measured),
         inside=inside(trace),
     )
+
+
+def _alone(work: Sequence[Work]) -> GpuTime | None:
+    """Return the time of some work alone, from its first start to its last end. None if it takes no time."""
+    start, end = spanned(work)
+    return gpu_time(parts_by_device(work, start, end), start, end)
 
 
 def _first_wait_us(trace: Trace, start: int) -> float | None:

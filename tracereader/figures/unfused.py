@@ -10,7 +10,6 @@ from tracereader.figures.sizes import MATMULS, product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
-from tracereader.trace.types import dims_of, shapes_as_recorded, tensors_of
 
 BATCHED, SOFTMAX = ("aten::bmm", "aten::baddbmm"), "aten::_softmax"
 # Families that may lie between the two products: scale, mask, cast, dropout, the softmax itself, and copies.
@@ -117,12 +116,12 @@ def _may_attend(first: Op, softmax: Op | None, last: Op) -> bool:
     The second product takes the first one's result (queries x keys) and gives the queries' size; the softmax has as
     many elements as the scores.
     """
-    scores, result = product(first.name, dims_of(first.args)), product(last.name, dims_of(last.args))
+    scores, result = product(first.name, first.inputs.dims), product(last.name, last.inputs.dims)
     if scores is None or result is None:
         return True
     rows = scores.batch * scores.m
     # In compiled code the softmax is one of a kernel's ops, and its shape is not recorded.
-    of = dims_of(softmax.args)[:1] if softmax is not None and softmax.name == SOFTMAX else []
+    of = softmax.inputs.dims[:1] if softmax is not None and softmax.name == SOFTMAX else []
     # A learned sink (gpt-oss) adds one key, for the softmax only.
     if of and math.prod(of[0]) not in (rows * scores.n, rows * (scores.n + 1)):
         return False
@@ -144,7 +143,7 @@ def _product_beside(track: Sequence[tuple[Work, Op | None]], softmax: int, way: 
 
 
 def _scores(first: Op, last: Op, between: Sequence[tuple[Work, Op | None]]) -> Scores | None:
-    into, out_of = tensors_of(first.args), tensors_of(last.args)
+    into, out_of = first.inputs.tensors, last.inputs.tensors
     scores = product(first.name, [one.shape for one in into])
     result = product(last.name, [one.shape for one in out_of])
     if not (scores and result and into[0].item and out_of[0].item):
@@ -172,7 +171,7 @@ def _given(product: Op) -> int | None:
     Its math backend casts two bytes to four before it multiplies, and writes shared keys out for each head.
     """
     asked = next((op for op in product.above() if op.name == SDPA), None)
-    given = tensors_of(asked.args)[:3] if asked is not None else []
+    given = asked.inputs.tensors[:3] if asked is not None else []
     if len(given) < 3 or any(one.item is None for one in given):
         return None
     query, _, value = given
@@ -182,13 +181,13 @@ def _given(product: Op) -> int | None:
 
 def _passes(op: Op, kernel: str, elements: int) -> tuple[list[int], list[int]]:
     """Return the bytes per element of each tensor of the scores' size that the op reads, and of each that it writes."""
-    items = [one.item for one in tensors_of(op.args) if one.stored == elements and one.item]
+    items = [one.item for one in op.inputs.tensors if one.stored == elements and one.item]
     name = op.name.removeprefix("aten::")
     if not items:
         return [], []
     if name == "copy_":
         return items[1:], items[:1]  # the source comes second
-    if len(shapes_as_recorded(op.args)) > ARGUMENTS.get(name, math.inf):
+    if len(op.inputs.recorded) > ARGUMENTS.get(name, math.inf):
         return items[:-1], items[-1:]
     if op.name == kernel:  # Inductor's row lists its output among its inputs, unless it works in place
         return (items[:-1], items[-1:]) if len(items) > 1 else (items, items)

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median_high
+from typing import TypeVar
 
 from tracereader.figures.avoidable import cloned_inputs, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
@@ -14,10 +15,9 @@ from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import BANDWIDTH
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
-from tracereader.trace import Op
 from tracereader.trace.labels import COMPILING, LOOKUP
-from tracereader.trace.types import dims_at
 
+T = TypeVar("T")
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = {
     runtime + what
@@ -47,8 +47,9 @@ def allocator(case: Case) -> Proposal | None:
     )
 
 
-def _of_typical(case: Case, by_step: Sequence[list[Op]]) -> list[Op]:
-    return by_step[case.summary.typical_index]
+def _of_typical(case: Case, by_step: Sequence[T]) -> T:
+    """Return the value of the typical step. by_step: one value for each replayed step."""
+    return by_step[case.steps.index(case.step)]
 
 
 def recompile(case: Case) -> Proposal | None:
@@ -73,7 +74,7 @@ def in_place(case: Case) -> Proposal | None:
     if not case.has("aten::clone".__eq__):
         return None
     clones = [cloned_inputs(step) for step in case.steps]
-    typical = clones[case.summary.typical_index]
+    typical = _of_typical(case, clones)
     if not typical:
         return None
     count = sum(map(len, typical.values()))
@@ -91,7 +92,7 @@ def mask_once(case: Case) -> Proposal | None:
         return None
     made = [[op for group in triangles(step, in_sdpa=False) for op in group] for step in case.steps]
     typical = _of_typical(case, made)
-    if len(made) < 2 or not all(made):
+    if len(made) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
         return None
     return Proposal(
         without_ops(case.graph, [op for some in made for op in some]),
@@ -105,7 +106,7 @@ def shared_keys(case: Case) -> Proposal | None:
     if case.summary.llm.unneeded.expanded is None:
         return None
     found = [expanded(step) for step in case.steps]
-    typical = found[case.summary.typical_index]
+    typical = _of_typical(case, found)
     copies = [work for _, some in typical for work in some]
     if typical:
         graph = without_ops(case.graph, [op for some in found for op, _ in some])
@@ -128,7 +129,7 @@ def cast_weights(case: Case) -> Proposal | None:
     if case.trains or case.summary.llm.unneeded.weight_casts is None:
         return None
     casts = [weight_casts(step) for step in case.steps]
-    typical = casts[case.summary.typical_index]
+    typical = _of_typical(case, casts)
     if not typical:
         return None
     gpu_us = sum(work.us for _, some in typical for work in some)
@@ -150,7 +151,7 @@ def last_logits(case: Case) -> Proposal | None:
         of_logits = one is head or (
             op is not None
             and op.name in CASTS
-            and (dims := dims_at(op.args, 0))
+            and (dims := op.inputs.dims_at(0))
             and math.prod(dims) == shape.m * shape.n
         )
         if of_logits:
@@ -221,7 +222,7 @@ def skip_guards(case: Case) -> Proposal | None:
         return None
     lookups = [[op for op in step.walk() if op.name.startswith(LOOKUP)] for step in case.steps]
     typical = _of_typical(case, lookups)
-    if not all(lookups) or any(compilations(step) for step in case.steps):
+    if not all(lookups) or any(compilations(step) for step in case.trace.steps):
         return None
     each = [sum(op.us for op in some) for some in lookups]
     # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.

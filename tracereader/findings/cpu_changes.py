@@ -54,7 +54,7 @@ ONE_CALL_US = 50
 
 
 def _waits(case: Case) -> list[Op]:
-    """Return the calls of all steps that wait for the GPU, without the profiler's own synchronization at its end."""
+    """Return the calls of the replayed steps that wait for the GPU, without the profiler's own synchronization."""
     last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
     found = (op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op))
     return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
@@ -70,7 +70,7 @@ def cuda_graph(case: Case) -> Proposal | None:
         or len({work.device for work in case.step.work}) > 1
     ):
         return None
-    if waits := [op for step in case.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
+    if waits := [op for step in case.trace.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
         return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains or single else _small_graph(case)

@@ -26,7 +26,7 @@ from tracereader.replay import (
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
-from tracereader.trace.types import dims_of, dtype_of, tensors_of
+from tracereader.trace.types import dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
 # TF32, convolutions about 30% in TF32, pointwise kernels 80 to 92% of the memory bandwidth. The attention kernels of
@@ -159,14 +159,14 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
 
 def _type_of(op: Op) -> str:
     """Return the element type of an op's first tensor; "" if it was not recorded."""
-    given = [dtype for tensor in tensors_of(op.args) if (dtype := dtype_of(tensor.type))]
+    given = [dtype for tensor in op.inputs.tensors if (dtype := dtype_of(tensor.type))]
     return given[0].name if given else ""
 
 
 def _elements(entry: Entry) -> object:
     """Return the number of elements of the op's largest input; without shapes, the kernel's grid and block instead."""
     _, one, op = entry
-    shapes = dims_of(op.args) if op is not None else []
+    shapes = op.inputs.dims if op is not None else []
     return max(map(math.prod, shapes)) if shapes else (tuple(one.grid or ()), tuple(one.block or ()))
 
 
@@ -289,7 +289,7 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
         product = one.product
         sides = (product.m * product.n, product.m * product.k, product.k * product.n)
         return any(product.batch * side in scores for side in sides)
-    return one.family in FUSABLE and any(math.prod(shape) in scores for shape in dims_of(op.args))
+    return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
 
 
 def tensor_cores(case: Case) -> Proposal | None:
@@ -502,7 +502,7 @@ def _changes_layout(op: Op) -> str:
     if op.name != "aten::copy_":
         return ""
     above = [one.name for one in op.above() if one.kind == "op"]
-    if len(set(tensor.type for tensor in tensors_of(op.args))) > 1 or "aten::clone" not in above:
+    if len(set(tensor.type for tensor in op.inputs.tensors)) > 1 or "aten::clone" not in above:
         return ""
     return next((name for name in above if name in LAYOUT_OPS), "")
 

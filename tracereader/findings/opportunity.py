@@ -159,7 +159,8 @@ class Case:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        return self.trace.steps
+        """Return the replayed steps, which are all of a short trace. The typical one is among them."""
+        return self.graph.trace.steps
 
     @cached_property
     def step(self) -> Step:

@@ -40,7 +40,7 @@ import bisect
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from statistics import median_low
@@ -57,6 +57,8 @@ LATENCY_NS, GAP_NS = 7_000, 1_200
 ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
+# Of a trace with more activities than this, only the steps around one are replayed, and at least so many.
+REPLAYED, REPLAYED_STEPS = 5_000, 3
 # The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.
@@ -108,7 +110,7 @@ class StepNodes:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """All recorded steps. Nodes are numbered in the order of their recorded starts; times are whole ns.
+    """The replayed steps. Nodes are numbered in the order of their recorded starts; times are whole ns.
 
     A change returns another Graph (dataclasses.replace) and copies only the arrays that it edits. before, via and
     wait hold nodes of a lower number, or NOBODY. A node without dependencies starts at its recorded time.
@@ -129,8 +131,8 @@ class Graph:
     returns: dict[int, int]  # id(Op) of a call that waits -> the node of its return
     latency_ns: int  # the trace's typical launch latency
     gap_ns: int  # the trace's typical gap between two activities of a stream
-    recorded_us: float
-    trace: Trace = field(repr=False)
+    recorded_us: float  # over all recorded steps
+    trace: Trace = field(repr=False)  # with the replayed steps only
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
 
     def times(self) -> tuple[list[int], list[int]]:
@@ -172,8 +174,12 @@ def _pace_us(
     return max(on_cpu, pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
 
 
-def graph_of(trace: Trace) -> Graph | Refused:
-    """Return the graph of all recorded steps, or a Refused with the reason why there is none."""
+def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
+    """Return the graph of the recorded steps, or a Refused with the reason why there is none.
+
+    around: of a long trace, replay only the steps around this one. They are replayed if they reproduce the recorded
+    step; otherwise, or for None, all steps are.
+    """
     launched = sum(one.launch is not None for one in trace.work)
     if not any(step.work for step in trace.steps):
         return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
@@ -181,11 +187,33 @@ def graph_of(trace: Trace) -> Graph | Refused:
         return Refused(Reason.NO_LAUNCHES)
     if any(step.work and not step.roots for step in trace.steps):
         return Refused(Reason.NO_CPU_SLICES)
-    graph = _Builder(trace).built()
-    if graph.recorded_us <= 0:
+    recorded_us = recorded_step_us(trace, typical(trace))
+    if recorded_us <= 0:
         return Refused(Reason.NO_TIME)
-    off = graph.step_us() / graph.recorded_us
-    return graph if abs(off - 1) <= TOLERANCE else Refused(Reason.NOT_REPRODUCED, off)
+    part = _steps_around(trace, around) if around is not None else trace
+    for replayed in (part, trace) if part is not trace else (trace,):
+        graph = _Builder(replayed, recorded_us).built()
+        off = graph.step_us() / recorded_us
+        if abs(off - 1) <= TOLERANCE:
+            return graph
+    return Refused(Reason.NOT_REPRODUCED, off)
+
+
+def _steps_around(trace: Trace, step: Step) -> Trace:
+    """Return the trace with only the steps around one that have about REPLAYED activities together.
+
+    Activities of earlier steps that still run when the first of these steps starts are kept without their launches.
+    """
+    count = max(REPLAYED_STEPS, REPLAYED * len(trace.steps) // max(1, len(trace.work)))
+    if count >= len(trace.steps):
+        return trace
+    first = min(max(0, trace.steps.index(step) - count // 2), len(trace.steps) - count)
+    steps = trace.steps[first : first + count]
+    start, end = steps[0].start, steps[-1].end
+    work = (one for one in trace.work if one.end > start and (one.launch or one).start < end)
+    return replace(
+        trace, steps=steps, work=tuple(work), outside=tuple(op for op in trace.outside if start <= op.start < end)
+    )
 
 
 def is_wait(call: Op) -> bool:
@@ -204,8 +232,8 @@ def is_wait(call: Op) -> bool:
 class _Builder:
     """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 
-    def __init__(self, trace: Trace):
-        self.trace = trace
+    def __init__(self, trace: Trace, recorded_us: float):
+        self.trace, self.recorded_us = trace, recorded_us
         self.columns = {name: array("q") for name in COLUMNS}
         self.appends = [column.append for column in self.columns.values()]
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
@@ -316,21 +344,21 @@ class _Builder:
         for one in self.trace.work:
             recent = latest.setdefault(one.track, [])
             before = recent[-1] if recent else None
-            start = one.start
-            node = self.activity[id(one)] = self._add(
-                start, one.dur, self.activity[id(before)] if before is not None else NOBODY
-            )
-            self.streams[one.track].append(node)
+            start, on_stream = one.start, self.streams[one.track]
+            node = self.activity[id(one)] = self._add(start, one.dur, on_stream[-1] if on_stream else NOBODY)
+            on_stream.append(node)
             allowed = []  # (the end of a dependency, the column of its lag, the lag)
             if before is not None:
-                lag[node] = min(one.start - before.end, self.gap_ns)
-                allowed.append((before.end, "lag", lag[node]))
+                end = before.start + before.dur
+                least = lag[node] = min(start - end, self.gap_ns)
+                allowed.append((end, "lag", least))
             launch = self.launched_at.get(id(one.launch), NOBODY)
             if launch >= 0:
-                latency = min(one.start - at[launch], self.latency_ns)
+                called = at[launch]
+                latency = min(start - called, self.latency_ns)
                 self._tie(node, "via", launch, latency)
                 order[node] = max(order[node], order[launch])
-                allowed.append((at[launch], "delay", latency))
+                allowed.append((called, "delay", latency))
             is_late = bool(allowed) and all(start > time + least for time, _, least in allowed)
             other = self._awaited(one, latest, before, is_late)
             if other is not None:
@@ -340,7 +368,7 @@ class _Builder:
                 allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
             if is_late:
                 # It waited for the dependency that ended last, and the lag is the recorded one.
-                time, column, _ = max(allowed, key=lambda one: one[0])
+                time, column, _ = max(allowed, key=_first)
                 returned = one.launch.end if one.launch is not None else one.start  # launched before the recording
                 if one.start - max(time, returned) <= EXPLAINED_NS:
                     self.columns[column][node] = one.start - time
@@ -425,7 +453,7 @@ class _Builder:
             returns={key: number[node] for key, (_, node) in self.calls.items()},
             latency_ns=self.latency_ns,
             gap_ns=self.gap_ns,
-            recorded_us=recorded_step_us(self.trace, typical(self.trace)),
+            recorded_us=self.recorded_us,
             trace=self.trace,
         )
 
@@ -494,6 +522,10 @@ class _Recorded:
         if stream is not None and stream >= 0 and one.track[1] != stream:
             return False
         return sync.kind != EVENT or sync.record is None or _launched_before(one, sync.record)
+
+
+def _first(row: tuple) -> int:
+    return row[0]
 
 
 def _called(sync: Sync) -> int:

@@ -246,7 +246,7 @@ def _described(recording: _Recording, calls: Sequence[Op]) -> str:
     told = []
     for call in calls:
         op = _op_of(call)
-        shapes = op.args.get("Input Dims") if op else None
+        shapes = op.inputs.recorded if op else None
         modules = innermost(recording.trace.modules.get(call.track, ()), call.start)
         told.append((op.name if op else None, shapes, [module.name for module in modules]))
     return json.dumps(told)

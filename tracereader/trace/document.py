@@ -249,7 +249,7 @@ def _unpacked(path: Path, limit: int) -> bytes:
         if not packed:
             if size > limit:
                 raise too_long
-            return file.read()
+            return file.read(size or -1)  # without a size, what was read before is copied
         unzipped = gzip.GzipFile(fileobj=file)
         free = free_memory()
         if free is not None and limit > free:

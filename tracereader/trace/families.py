@@ -89,7 +89,11 @@ def _of_a_library(name: KernelName, work: Work) -> tuple[str, str] | None:
 
 def _ops_around(work: Work) -> Iterator[str]:
     """The names of the ops that asked for it, innermost first."""
-    return (above.name for above in work.asked.above() if above.kind == "op")
+    above = work.asked.parent
+    while above is not None:
+        if above.kind == "op":
+            yield above.name
+        above = above.parent
 
 
 @functools.lru_cache(maxsize=100_000)

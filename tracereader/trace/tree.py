@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
+from tracereader.trace.types import Inputs, inputs_of
 
 # What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
 KINDS = {
@@ -89,6 +90,11 @@ class Op(_Slice, eq=False):
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
     work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
+
+    @property
+    def inputs(self) -> Inputs:
+        """Return what torch recorded of the inputs, which is read faster than all arguments."""
+        return inputs_of(self.raw)
 
     def walk(self) -> Iterator["Op"]:
         """Yield this op and all below it, in the order of their starts."""
@@ -268,7 +274,8 @@ class Step:
         while stack:
             op, depth = stack.pop()
             yield op, depth
-            stack.extend((child, depth + 1) for child in reversed(op.children))
+            if op.children:
+                stack.extend([(child, depth + 1) for child in reversed(op.children)])
 
 
 @dataclass(frozen=True)
@@ -350,9 +357,13 @@ def _no_garbage_collection() -> Iterator[None]:
 def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
-    lists = {"kernel": work, "memcpy": work, "memset": work, "span": spans, "overhead": overheads, "python": None,
-             "node": nodes, "old op": old_ops}  # fmt: skip
+    # For each kind: what its slices become, and the list of them.
+    made = {"label": (Op, ops), "op": (Op, ops), "runtime": (Op, ops), "overhead": (Op, overheads),
+            "kernel": (Work, work), "memcpy": (Work, work), "memset": (Work, work), "span": (Work, spans),
+            "node": (Work, nodes), "python": (Op, modules), "inside": (Phase, inside),
+            "old op": (Op, old_ops)}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
+    track = (None, None)
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
@@ -372,9 +383,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
                 events[number] = None
             continue
         kind = kinds.get(event.cat)
-        if kind == "sync":
-            syncs.append(event)
-        if kind is None or kind in ("mark", "sync"):
+        if kind not in made:
+            if kind == "sync":
+                syncs.append(event)
             continue
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
@@ -385,22 +396,17 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
         # The difference of two doubles so near each other is exact: its product is off by less than half.
         start, length = round((ts - zero) * 1000), round(dur * 1000)
-        track = (event.pid, event.tid)
-        track = tracks.setdefault(track, track)
-        into = lists.get(kind, ops)
+        if (event.pid, event.tid) != track:
+            track = (event.pid, event.tid)
+            track = tracks.setdefault(track, track)
         name = sys.intern(event.name)  # otherwise the names of a trace take a quarter of its file's size
-        if kind == "python" and name.startswith(MODULE):
-            into = modules
-        if kind == "inside":
-            inside.append(Phase(name, kind, start, length, track, event.args))
-        elif into is work or into is spans or into is nodes:
-            if name in ("Memcpy", "Memset"):
-                name = _copy_in_words(event)
-            into.append(Work(name, kind, start, length, track, event.args))
-        elif into is not None:
-            into.append(Op(name, kind, start, length, track, event.args))
-        else:
+        make, into = made[kind]
+        if kind == "python" and not name.startswith(MODULE):
             frames.setdefault(track, []).append(Frame(name, start, start + length))
+        else:
+            if make is Work and name in ("Memcpy", "Memset"):
+                name = _copy_in_words(event)
+            into.append(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
@@ -481,8 +487,7 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    categories = {event.cat for event in events if event.ph == "X"}
-    strange = categories - KINDS.keys()
+    strange = [event for event in events if event.ph == "X" and event.cat not in KINDS]
     if not strange:
         return KINDS, Counter(), Counter()
     devices = {
@@ -490,12 +495,8 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
         for event in events
         if event.ph == "M" and event.name == "process_labels" and type(event.pid) is int and not _is_cpu(event)
     }
-    found = Counter(
-        event.cat
-        for event in events
-        if event.ph == "X" and event.cat in strange and (event.pid in devices or b'"stream"' in bytes(event.args))
-    )
-    if any(KINDS.get(category) in WORK for category in categories):
+    found = Counter(event.cat for event in strange if event.pid in devices or b'"stream"' in bytes(event.args))
+    if not found or any(KINDS.get(event.cat) in WORK for event in events if event.ph == "X"):
         return KINDS, found, Counter()
     return KINDS | dict.fromkeys(found, "kernel"), Counter(), found
 
@@ -536,9 +537,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
 
     A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
     """
-    # By start, the longer first: two stable sorts cost half of one by a pair of keys.
-    slices.sort(key=_dur, reverse=True)
-    slices.sort(key=_start)
+    _sort_by_start(slices)
     by_track: dict[tuple, list] = {}
     for one in slices:
         by_track.setdefault(one.track, []).append(one)
@@ -572,6 +571,23 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
             ends.append(end)
     roots.sort(key=_start)
     return roots
+
+
+def _sort_by_start(slices: list) -> None:
+    """Sort slices by start, and the longer first where starts are equal.
+
+    Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
+    """
+    slices.sort(key=_start)
+    equal = [place for place, (one, other) in enumerate(pairwise(map(_start, slices))) if one == other]
+    reached = 0
+    for place in equal:
+        if place < reached:
+            continue
+        start, reached = slices[place].start, place + 1
+        while reached < len(slices) and slices[reached].start == start:
+            reached += 1
+        slices[place:reached] = sorted(slices[place:reached], key=_dur, reverse=True)
 
 
 class _Ties(msgspec.Struct):

@@ -1,10 +1,16 @@
 """Element types and recorded shapes: the only reader of what record_shapes stores about an op's inputs."""
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import msgspec
+
+from tracereader.trace.decoded import decoded, decoded_as
+
 SHAPES = "Input Dims"
+# All arguments that describe an op's inputs.
+RECORDED = (SHAPES, "Input type", "Input Strides", "Concrete Inputs")
 
 
 class Dtype(NamedTuple):
@@ -81,58 +87,77 @@ class Tensor(NamedTuple):
         return self.stored * self.item
 
 
-def inputs_of(args: dict) -> list[Tensor | None]:
-    """Return an op's inputs by position: tensors of at least one dimension as recorded, None for anything else."""
-    dims = shapes_as_recorded(args)
-    types, strides = (args.get(key) for key in ("Input type", "Input Strides"))
-    types = types if isinstance(types, list) and len(types) == len(dims) else [None] * len(dims)
-    strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
-    found: list[Tensor | None] = []
-    for shape, type_name, stride in zip(dims, types, strides, strict=True):
-        if not shape or not is_shape(shape):
-            found.append(None)
-            continue
-        same = isinstance(stride, list) and len(stride) == len(shape)
-        expanded = same and 0 in stride
-        distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if expanded else shape
-        dtype = dtype_of(type_name)
-        item = dtype.bytes if dtype and dtype.is_plain else None
-        found.append(Tensor(shape, math.prod(distinct), item, type_name if isinstance(type_name, str) else ""))
-    return found
+class Inputs:
+    """What torch recorded of an op's inputs. Ops with equal inputs share one, so nothing in it may be changed.
+
+    recorded: the shape of each input, unchecked; for a list of tensors, their shapes. types: the types of all inputs as
+    torch writes them. concrete: the inputs that are not tensors, by position, as text. Each is an empty list if it was
+    not recorded.
+    """
+
+    def __init__(self, args: dict):
+        dims, types, strides, concrete = (args.get(name) for name in RECORDED)
+        self.recorded: list = dims if isinstance(dims, list) else []
+        self.types = [one if isinstance(one, str) else "" for one in types] if isinstance(types, list) else []
+        self.concrete: list = concrete if isinstance(concrete, list) else []
+        self._strides = strides
+
+    @cached_property
+    def by_position(self) -> list[Tensor | None]:
+        """Return the inputs by position: tensors of at least one dimension, None for anything else."""
+        dims, types, strides = self.recorded, self.types, self._strides
+        types = types if len(types) == len(dims) else [""] * len(dims)
+        strides = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
+        found: list[Tensor | None] = []
+        for shape, type_name, stride in zip(dims, types, strides, strict=True):
+            if not shape or not is_shape(shape):
+                found.append(None)
+                continue
+            same = isinstance(stride, list) and len(stride) == len(shape)
+            expanded = same and 0 in stride
+            distinct = [size for size, step in zip(shape, stride, strict=True) if step != 0] if expanded else shape
+            dtype = dtype_of(type_name)
+            item = dtype.bytes if dtype and dtype.is_plain else None
+            found.append(Tensor(shape, math.prod(distinct), item, type_name))
+        return found
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the inputs."""
+        return [one for one in self.by_position if one is not None]
+
+    @cached_property
+    def dims(self) -> list[list[int]]:
+        """Return the shapes of the tensors."""
+        return [one.shape for one in self.tensors]
+
+    def dims_at(self, place: int) -> list[int] | None:
+        """Return the shape of the input at that position, [] for a single number, None if it was not recorded."""
+        return self.recorded[place] if len(self.recorded) > place and is_shape(self.recorded[place]) else None
 
 
-def tensors_of(args: dict) -> list[Tensor]:
-    """Return an op's recorded tensor inputs."""
-    return [one for one in inputs_of(args) if one is not None]
+class _Raw(msgspec.Struct, gc=False):
+    dims: msgspec.Raw = msgspec.field(name=RECORDED[0], default=msgspec.Raw(b"null"))
+    types: msgspec.Raw = msgspec.field(name=RECORDED[1], default=msgspec.Raw(b"null"))
+    strides: msgspec.Raw = msgspec.field(name=RECORDED[2], default=msgspec.Raw(b"null"))
+    concrete: msgspec.Raw = msgspec.field(name=RECORDED[3], default=msgspec.Raw(b"null"))
 
 
-def dims_of(args: dict) -> list[list[int]]:
-    """Return the shapes of an op's tensor inputs; an empty list if none are recorded in torch's form."""
-    return [one.shape for one in tensors_of(args)]
+_raw = msgspec.json.Decoder(_Raw)
 
 
-def dims_at(args: dict, place: int) -> list[int] | None:
-    """Return the shape of the input at that position, [] for a single number, None if it was not recorded."""
-    dims = shapes_as_recorded(args)
-    return dims[place] if len(dims) > place and is_shape(dims[place]) else None
+def inputs_of(args: bytes) -> Inputs:
+    """Return the inputs in an op's arguments, which are given as JSON."""
+    raw = decoded_as(_raw, args)
+    if raw is None:
+        found = decoded(args)
+        return Inputs(found if isinstance(found, dict) else {})
+    return _shared(bytes(raw.dims), bytes(raw.types), bytes(raw.strides), bytes(raw.concrete))
 
 
-def types_of(args: dict) -> list[str]:
-    """Return the types of all inputs as torch writes them; an empty list if they are not recorded."""
-    types = args.get("Input type")
-    return [one if isinstance(one, str) else "" for one in types] if isinstance(types, list) else []
-
-
-def shapes_as_recorded(args: dict) -> list:
-    """Return the recorded shape of each input, unchecked; for a list of tensors, their shapes."""
-    dims = args.get(SHAPES)
-    return dims if isinstance(dims, list) else []
-
-
-def concrete_of(args: dict) -> list:
-    """Return the inputs that are not tensors, by position, as text."""
-    concrete = args.get("Concrete Inputs")
-    return concrete if isinstance(concrete, list) else []
+@lru_cache(4096)  # a trace has a hundred times as many ops as different inputs
+def _shared(*values: bytes) -> Inputs:
+    return Inputs(dict(zip(RECORDED, map(decoded, values), strict=True)))
 
 
 def is_shape(found: object) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import sub
 
-from tracereader.figures.gpu_time import gpu_parts
+from tracereader.figures.gpu_time import busiest, parts_by_device
 from tracereader.figures.steps import typical
 from tracereader.figures.summary import window
 from tracereader.trace import Op, Phase, Step, Trace, Work
@@ -308,7 +308,7 @@ def _stacked(slices: Sequence) -> list[tuple]:
 def _idle(trace: Trace, zero: int) -> dict | None:
     """Return the idle gaps of the busiest device in the figures' window, by cause: [start, length, …] in ns."""
     _, start, end = window(trace, typical(trace))
-    parts = gpu_parts(trace.work, start, end)
+    parts = busiest(parts_by_device(trace.work, start, end))
     if parts is None:
         return None
     causes = {"not_launched": parts.not_launched, "launched": parts.launched, "unknown": parts.unknown}
