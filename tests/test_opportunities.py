@@ -414,7 +414,9 @@ def test_ranks_that_lose_little_time_get_no_proposal():
     assert proposed_to_ranks("ddp") == {}
 
 
-@pytest.mark.parametrize("run", ["ddp", "fsdp", "ddp_slow1"])
+@pytest.mark.parametrize(
+    "run", ["ddp", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp", "ddp_slow1"))]
+)
 def test_the_rank_that_sets_the_pace_gets_the_proposals_of_its_own_trace(run):
     """No proposal makes the step shorter than the other rank's work, less what the change saves on both."""
     summary, _ = opened(ranks_of(run), View())

@@ -496,7 +496,11 @@ def all_named_alike(around):
     ("around", "sized"),
     [
         (lambda args: {}, True),
-        (lambda args: {"name": f"c10d::{args['Collective name']}_", "args": {}}, False),
+        pytest.param(
+            lambda args: {"name": f"c10d::{args['Collective name']}_", "args": {}},
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         (lambda args: {"name": f"nccl:{args['Collective name']}", "cat": "user_annotation", "args": {}}, False),
     ],
     ids=["record_param_comms", "c10d", "nccl"],

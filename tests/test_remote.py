@@ -426,8 +426,8 @@ def packed_answer(chunked):
     return rule
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("name", ["plain.json", "packed.json.gz"])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("name", ["plain.json", pytest.param("packed.json.gz", marks=pytest.mark.exhaustive)])
 def test_a_compressed_answer_is_the_file(server, capsys, monkeypatch, name, chunked):
     """Its length is that of the compressed answer, so the progress does not give it as the file's size."""
     content = SMALL.read_bytes()
