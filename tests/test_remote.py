@@ -181,7 +181,9 @@ def test_the_page_has_commands_with_urls():
     assert len(URL_COMMANDS) >= 5
 
 
-@pytest.mark.parametrize("command", URL_COMMANDS)
+@pytest.mark.parametrize(
+    "command", [URL_COMMANDS[0], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in URL_COMMANDS[1:])]
+)
 def test_a_pages_command_with_a_url_runs(server, memory, tmp_path, monkeypatch, capsys, command):
     """A store's URL stands for the file system in memory, and a web server's for one of this machine."""
     monkeypatch.chdir(tmp_path)
@@ -683,7 +685,7 @@ def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
     ]
 
 
-@pytest.mark.parametrize("how", ["threads", "processes"])
+@pytest.mark.parametrize("how", ["threads", pytest.param("processes", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, how):
     server.rules["/slow.json"] = lambda handler, asked: server.over.wait()
     # The slow one is given up as soon as it is the last.
