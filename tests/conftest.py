@@ -1,5 +1,6 @@
 """Run the numbered scripts in this process, so that torch is imported once; choose which tests run."""
 
+import contextlib
 import functools
 import gc
 import json
@@ -7,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,11 +28,16 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--reader", action="store_true", help="only the test files that do without torch: the reader's")
+    parser.addoption(
+        "--reader", action="store_true", help="the reader's tests alone: what needs no torch, no browser and no wheel"
+    )
 
 
 # A module that a test file of the scripts imports; each of them imports torch, or is there for what does.
 NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|common|conftest|sweep|recompile)\b", re.M)
+
+# Fixtures that take longer than the tests of the reader's own code.
+NOT_THE_READERS = {"chromium", "wheel"}
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -54,6 +61,9 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure():
+    # Python looks for garbage after every 700 new objects. A trace has many more, and nearly all of them stay: without
+    # this a fifth of the tests' processor time goes there.
+    gc.set_threshold(200_000, 20, 100)
     sys.argv[0] = "read-trace"  # the name that errors begin with; else it is the name of what started the tests
     os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a report takes its width from it
 
@@ -62,7 +72,11 @@ def pytest_unconfigure():
     gc.unfreeze()  # or libraries say at the end that something of theirs was never freed
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--reader"):
+        left_out = [item for item in items if NOT_THE_READERS & set(item.fixturenames)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu:
         import torch
@@ -75,12 +89,21 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def a_committed_trace_is_read_once_for_several_reports():
     """Reports do not change a trace, and tests make many reports of one trace in a row."""
+    import references
+
+    from tracereader import cli
+    from tracereader.figures import reading
+    from tracereader.findings import rank_changes
+    from tracereader.show import as_json, comparison, page, report
+    from tracereader.show.page import compared
+    from tracereader.show.view import View
+    from tracereader.trace import TraceError
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    references.opened.cache_clear()
     # What is there by now stays: without this, each collection that the reader asks for looks through torch, too.
     gc.collect()
     gc.freeze()
-    from tracereader.figures import reading
-    from tracereader.show import report
-    from tracereader.show.view import View
 
     def is_committed(path):
         return ROOT / "traces" in path.parents or ROOT / "tests" in path.parents
@@ -91,8 +114,17 @@ def a_committed_trace_is_read_once_for_several_reports():
     def once(path, step, *limit):
         return afresh(path, View(step=step), *limit)
 
-    def opened(path, view, *limit):
-        return once(path, view.step, *limit) if is_committed(path) else afresh(path, view, *limit)
+    def opened(path, view, limit=DEFAULT_LIMIT, captures=()):
+        if not is_committed(path):
+            return afresh(path, view, limit, captures)
+        if (view.step, limit, captures) == (None, DEFAULT_LIMIT, ()):
+            with contextlib.suppress(TraceError):  # below it becomes the command's refusal
+                return references.opened(path)  # which the tests themselves ask for, too
+        return once(path, view.step, limit, captures)
+
+    # With several traces the command collects garbage after each, because two large ones may not fit into memory. These
+    # are small, and a collection looks through all that the tests keep.
+    without_collections = types.SimpleNamespace(**vars(gc) | {"collect": lambda: 0})
 
     one_rank = reading._one
     of_a_rank_once = functools.lru_cache(maxsize=16)(one_rank)
@@ -103,6 +135,10 @@ def a_committed_trace_is_read_once_for_several_reports():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "opened", opened)
         patch.setattr(reading, "_one", one)
+        for module in (cli, reading, rank_changes):
+            patch.setattr(module, "gc", without_collections)
+        for module in (as_json, comparison, compared, page, report):
+            patch.setattr(module, "opportunities", references.proposals_of)
         yield
 
 

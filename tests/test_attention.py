@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 from raw_events import raw_steps, raw_work
-from references import OTHERS, REFERENCES, ROOT
+from references import OTHERS, REFERENCES, ROOT, measured
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -31,7 +31,7 @@ def raw(name):
 
 def both(name):
     """Return a trace's summary, the ops of its typical step, and the step's GPU work with the launching ops."""
-    ours = summarize(read(path(name)))
+    ours = measured(path(name))
     events = [event for event in raw(name)["traceEvents"] if event.get("ph") == "X"]
     mark = next(e for e in events if e["name"] == ours.typical_step and e["cat"] == "user_annotation")
     ops = sorted((e for e in events if e["cat"] == "cpu_op" and inside(e, mark)), key=lambda e: e["ts"])
@@ -312,7 +312,7 @@ def test_one_step_does_not_show_whether_every_step_makes_a_mask(tmp_path):
     ],
 )
 def test_verdicts(name, backend, older, library, low):
-    ours = summarize(read(path(name)))
+    ours = measured(path(name))
     assert list(attention.backends(ours)) == ([backend] if backend else [])
     assert attention.for_an_older_gpu().ask(ours).holds is older
     assert attention.time_in_a_library().ask(ours).holds is library
@@ -332,7 +332,7 @@ def test_occupancy_of_claims_51_and_55(capsys, name, limit, by):
 @pytest.mark.parametrize("file", [*REFERENCES, *OTHERS], ids=lambda file: f"{file.parents[1].name}/{file.stem}")
 def test_missing_occupancy_estimates_follow_from_shared_memory(file):
     """It reports 0% for each kernel with more than 48 KB a block, and for no other that fills half the GPU."""
-    ours = summarize(read(file))
+    ours = measured(file)
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     for event in events:
         args = event.get("args", {})
@@ -355,7 +355,7 @@ PLAIN = [file for file in REFERENCES if file.parent.name[:2] in ("01", "02", "03
 
 @pytest.mark.parametrize("file", PLAIN, ids=lambda file: f"{file.parents[1].name}/{file.stem}")
 def test_reports_without_attention_do_not_mention_it(file):
-    ours = summarize(read(file))
+    ours = measured(file)
     assert (
         ours.attention.unfused,
         ours.attention.hidden_copies,
@@ -552,7 +552,7 @@ def test_memory_of_a_run_is_stored_or_profiled(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["cpu_naive", "cpu_math"])
 def test_memory_equals_the_profilers_events(name):
     totals = [e["args"]["Total Allocated"] for e in raw(name)["traceEvents"] if e.get("name") == "[memory]"]
-    assert totals and summarize(read(path(name))).source.peak_bytes == max(totals) > 0
+    assert totals and measured(path(name)).source.peak_bytes == max(totals) > 0
 
 
 def test_changes_name_the_costliest_work():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
-from references import CHANGES, H200, OTHERS, ROOT
+from references import CHANGES, H200, OTHERS, ROOT, measured, opened
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
@@ -53,8 +53,10 @@ def case_of(tmp_path):
             edit(document)
             path = tmp_path / "edited.json"
             path.write_text(json.dumps(document))
-        trace = read(path)
-        return Case(trace, summarize(trace), graph_of(trace))
+            trace = read(path)
+            return Case(trace, summarize(trace), graph_of(trace))
+        trace, summary = opened(path)
+        return Case(trace, summary, graph_of(trace))
 
     return case
 
@@ -216,6 +218,7 @@ def weight_casts(events, mark):
     return found
 
 
+@pytest.mark.exhaustive
 def test_casting_weights_once_saves_the_casts_in_inference(case_of):
     events = slices(raw(AUTOCAST))
     marks = raw_steps(events)
@@ -251,6 +254,8 @@ def ops_after_the_head(*ops):
 
     def edit(document):
         events = document["traceEvents"]
+        last = max((e for e in slices(document) if e.get("cat") in GPU), key=end)
+        free = end(last)
         for number, mark in enumerate(raw_steps(events)):
             mine = inside(slices(document), mark)
             time = max(end(e) for e in mine if e["name"] == "aten::linear") + 1
@@ -259,7 +264,6 @@ def ops_after_the_head(*ops):
                 if e.get("ts", 0) >= time and e.get("cat") not in GPU:
                     e["ts"] += later_by
             mark["dur"] += later_by
-            last = max((e for e in slices(document) if e.get("cat") in GPU), key=end)
             for place, (name, dims, launches) in enumerate(ops):
                 at, correlation = time + 20 * place, 10**8 + 100 * number + place
                 thread = {"pid": mark["pid"], "tid": mark["tid"]}
@@ -270,8 +274,9 @@ def ops_after_the_head(*ops):
                     )
                     on_gpu = {"pid": last["pid"], "tid": last["tid"]}
                     args = last["args"] | {"correlation": correlation}
-                    starts = max(at + 8, max(end(e) for e in slices(document) if e.get("cat") in GPU) + 2)
+                    starts = max(at + 8, free + 2)
                     events.append(event("reduce_kernel", "kernel", starts, 2, **args) | on_gpu)
+                    free = starts + 2
 
     return edit
 
@@ -311,6 +316,7 @@ def attention_kernels(path):
     return sorted(times), keys
 
 
+@pytest.mark.exhaustive
 def test_attention_over_the_filled_half_of_a_cache_saves_the_reading(case_of):
     """Kernels of one query do not take half the time for half the keys: 524 keys were recorded, too."""
     path = LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz"
@@ -421,19 +427,21 @@ def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):
     assert "While the GPU waits for the CPU" not in capsys.readouterr().out
 
 
-def side(path):
-    return compare.Side(summarize(read(path)))
-
-
-def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    ["static_inputs", "skip_guards", pytest.param("cast_weights", marks=pytest.mark.exhaustive), "last_logits"],
+)
+def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
     """An edited copy of the trace makes each change. The comparison in the other direction does not show it."""
 
-    def edited(path, name, edit):
+    def side(path, edit):
+        if edit is None:
+            return compare.Side(measured(path))
         document = raw(path)
         edit(document)
-        file = tmp_path / f"{name}.json"
+        file = tmp_path / "edited.json"
         file.write_text(json.dumps(document))
-        return file
+        return compare.Side(summarize(read(file)))
 
     def without_copies(document):
         events = slices(document)
@@ -463,15 +471,13 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path):
             if [HIDDEN, VOCABULARY] in dims:
                 dims[0] = [1, HIDDEN]
 
-    pairs = {
-        "static_inputs": (AUTOTUNED, edited(AUTOTUNED, "static", without_copies)),
-        "skip_guards": (MLP_COMPILED, edited(MLP_COMPILED, "guards", quick_lookups)),
-        "cast_weights": (edited(AUTOCAST, "forward", forward_alone), edited(AUTOCAST, "once", without_weight_casts)),
-        "last_logits": (
-            edited(PREFILL, "all", ops_after_the_head(*SELECTS)), edited(PREFILL, "last", of_the_last_token)
-        ),
-    }  # fmt: skip
-    for change, (before, after) in pairs.items():
-        one, other = side(before), side(after)
-        assert [name for name in pairs if made.MADE[name](one, other)] == [change]
-        assert not made.MADE[change](other, one)
+    edits = {
+        "static_inputs": (AUTOTUNED, None, without_copies),
+        "skip_guards": (MLP_COMPILED, None, quick_lookups),
+        "cast_weights": (AUTOCAST, forward_alone, without_weight_casts),
+        "last_logits": (PREFILL, ops_after_the_head(*SELECTS), of_the_last_token),
+    }
+    path, *both = edits[change]
+    one, other = (side(path, edit) for edit in both)
+    assert [name for name in edits if made.MADE[name](one, other)] == [change]
+    assert not made.MADE[change](other, one)

@@ -171,11 +171,15 @@ def test_closed_standard_output(tmp_path, words):
     assert "standard output is closed" in done.stderr
 
 
-def test_closed_standard_error(tmp_path):
+def test_closed_standard_error():
     with open("/dev/full", "w") as full:
         assert typed("01_matmul_add.py", "--size", "0", stderr=full).returncode == 2
     done = typed("01_matmul_add.py", "--size", "0", stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2))
     assert (done.returncode, done.stdout) == (2, ""), "nor on stdout"
+
+
+@pytest.mark.exhaustive
+def test_without_standard_error_a_run_writes_its_trace(tmp_path):
     # The next file that is opened must not become stderr, and get what libraries print there.
     flags = ("--size", "8", "--device", "cpu")
     assert typed("01_matmul_add.py", *flags, out=tmp_path, preexec_fn=lambda: os.close(2)).returncode == 0
@@ -228,6 +232,7 @@ def test_compile_on_a_cpu_without_a_compiler(run, monkeypatch, capsys):
     assert "needs a C++ compiler" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_an_unreachable_hub():
     script = (
         "from kernels import get_kernel; from common import harness; from tracereader.command import command\n"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from raw_events import event, raw_steps
-from references import LARGE, MODELS, OTHERS, REFERENCES, ROOT
+from references import LARGE, MODELS, OTHERS, REFERENCES, ROOT, measured, small_first
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -100,7 +100,7 @@ def test_a_real_run_beside_others():
     )
 
 
-@pytest.mark.parametrize("path", [*REFERENCES, *LARGE[::3], *OTHERS, *MODELS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", small_first([*REFERENCES, *LARGE[::3], *OTHERS, *MODELS]), ids=lambda path: path.stem)
 def test_committed_traces_are_of_machines_at_rest(path):
     if path.stem != "attention_cpu_math.json":
-        assert busy_machine(summarize(read(path))) is None
+        assert busy_machine(measured(path)) is None

@@ -21,7 +21,10 @@ GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "ac2g")
 WIDTH = "Input Dims"
 
 
-@pytest.mark.parametrize(("name", "without"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in PAIRS[1:])],
+)
 def test_a_trace_of_the_step_without_the_graph_names_the_ops_of_the_replay(name, without):
     """The order of the launches decides. The names of the recorded kernels in both traces show that it is right."""
     graph, eager = CHANGES / name / "graph.json.gz", CHANGES / name / f"{without}.json.gz"
@@ -100,7 +103,10 @@ OLDER_VLLM = (*VLLM[:2], "execute_context_1(3)_generation_2(2)")
 SGLANG = ("DecodeCudaGraphRunner_bs_{}_rank0.json", False, "step[DECODE bs=5 g_sqsq=5]")
 
 
-@pytest.mark.parametrize(("file", "in_annotation", "executed"), [VLLM, OLDER_VLLM, SGLANG])
+@pytest.mark.parametrize(
+    ("file", "in_annotation", "executed"),
+    [VLLM, *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (OLDER_VLLM, SGLANG))],
+)
 def test_the_next_larger_captured_size_is_the_one_that_ran(file, in_annotation, executed, tmp_path):
     """The names of the capture and of the run give the size. Without it, captures of different shapes are not tied."""
     eager = CHANGES / "decode/eager.json.gz"

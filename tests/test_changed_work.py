@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from raw_events import end, event, raw_steps, raw_work
-from references import H200
+from references import H200, recording, small_first
 
 from tracereader import cli
 from tracereader.figures import changed_work, compare, summarize
@@ -253,15 +253,17 @@ def test_only_equal_work_is_called_the_same():
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        ("changes/bert/eager", "changes/bert/graph"),
-        ("changes/encoder/fp32", "changes/encoder/tf32"),
-        ("changes/pointwise/eager", "changes/pointwise/compile"),
-    ],
+    ("before", "after"),
+    small_first(
+        [
+            ("bert/eager", "bert/graph"),
+            ("encoder/fp32", "encoder/tf32"),
+            ("pointwise/eager", "pointwise/compile"),
+        ]
+    ),
 )
-def test_each_activity_of_two_steps_is_counted_once(files):
-    files = [H200 / f"{file}.json.gz" for file in files]
+def test_each_activity_of_two_steps_is_counted_once(before, after):
+    files = [recording(before), recording(after)]
     found = changed_work.by_name(*pair(*files))
     assert not found.renamed and not found.merged, "these have no counts of their own"
     pairs = [*found.instances, *found.relaunched, *found.replaced]

@@ -115,18 +115,18 @@ def test_one_bad_file_among_several(tmp_path, capsys):
 def test_a_gzip_bomb_is_refused_before_it_fills_memory(tmp_path):
     bomb = tmp_path / "bomb.json.gz"
     with gzip.open(bomb, "wb", compresslevel=9) as file:
-        for _ in range(600):
+        for _ in range(240):
             file.write(bytes(1 << 20))
     program = (
         "import resource, sys; from tracereader.cli import entry\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20))\n"
         "sys.exit(entry())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(bomb), "--limit", "500000000"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", program, str(bomb), "--limit", "250000000"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "more than 500000000 bytes" in done.stderr
+    assert "more than 250000000 bytes" in done.stderr
 
 
 def test_limit_counts_plain_files_too(tmp_path, capsys):
@@ -326,34 +326,6 @@ def test_stacks_do_not_hide_the_steps(tmp_path):
     assert ours.steps[0].label_to_first_op_us == 8
     assert {name: op.calls for name, op in ours.cpu.ops.items()} == {"aten::mm": 1}
     assert not ours.source.warnings
-
-
-@pytest.mark.filterwarnings("ignore:with_modules is deprecated")
-def test_stacks_do_not_change_a_report(tmp_path):
-    """A training step recorded with and without Python frames has the same ops in the same places."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function, schedule
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-    chains = []
-    for number, stacks in enumerate(({}, {"with_stack": True}, {"with_stack": True, "with_modules": True})):
-        with profile(
-            activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=2), **stacks
-        ) as prof:
-            for _ in range(4):
-                with record_function("training"):
-                    model(torch.ones(4, 8)).sum().backward()
-                prof.step()
-        file = tmp_path / f"{number}.json"
-        prof.export_chrome_trace(str(file))
-        ours = measured(file)
-        assert not ours.source.warnings
-        assert ours.cpu.label.name == "training"
-        first = ours.cpu.chain[0]
-        assert first.name.startswith("ProfilerStep#")
-        chains.append([(call.name, call.depth) for call in ours.cpu.chain[1:]])
-    assert chains[0] == chains[1] == chains[2]
-    assert ("aten::linear", 2) in chains[0]
 
 
 @pytest.mark.parametrize("base", [0.0, 5e12, 1.7e15])
@@ -615,7 +587,9 @@ def test_a_trace_that_does_not_fit_into_memory_is_refused(monkeypatch, capsys, t
     from tracereader.trace import document as loading
 
     monkeypatch.setattr(loading, "free_memory", lambda: 20_000)
-    assert "free" in refused(capsys, SMALL)
+    packed = tmp_path / SMALL.name
+    packed.write_bytes(SMALL.read_bytes())
+    assert "free" in refused(capsys, packed)
     plain = tmp_path / "plain.json"
     plain.write_bytes(b'{"traceEvents": [' + b"{}," * 5000 + b"{}]}")
     assert "of memory, and" in refused(capsys, plain)

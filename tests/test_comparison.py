@@ -9,14 +9,13 @@ from functools import cache
 
 import pytest
 from raw_events import end, event, pace, raw_steps, raw_work
-from references import CHANGES as CHANGED
-from references import H200, PREDICTED, ROOT
+from references import H200, PREDICTED, ROOT, measured, proposals, recording, small_first
 
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
 from tracereader.findings import faster, made
-from tracereader.findings.opportunities import CHANGES, opportunities
+from tracereader.findings.opportunities import CHANGES
 from tracereader.replay import Refused
 from tracereader.trace import read
 
@@ -41,7 +40,7 @@ def slices(file):
 @cache
 def raw_step_us(name):
     """Return the step's time from raw events: from one step's start to the next one's, on the CPU or on the GPU."""
-    events = slices(CHANGED / f"{name}.json.gz")
+    events = slices(recording(name))
     marks = raw_steps(events)
     busiest = Counter()
     for mark in marks:
@@ -56,10 +55,8 @@ def raw_step_us(name):
 
 @cache
 def run(name):
-    trace = read(CHANGED / f"{name}.json.gz")
-    summary = summarize(trace)
-    found = opportunities(trace, summary)
-    return Side(summary), () if isinstance(found, Refused) else found
+    found = proposals(recording(name))
+    return Side(measured(recording(name))), () if isinstance(found, Refused) else found
 
 
 def printed(capsys, *words):
@@ -72,10 +69,10 @@ def said(capsys, *words):
 
 
 def files(*names):
-    return [CHANGED / f"{name}.json.gz" for name in names]
+    return [recording(name) for name in names]
 
 
-@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "change", "after"), small_first(PAIRS))
 def test_the_pace_equals_that_of_the_raw_events(before, change, after):
     us = [raw_step_us(name) for name in (before, after)]
     for name, raw_us in zip((before, after), us, strict=True):
@@ -107,7 +104,7 @@ def test_the_idle_share_is_the_one_of_each_runs_own_report(capsys):
     assert own[0] == f"{1 - busy / (window[1] - window[0]):.0%}"
 
 
-@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "change", "after"), small_first(PAIRS))
 def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, change, after):
     side, proposed = run(before)
     found = made.checked(side, proposed, run(after)[0])
@@ -120,7 +117,11 @@ def test_the_comparison_shows_whether_the_second_run_follows_a_proposal(before, 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("1x512_bf16_warm_eager_active2_shapes", "1x512_bf16_warm_compile_reduce-overhead"),
+        pytest.param(
+            "1x512_bf16_warm_eager_active2_shapes",
+            "1x512_bf16_warm_compile_reduce-overhead",
+            marks=pytest.mark.exhaustive,
+        ),
         ("32x512_bf16_warm_eager_graph", "32x512_bf16_warm_compile_gqa_reduce-overhead"),
     ],
 )
@@ -137,8 +138,11 @@ def test_a_cuda_graph_of_compiled_kernels_follows_the_advice(capsys, before, aft
     assert "predicted" not in turned
 
 
-def test_a_run_of_another_program_follows_no_proposal():
-    names = sorted({name for before, _, after in PAIRS for name in (before, after)})
+@pytest.mark.parametrize(
+    "pairs", [PAIRS[:3], pytest.param(PAIRS, marks=pytest.mark.exhaustive)], ids=lambda pairs: f"{len(pairs)}"
+)
+def test_a_run_of_another_program_follows_no_proposal(pairs):
+    names = sorted({name for before, _, after in pairs for name in (before, after)})
     for before in names:
         for after in names:
             programs = {name.split("/")[0] for name in (before, after)}
@@ -180,24 +184,30 @@ def test_the_first_lines_are_the_pace_and_the_reason(capsys):
 
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
-    [
-        ("syncs/item", "syncs/none", "no synchronization per step instead of 40"),
-        ("gpt2/recompute", "gpt2/sdpa", "no forward op run again in backward instead of 210"),
-        ("encoder/fp32", "encoder/tf32", "(TF32 instead of fp32)"),
-        ("pointwise/eager", "pointwise/compile", "of pointwise kernels instead of 1.95 (1 instead of 30)"),
-        ("gpt2/sdpa", "gpt2/padded", "(75 by other kernels)"),
-        ("optimizer/forloop", "optimizer/fused", "AdamW as fused instead of for-loop"),
-        ("loader/inline", "loader/workers", "of waiting for the DataLoader instead of"),
-        ("attention/naive", "attention/sdpa", "fused attention kernels instead of 1 softmax between batched products"),
-        ("python/loop", "python/ahead", "the same 5 kernels; the GPU is idle for"),
-        ("decode/eager", "decode/graph", "the same 266 kernels, launched as one CUDA graph"),
-        ("llama/eager_attention", "llama/sdpa", "of copies and copy kernels instead of 6.72 (47 instead of 84)"),
-        (
-            "copies/blocking",
-            "copies/prefetched",
-            "of copies instead of 9.79 (Memcpy HtoD (Pinned -> Device) instead of",
-        ),
-    ],
+    small_first(
+        [
+            ("syncs/item", "syncs/none", "no synchronization per step instead of 40"),
+            ("gpt2/recompute", "gpt2/sdpa", "no forward op run again in backward instead of 210"),
+            ("encoder/fp32", "encoder/tf32", "(TF32 instead of fp32)"),
+            ("pointwise/eager", "pointwise/compile", "of pointwise kernels instead of 1.95 (1 instead of 30)"),
+            ("gpt2/sdpa", "gpt2/padded", "(75 by other kernels)"),
+            ("optimizer/forloop", "optimizer/fused", "AdamW as fused instead of for-loop"),
+            ("loader/inline", "loader/workers", "of waiting for the DataLoader instead of"),
+            (
+                "attention/naive",
+                "attention/sdpa",
+                "fused attention kernels instead of 1 softmax between batched products",
+            ),
+            ("python/loop", "python/ahead", "the same 5 kernels; the GPU is idle for"),
+            ("decode/eager", "decode/graph", "the same 266 kernels, launched as one CUDA graph"),
+            ("llama/eager_attention", "llama/sdpa", "of copies and copy kernels instead of 6.72 (47 instead of 84)"),
+            (
+                "copies/blocking",
+                "copies/prefetched",
+                "of copies instead of 9.79 (Memcpy HtoD (Pinned -> Device) instead of",
+            ),
+        ]
+    ),
 )
 def test_the_reason_follows_from_the_traces(before, after, reason):
     assert reason in "; ".join(faster.reasons(run(before)[0], run(after)[0]))
@@ -209,18 +219,27 @@ def test_a_reason_needs_the_same_device():
     assert faster.reasons(gpu, cpu) == faster.reasons(cpu, gpu) == []
 
 
-def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch):
+DECODING = ("eager_active2_shapes", "eager_graph", "compile", "compile_reduce-overhead", "compile_gqa_reduce-overhead")
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        pytest.param([LLM / f"1x512_bf16_warm_{tag}.json.gz" for tag in DECODING], marks=pytest.mark.exhaustive),
+        files("vit/eager", "vit/graph", "vit/compile", "unet/contiguous", "unet/compile"),
+    ],
+    ids=["decoding", "vit and unet"],
+)
+def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch, paths):
     """Measures are rows and runs are columns. The times of a row have one unit and equal the raw events."""
     monkeypatch.setenv("COLUMNS", "80")
-    tags = ("eager_active2_shapes", "eager_graph", "compile", "compile_reduce-overhead", "compile_gqa_reduce-overhead")
-    paths = [LLM / f"1x512_bf16_warm_{tag}.json.gz" for tag in tags]
     lines = printed(capsys, *paths, "--previous").splitlines()
     assert max(map(len, lines)) <= 80
     head = next(number for number, line in enumerate(lines) if line.startswith("per step "))
     assert lines[head].split() == ["per", "step", *("run", "1", "run", "2", "run", "3", "run", "4", "run", "5")]
     rows = {line[:22].strip(): line[22:].split() for line in lines[head + 1 : lines.index("", head)]}
     events = [slices(path) for path in paths]
-    typical = [summarize(read(path)).typical_step for path in paths]
+    typical = [measured(path).typical_step for path in paths]
     works = [
         raw_work(some, next(mark for mark in raw_steps(some) if mark["name"] == name))
         for some, name in zip(events, typical, strict=True)
@@ -229,7 +248,8 @@ def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch):
     assert rows["launches"] == [f"{len({one['args']['correlation'] for one in work}):,}" for work in works]
     spans = [next(mark["dur"] for mark in raw_steps(some) if mark["name"] == name) / 1e3
              for some, name in zip(events, typical, strict=True)]  # fmt: skip
-    assert rows["CPU time, ms"] == [f"{ms:.2f}" for ms in spans]
+    assert [float(ms) for ms in rows["CPU time, ms"]] == pytest.approx(spans, abs=0.005)
+    assert len({len(ms.partition(".")[2]) for ms in rows["CPU time, ms"]}) == 1
     told = " ".join(" ".join(lines).split())
     for number in range(2, 6):
         assert f"run {number} " in told and f" as run {number - 1}: " in told

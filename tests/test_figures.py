@@ -27,22 +27,26 @@ from tracereader.trace.types import Inputs
 def both(request):
     """Return one trace's Summary, and its raw complete events."""
     raw = json.loads(gzip.decompress(request.param.read_bytes()))["traceEvents"]
-    return summarize(read(request.param)), [event for event in raw if event.get("ph") == "X"]
+    return references.measured(request.param), [event for event in raw if event.get("ph") == "X"]
 
 
-@pytest.fixture(params=[*REFERENCES[::3], *OTHERS], ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+@pytest.fixture(
+    scope="module", params=[*REFERENCES[::3], *OTHERS], ids=lambda path: f"{path.parents[1].name}/{path.stem}"
+)
 def any_trace(request):
     raw = json.loads(gzip.decompress(request.param.read_bytes()))["traceEvents"]
-    return summarize(read(request.param)), [event for event in raw if event.get("ph") == "X"]
+    return references.measured(request.param), [event for event in raw if event.get("ph") == "X"]
 
 
 def covered(spans):
     """Return the length of a union, counted between neighbouring edges."""
-    edges = sorted({edge for span in spans for edge in span})
-    return sum(
-        right - left for left, right in itertools.pairwise(edges)
-        if any(start <= left and right <= stop for start, stop in spans)
-    )  # fmt: skip
+    change = Counter()
+    for start, stop in spans:
+        change[start] += 1
+        change[stop] -= 1
+    edges = sorted(change)
+    inside = itertools.accumulate(change[edge] for edge in edges)
+    return sum(right - left for (left, right), depth in zip(itertools.pairwise(edges), inside, strict=False) if depth)
 
 
 def about(value):
@@ -329,7 +333,7 @@ def test_backwards_work_goes_to_its_module():
     [("train_item", "overhead"), ("memory_bound", "memory"), ("conv", "gpu"), ("blocking", "gpu")],
 )
 def test_the_regime_of_other_programs(name, waits):
-    assert summarize(read(ROOT / f"tests/traces/{name}.json.gz")).waits_for == waits
+    assert references.measured(ROOT / f"tests/traces/{name}.json.gz").waits_for == waits
 
 
 def test_no_slice_crosses_and_all_work_has_its_launch(both):
@@ -603,7 +607,7 @@ def test_the_regime_is_judged_from_step_to_step():
     work = [raw_work(events, mark) for mark in raw_steps(events)]
     start, stop = work[0][0]["ts"], work[-1][0]["ts"]
     busy = covered([(e["ts"], end(e)) for e in work[0] + work[1]])
-    ours = summarize(read(trace))
+    ours = references.measured(trace)
     assert ours.steady_us == about(stop - start) and ours.steady.busy_us == pytest.approx(busy, rel=1e-3)
     assert ours.waits_for == "gpu"
 
@@ -612,7 +616,7 @@ def test_the_regime_is_judged_from_step_to_step():
 def test_the_gap_before_the_last_steps_first_activity_is_cut_by_that_activitys_launch(name):
     file = H200 / f"{name}.json.gz"
     events = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
-    ours = summarize(read(file))
+    ours = references.measured(file)
     firsts = [raw_work(events, mark)[0] for mark in raw_steps(events)[ours.after_first :]]
     cut, idle, reached = idle_by_cause(events), Counter(), firsts[0]["ts"]
     for e in sorted((e for e in events if e.get("cat") in GPU), key=lambda e: e["ts"]):

@@ -2,6 +2,7 @@
 
 import gc
 import gzip
+import itertools
 import json
 import os
 import re
@@ -58,21 +59,26 @@ def said(text):
     return " ".join(text.split())
 
 
+REASONS = {
+    "compute_us": ("computes", "it computes 11.0 ms longer per step in forward"),
+    "idle_not_launched_us": (
+        "launches late",
+        "its CPU launches late: the GPU waits 11.0 ms longer per step for launches in forward",
+    ),
+    "idle_loading_us": ("waits for data", "it waits 11.0 ms longer per step for the DataLoader in forward"),
+}
+
+
 @pytest.mark.parametrize(
-    ("field", "part", "why"),
+    ("field", "tensor"),
     [
-        ("compute_us", "computes", "it computes 11.0 ms longer per step in forward"),
-        (
-            "idle_not_launched_us",
-            "launches late",
-            "its CPU launches late: the GPU waits 11.0 ms longer per step for launches in forward",
-        ),
-        ("idle_loading_us", "waits for data", "it waits 11.0 ms longer per step for the DataLoader in forward"),
+        pytest.param(*one, marks=() if one == ("compute_us", 8) else pytest.mark.exhaustive)
+        for one in itertools.product(REASONS, (1, 8))
     ],
 )
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, part, why, tensor, capsys, monkeypatch):
+def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, tensor, capsys, monkeypatch):
     """This includes a mesh, in which the other ranks of its tensor-parallel group are late in their other groups."""
+    part, why = REASONS[field]
     summary = summary_of(tensor=tensor, delays={517: Delay(11_000_000, field)})
     assert findings.straggler(summary).rank == 517
     loss = findings.loss(summary)
@@ -326,12 +332,14 @@ def test_a_straggler_among_files_is_named(tmp_path, capsys, monkeypatch):
     assert re.search(r"what costs most: .* rank 5 on node2, 5\.\d ms: it computes 11\.1 ms longer per step in", text)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_host_among_files_is_named(tmp_path, capsys, monkeypatch):
     text = report(files(tmp_path, "ddp_straggler", slow={6, 7}), capsys, monkeypatch)
     assert "in short host node3 keeps the others waiting: one of its 2 ranks is last in 42 of 42 collectives" in text
     assert re.search(r"node3 +2 of 2 +5\.\d +they compute longer", text)
 
 
+@pytest.mark.exhaustive
 def test_late_launches_and_a_slow_link_among_files_are_named(tmp_path, capsys, monkeypatch):
     paths = files(tmp_path, "fsdp", slow={9}, groups=2, hosts=1, stretched={12, 13})
     text = report(paths, capsys, monkeypatch)
@@ -339,6 +347,7 @@ def test_late_launches_and_a_slow_link_among_files_are_named(tmp_path, capsys, m
     assert re.search(r"ranks 12 and 13, [\d.,]+ ms: probably a slow link: \S+ of [\d.]+ MB at [\d.]+ GB/s", text)
 
 
+@pytest.mark.exhaustive
 def test_waiting_for_data_among_files_is_named(tmp_path, capsys, monkeypatch):
     text = report(files(tmp_path, "fsdp", slow={9}, loads={9}), capsys, monkeypatch)
     assert "in short rank 9 keeps the others waiting" in text

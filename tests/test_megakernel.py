@@ -112,6 +112,7 @@ def emulated(*sizes: int) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_plan_computes_eagers_tokens():
     """Threads of a CPU in the place of the GPU's. Five blocks have several tiles each in most phases."""
     assert emulated(2, 17, 5) == "batch 2, prompt 17, 5 blocks: eager's tokens\n"

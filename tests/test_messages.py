@@ -175,7 +175,16 @@ def slices_of(path):
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize("describe", [on_the_kernel, by_its_number, around_the_launch, before_the_launch])
+@pytest.mark.parametrize(
+    "describe",
+    [
+        on_the_kernel,
+        *(
+            pytest.param(one, marks=pytest.mark.exhaustive)
+            for one in (by_its_number, around_the_launch, before_the_launch)
+        ),
+    ],
+)
 def test_messages_of_nccl_are_matched_however_they_are_described(tmp_path, capsys, describe):
     """A rank's sequence number of a message differs from the peer's, so their order decides."""
     paths, kernels = as_messages(tmp_path, describe)

@@ -7,9 +7,11 @@ import time
 import pytest
 import torch
 from references import ROOT
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import BertConfig, BertModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracereader import cli
+from tracereader.figures import summarize
 from tracereader.trace import read
 
 PAGE = (ROOT / "docs/your-own-model.md").read_text()
@@ -103,3 +105,28 @@ def test_generate_stores_the_time_of_a_pass(recipe, tmp_path):
 
     recipe["trace_tokens"](Model(), str(tmp_path / "tokens"))
     assert json.loads((tmp_path / "tokens.json").read_text())["unprofiled_step_us"] >= 1000
+
+
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated")
+def test_stacks_do_not_change_a_report(tmp_path):
+    """A training step recorded with and without Python frames has the same ops in the same places."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    chains = []
+    for number, stacks in enumerate(({}, {"with_stack": True}, {"with_stack": True, "with_modules": True})):
+        with profile(
+            activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=2), **stacks
+        ) as prof:
+            for _ in range(4):
+                with record_function("training"):
+                    model(torch.ones(4, 8)).sum().backward()
+                prof.step()
+        file = tmp_path / f"{number}.json"
+        prof.export_chrome_trace(str(file))
+        ours = summarize(read(file))
+        assert not ours.source.warnings
+        assert ours.cpu.label.name == "training"
+        first = ours.cpu.chain[0]
+        assert first.name.startswith("ProfilerStep#")
+        chains.append([(call.name, call.depth) for call in ours.cpu.chain[1:]])
+    assert chains[0] == chains[1] == chains[2]
+    assert ("aten::linear", 2) in chains[0]

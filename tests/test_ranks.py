@@ -7,7 +7,7 @@ import re
 from typing import get_args
 
 import pytest
-from references import ROOT
+from references import LARGE_FILE, ROOT
 
 from tracereader import cli
 from tracereader.figures import reading
@@ -28,6 +28,7 @@ def _ranks_of(first):
 # Rung 6's on two H200s, recorded by torch 2.11.
 RECORDED = sorted((ROOT / "traces/reference").glob("*/*/*_rank0.json.gz"))
 REFERENCES = {path.name.removesuffix("_rank0.json.gz"): _ranks_of(path) for path in RECORDED}
+LARGE = {name: pytest.mark.exhaustive for name, (first, *_) in REFERENCES.items() if first.stat().st_size > LARGE_FILE}
 RUNS = {name: sorted(FOLDER.glob(f"{name}_rank*.json.gz")) for name in ("ddp_straggler", "fsdp", "gloo_ddp_slow")}
 
 
@@ -122,7 +123,7 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *REFERENCES])
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=LARGE.get(name, ())) for name in REFERENCES)])
 def test_every_figure_of_a_rank(name, capsys):
     paths = RUNS.get(name) or REFERENCES[name]
     expected, count = worked_out(paths)
@@ -213,7 +214,13 @@ def without_labels(found):
     ]
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(one for one in REFERENCES if "slow" in one or "fsdp" in one)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *RUNS,
+        *(pytest.param(name, marks=LARGE.get(name, ())) for name in REFERENCES if "slow" in name or "fsdp" in name),
+    ],
+)
 def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
     """The rank, the reason and the amount are also reported for steps without annotations."""
     ours = as_json(capsys, *(changed(tmp_path, path, without_labels) for path in RUNS.get(name) or REFERENCES[name]))
@@ -327,7 +334,10 @@ def later(us, host=None):
     return change
 
 
-@pytest.mark.parametrize(("host", "ahead"), [("another", 150_000), (None, 150_000), (None, 400)])
+@pytest.mark.parametrize(
+    ("host", "ahead"),
+    [("another", 150_000), *(pytest.param(None, us, marks=pytest.mark.exhaustive) for us in (150_000, 400))],
+)
 def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, host, ahead):
     """The host is named, or the time stamps themselves show that there are two clocks."""
     zero, one = RUNS["ddp_straggler"]
@@ -518,7 +528,11 @@ def all_named_alike(around):
     ("around", "sized"),
     [
         (lambda args: {}, True),
-        (lambda args: {"name": f"c10d::{args['Collective name']}_", "args": {}}, False),
+        pytest.param(
+            lambda args: {"name": f"c10d::{args['Collective name']}_", "args": {}},
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         (lambda args: {"name": f"nccl:{args['Collective name']}", "cat": "user_annotation", "args": {}}, False),
     ],
     ids=["record_param_comms", "c10d", "nccl"],

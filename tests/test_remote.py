@@ -148,13 +148,13 @@ def without_paths(text):
         (SMALL, "--json"),
         (SMALL, COMPILED),
         (SMALL, COMPILED, "--markdown"),
-        (*RANKS,),
+        pytest.param((*RANKS,), marks=pytest.mark.exhaustive),
         (*RANKS, "--json"),
         (*RANKS, "--ranks", "--only", "short"),
     ],
     ids=["one", "json", "comparison", "markdown", "ranks", "json of ranks", "--ranks"],
 )
-@pytest.mark.parametrize("where", ["memory", "http"])
+@pytest.mark.parametrize("where", [pytest.param("memory", marks=pytest.mark.exhaustive), "http"])
 def test_a_url_is_read_like_the_file(server, memory, capsys, words, where):
     def there(word):
         if not isinstance(word, Path):
@@ -181,7 +181,9 @@ def test_the_page_has_commands_with_urls():
     assert len(URL_COMMANDS) >= 5
 
 
-@pytest.mark.parametrize("command", URL_COMMANDS)
+@pytest.mark.parametrize(
+    "command", [URL_COMMANDS[0], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in URL_COMMANDS[1:])]
+)
 def test_a_pages_command_with_a_url_runs(server, memory, tmp_path, monkeypatch, capsys, command):
     """A store's URL stands for the file system in memory, and a web server's for one of this machine."""
     monkeypatch.chdir(tmp_path)
@@ -216,7 +218,14 @@ def test_a_page_of_a_url_is_that_of_the_file(server, tmp_path, capsys):
         assert len(pages[1]) == pytest.approx(len(pages[0]), rel=0.01) and words[0].name[:12] in pages[1]
 
 
-@pytest.mark.parametrize("pattern", ["fsdp_rank*.json.gz", "fsdp_rank[01].json.gz", "ranks", "ranks/"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "fsdp_rank*.json.gz",
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp_rank[01].json.gz", "ranks")),
+        "ranks/",
+    ],
+)
 def test_folders_and_wildcards_name_the_traces_there(server, memory, capsys, pattern):
     expected = printed(capsys, *RANKS, "--only", "short")
     if pattern.startswith("ranks"):
@@ -419,8 +428,8 @@ def packed_answer(chunked):
     return rule
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("name", ["plain.json", "packed.json.gz"])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("name", ["plain.json", pytest.param("packed.json.gz", marks=pytest.mark.exhaustive)])
 def test_a_compressed_answer_is_the_file(server, capsys, monkeypatch, name, chunked):
     """Its length is that of the compressed answer, so the progress does not give it as the file's size."""
     content = SMALL.read_bytes()
@@ -577,7 +586,10 @@ def reading_process(*words, **environment):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (signal.SIGTERM, signal.SIGKILL))],
+)
 def test_a_download_that_is_ended_leaves_nothing(server, tmp_path, number):
     """It prints one line and exits with the signal's status, after the server has sent half of the file."""
     begun = threading.Semaphore(0)
@@ -673,7 +685,7 @@ def test_a_failure_of_an_executor_is_reported_beside_the_other_ranks():
     ]
 
 
-@pytest.mark.parametrize("how", ["threads", "processes"])
+@pytest.mark.parametrize("how", ["threads", pytest.param("processes", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_does_not_answer_is_given_up_and_named(server, monkeypatch, how):
     server.rules["/slow.json"] = lambda handler, asked: server.over.wait()
     # The slow one is given up as soon as it is the last.
@@ -713,16 +725,16 @@ def killing(pids, times):
     return rule
 
 
-def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_process_that_is_killed_is_replaced_once(server, monkeypatch, kills):
     """A rank whose process is killed again is named, and the other ranks are read."""
     children = lambda: [one.pid for one in psutil.Process().children()]  # noqa: E731
     monkeypatch.setattr(reading, "_processes", lambda sizes: 2)
     monkeypatch.setattr(reading, "_json_bytes", lambda path: 0)
     paths = [path_of(server.url(f"fsdp_rank{number}.json.gz")) for number in (0, 1)]
-    for kills, expected in ((1, ([0, 1], {})), (2, ([1], {str(paths[0]): NotRead("killed")}))):
-        server.asked.clear()
-        server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
-        assert kept(paths) == expected
+    server.rules["/fsdp_rank0.json.gz"] = killing(children, kills)
+    assert kept(paths) == (([0, 1], {}) if kills == 1 else ([1], {str(paths[0]): NotRead("killed")}))
 
 
 # A cluster.
@@ -743,6 +755,7 @@ def dask():
         yield one
 
 
+@pytest.mark.exhaustive  # the cluster's processes take several seconds to start
 def test_ranks_are_read_by_the_workers_of_a_cluster(dask, server, capsys):
     """Hostile files are named, and the report equals that of the same files read without a cluster."""
     (server.folder / "fsdp_rank2.json.gz").write_bytes(RANKS[0].read_bytes()[:5000])
@@ -768,6 +781,7 @@ def test_a_worker_that_dies_is_replaced(dask, server, capsys):
     assert found["not_read"] == {server.url("fsdp_rank2.json.gz"): "the process that read it was killed"}
 
 
+@pytest.mark.exhaustive
 def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, monkeypatch):
     """The rest of the report needs no trace on this machine."""
 
@@ -780,6 +794,7 @@ def test_a_trace_that_only_the_workers_reach_is_reported(dask, server, capsys, m
     assert "the trace of a rank cannot be read again on this machine" in said
 
 
+@pytest.mark.exhaustive
 def test_an_address_without_a_scheduler_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
@@ -794,6 +809,7 @@ def test_an_address_without_a_scheduler_is_refused(capsys, monkeypatch):
         assert said.startswith(f"read-trace: --cluster {address}: {says}")
 
 
+@pytest.mark.exhaustive
 def test_a_scheduler_without_workers_is_refused(capsys, monkeypatch):
     from distributed import LocalCluster
 

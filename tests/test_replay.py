@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
+from references import LARGE_FILE, small_first
 
 from tracereader.replay import (
     Graph,
@@ -73,7 +74,10 @@ def raw_step_us(events):
 
 @pytest.mark.parametrize(
     ("traces", "least"),
-    [(TRACES[::8], 12), pytest.param(TRACES, 100, marks=pytest.mark.exhaustive)],
+    [
+        ([path for path in TRACES[::4] if path.stat().st_size <= LARGE_FILE], 20),
+        pytest.param(TRACES, 100, marks=pytest.mark.exhaustive),
+    ],
     ids=["some", "all"],
 )
 def test_the_replay_of_an_unchanged_trace_gives_the_recorded_step(traces, least):
@@ -509,8 +513,15 @@ def graph_from(path):
 @pytest.mark.parametrize(
     ("folder", "eager", "replayed"),
     [
-        (DECODING, "1x512_bf16_warm_eager_active2_shapes", "1x512_bf16_warm_eager_graph"),
-        (DECODING, "32x512_bf16_warm_eager_active1", "32x512_bf16_warm_eager_graph"),
+        pytest.param(
+            DECODING,
+            "1x512_bf16_warm_eager_active2_shapes",
+            "1x512_bf16_warm_eager_graph",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            DECODING, "32x512_bf16_warm_eager_active1", "32x512_bf16_warm_eager_graph", marks=pytest.mark.exhaustive
+        ),
         (DECODING, "1x512_bf16_warm_compile", "1x512_bf16_warm_compile_reduce-overhead"),
         (CHANGES / "decode", "eager", "graph"),
         (CHANGES / "vit", "eager", "graph"),
@@ -536,7 +547,7 @@ def test_cuda_graph_of_a_prefill_that_no_longer_waits_is_priced_as_recorded():
     [
         (TRAINING / "4x1024x1024x16_bf16_warm_eager_forloop", TRAINING / "4x1024x1024x16_bf16_warm_eager_fused", 0.02),
         # Its steps are overhead-bound, and the CPU's speed is not the same in both recordings.
-        (CHANGES / "optimizer" / "forloop", CHANGES / "optimizer" / "fused", 0.15),
+        pytest.param(CHANGES / "optimizer/forloop", CHANGES / "optimizer/fused", 0.15, marks=pytest.mark.exhaustive),
     ],
 )
 def test_fused_optimizer_is_priced_as_recorded(loop, one, within):
@@ -578,7 +589,7 @@ def test_item_at_the_end_of_an_overhead_bound_step_costs_almost_nothing():
     assert without_waits(graph, waits).step_us() > 0.98 * graph.recorded_us
 
 
-@pytest.mark.parametrize("path", SOME, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", small_first(SOME), ids=lambda path: path.name)
 def test_removing_work_delays_no_activity_and_makes_no_step_longer(path):
     graph = graph_from(path)
     ops = [

@@ -10,14 +10,13 @@ from collections import defaultdict
 import pytest
 import words
 from raw_events import end, raw_steps, raw_work
-from references import H200, ROOT, sampled
+from references import H200, ROOT, measured, proposals, sampled, small_first
 from rich.cells import cell_len
 
 from tracereader import cli, progress
 from tracereader.figures import summarize
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import duration, part_of
-from tracereader.findings.opportunities import opportunities
 from tracereader.show.text import sharing, unit_of
 from tracereader.trace import read
 
@@ -67,11 +66,10 @@ def tables(lines):
 def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, trace):
     lines = reports(capsys, monkeypatch, trace)
     first = lines[:25]
-    again = read(trace)
-    summary = summarize(again)
+    summary = measured(trace)
     word = steps.waiting(summary)[0]
     assert any(line.startswith(word[:1].upper() + word[1:]) for line in first)
-    changes = opportunities(again, summary) if summary.has_gpu_work else ()
+    changes = proposals(trace) if summary.has_gpu_work else ()
     if isinstance(changes, tuple) and changes:
         (row,) = [line for line in first if line.startswith(f"1 {changes[0].title}")]
         before, after = changes[0].step_us, changes[0].step_us_after
@@ -88,10 +86,11 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
     )  # a numbered script's report also has names and the call tree
 
 
-def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch):
+@pytest.mark.parametrize("name", small_first(["convnet/fused", "loader/inline"]))
+def test_the_table_of_changes_has_the_times_that_sort_it(capsys, monkeypatch, name):
     """The run measured its step without the profiler. Its recorded step is in the line below the first row."""
     monkeypatch.setenv("COLUMNS", "80")
-    trace = CHANGES / "convnet/fused.json.gz"
+    trace = CHANGES / f"{name}.json.gz"
     document = json.loads(gzip.decompress(trace.read_bytes()))
     lines = printed(capsys, trace, "--only", "try").splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("try first"))
@@ -177,7 +176,7 @@ def test_no_report_has_a_retired_word(reports, capsys, monkeypatch, trace):
     assert [text[found.start() - 60 : found.end() + 20] for found in RETIRED.finditer(text)] == []
 
 
-@pytest.mark.parametrize("name", ["vit/eager", "resnet/fp32", "copies/blocking", "gpt2/sdpa"])
+@pytest.mark.parametrize("name", small_first(["vit/eager", "resnet/fp32", "copies/blocking", "gpt2/sdpa"]))
 def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
     """The rows add up to the time from one step's first GPU activity to the next one's in the raw events."""
     monkeypatch.setenv("COLUMNS", "120")
@@ -189,7 +188,7 @@ def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     marks = raw_steps(events)
     firsts = [min(e["ts"] for e in raw_work(events, mark)) for mark in marks]
-    wide = int(summarize(read(trace)).after_first)
+    wide = int(measured(trace).after_first)
     apart = (firsts[-1] - firsts[wide]) / (len(firsts) - 1 - wide)
     unit = 1e3 if re.search(r"\bms\b", lines[at]) else 1.0
     whole = float(re.search(r"goes: ([\d.,]+) ", lines[at])[1].replace(",", ""))
@@ -198,7 +197,7 @@ def test_where_the_step_goes_adds_up(capsys, monkeypatch, name):
     assert sum(float(row.split()[-1].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.1 * len(rows))
 
 
-@pytest.mark.parametrize("name", ["encoder/bf16", "syncs/none"])
+@pytest.mark.parametrize("name", small_first(["encoder/bf16", "syncs/none"]))
 def test_the_report_says_if_only_recording_makes_the_step_overhead_bound(capsys, monkeypatch, name):
     """The program measured its step without the profiler, and the GPU is busy for most of that time."""
     trace = CHANGES / f"{name}.json.gz"
@@ -222,7 +221,7 @@ def test_the_busy_share_without_the_profiler_stands_beside_the_regime():
         busy.append(sum(one["dur"] for one in work))
     share = sorted(busy)[1] / document["unprofiled_step_us"]
     assert 0.65 < share < 0.9
-    assert recording.unprofiled(summarize(read(file))).endswith(f" ms ({share:.0%}): GPU-bound.")
+    assert recording.unprofiled(measured(file)).endswith(f" ms ({share:.0%}): GPU-bound.")
 
 
 @pytest.mark.parametrize(("name", "overlaps"), [("pinned/prefetched", True), ("pinned/same_stream", False)])
@@ -235,16 +234,19 @@ def test_a_busy_time_longer_than_the_step_is_explained(capsys, monkeypatch, name
     assert ("activities of different steps overlap on the GPU" in told) is overlaps
 
 
-def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_path, capsys):
-    for name, said in (("encoder/bf16", True), ("decode/eager", False)):
-        document = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))
-        known = document.pop("unprofiled_step_us")
-        trace = tmp_path / f"{name.replace('/', '_')}.json"
-        trace.write_text(json.dumps(document))
-        told = " ".join(printed(capsys, trace).split())
-        assert ("takes an estimated" in told) is said
-        low, high = recording.estimate_us(summarize(read(trace)))
-        assert low <= known <= high
+@pytest.mark.parametrize(
+    ("name", "said"),
+    small_first([("encoder/bf16", True), ("syncs/none", True), ("decode/eager", False), ("loader/inline", False)]),
+)
+def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_path, capsys, name, said):
+    document = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))
+    known = document.pop("unprofiled_step_us")
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(document))
+    told = " ".join(printed(capsys, trace).split())
+    assert ("takes an estimated" in told) is said
+    low, high = recording.estimate_us(summarize(read(trace)))
+    assert low <= known <= high
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_the_cost_of_recording_is_estimated_if_it_could_change_the_regime(tmp_pa
 )
 def test_the_estimated_cost_of_recording_holds_for_all_recordings(file):
     """It was measured on the overhead-bound steps of more than 50 calls."""
-    summary = summarize(read(file))
+    summary = measured(file)
     calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
     if summary.waits_for != "overhead" or calls <= 50:
         pytest.skip("no overhead-bound step, or too few calls")
@@ -276,7 +278,7 @@ def test_json_has_the_opportunities(capsys):
 def test_patterns_that_teach_appear_only_for_numbered_scripts(capsys):
     ours, theirs = ROOT / "traces/reference/nvidia-h200/05_llm", CHANGES / "vit/eager.json.gz"
     teaches = "without GPU work ("
-    assert teaches in " ".join(printed(capsys, next(ours.glob("*eager_active2_shapes.json.gz"))).split())
+    assert teaches in " ".join(printed(capsys, next(ours.glob("*triton-overlap_active2.json.gz"))).split())
     assert teaches not in " ".join(printed(capsys, theirs).split())
     assert teaches in " ".join(printed(capsys, theirs, "--only", "patterns").split())
 

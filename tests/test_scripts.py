@@ -387,3 +387,14 @@ def test_guess_at_a_terminal(tmp_path):
     marks = re.sub(r"\x1b\[[\d;]*m", "", marks)
     marked = re.findall(r"^  (right|wrong)  .*?your guess: no; the trace: (yes|no)", marks, re.S | re.M)
     assert marked and all((mark == "right") == (told == "no") for mark, told in marked)
+
+
+def test_a_numbered_script_writes_its_page(run, tmp_path):
+    """The page has the script's predictions and the observations."""
+    page = tmp_path / "report.html"
+    assert run("01_matmul_add", "--size", "8", "--html", str(page)) == 0
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    assert figures["head"]["script"] == "01_matmul_add" and figures["guesses"]
+    page.write_text("mine")
+    assert run("01_matmul_add", "--size", "8", "--html", str(page)) == 2
+    assert page.read_text() == "mine"

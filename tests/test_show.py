@@ -86,7 +86,13 @@ def test_a_view_holds_the_requested_sections():
     assert not View.of(SimpleNamespace(**asked | {"all": True})).usual
 
 
-@pytest.mark.parametrize("wish", ["PYTHONIOENCODING=ascii", "PYTHONIOENCODING=cp1252", "LC_ALL=C"])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        *(pytest.param(f"PYTHONIOENCODING={one}", marks=pytest.mark.exhaustive) for one in ("ascii", "cp1252")),
+        "LC_ALL=C",
+    ],
+)
 def test_lanes_are_ascii_if_the_terminal_or_the_locale_needs_it(wish):
     command = [sys.executable, "-m", "tracereader", str(MLP), "--lanes"]
     environment = os.environ | dict([wish.split("=")])

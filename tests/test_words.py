@@ -28,7 +28,8 @@ SHOWN = {
     "a large product": [H200 / "01_matmul_add/4096_bf16_warm_compile.json.gz", "--all"],
     "a rung on the CPU, all": [CPU / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz", "--all"],
     "attention": [TESTS / "attention_naive.json.gz", "--all"],
-    "decoding": [MODEL["qwen3_decode_eager"]],
+    "decoding": [MODEL["qwen3_decode_graph"]],
+    "decoding without a graph": [MODEL["qwen3_decode_eager"]],
     "training": [MODEL["gpt2_train"], "--all"],
     "training with stacks": [TESTS / "train_stack.json.gz", "--all"],
     "synchronizations": [TESTS / "train_item.json.gz", "--all"],
@@ -42,9 +43,16 @@ SHOWN = {
     "a pipeline": ranks_of("gloo_pipeline"),
     "help": ["--help"],
 }
+LONG = ("decoding without a graph", "training")
 
 
-@pytest.mark.parametrize("words", SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=pytest.mark.exhaustive if name in LONG else (), id=name)
+        for name, words in SHOWN.items()
+    ],
+)
 def test_reports_use_the_fields_terms(words, capsys):
     assert cli.main([*map(str, words)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
