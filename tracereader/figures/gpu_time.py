@@ -328,11 +328,7 @@ def cut_up(
                 at = begin
             if stop > end:
                 stop = end
-            inside = name if op.kind == "label" else op.name
-            if op.children or inside == outside:
-                pending.append((op.children, at, stop, inside))
-            else:
-                idle[inside] += stop - at
+            pending.append((op.children, at, stop, name if op.kind == "label" else op.name))
             at = stop
         if end > at:
             idle[name] += end - at
