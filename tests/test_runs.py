@@ -321,7 +321,7 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, there, lacks):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_shows_that_torch_is_imported(monkeypatch, terminal):
+def test_a_terminal_shows_that_torch_is_imported(monkeypatch, tmp_path, terminal):
     class Stream(io.StringIO):
         def isatty(self):
             return terminal
@@ -330,6 +330,6 @@ def test_a_terminal_shows_that_torch_is_imported(monkeypatch, terminal):
     monkeypatch.setattr(sys, "argv", [str(ROOT / "x.py")])
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.delitem(sys.modules, "torch")
-    answer_before_torch(lambda: None, str(Path(ROOT / "x.py")))
+    answer_before_torch(lambda: SimpleNamespace(out=tmp_path, script="x"), str(Path(ROOT / "x.py")))
     assert stream.getvalue().startswith("importing torch") is terminal
     assert stream.getvalue().count("\n") == terminal
