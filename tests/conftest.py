@@ -29,7 +29,9 @@ def pytest_report_header():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--reader", action="store_true", help="the reader's tests alone: what needs no torch, no browser and no wheel"
+        "--reader",
+        action="store_true",
+        help="the reader's tests alone: what needs no torch, browser, web server or wheel",
     )
 
 
@@ -37,7 +39,7 @@ def pytest_addoption(parser):
 NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|common|conftest|sweep|recompile)\b", re.M)
 
 # Fixtures that take longer than the tests of the reader's own code.
-NOT_THE_READERS = {"chromium", "wheel"}
+NOT_THE_READERS = {"chromium", "wheel", "server"}
 
 
 def pytest_ignore_collect(collection_path, config):

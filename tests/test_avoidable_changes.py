@@ -300,6 +300,7 @@ def test_logits_of_one_token_are_proposed_if_only_one_is_read(case_of):
     assert "last_logits" not in proposed(case)
 
 
+@pytest.mark.exhaustive
 def test_logits_are_kept_if_all_are_read(case_of):
     everything = (("aten::argmax", [1, ROWS, VOCABULARY], True),)
     assert changes.last_logits(case_of(PREFILL, ops_after_the_head(*everything))) is None

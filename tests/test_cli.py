@@ -112,6 +112,7 @@ def test_one_bad_file_among_several(tmp_path, capsys):
     refused(capsys, SMALL, tmp_path / "none.json")
 
 
+@pytest.mark.exhaustive
 def test_a_gzip_bomb_is_refused_before_it_fills_memory(tmp_path):
     bomb = tmp_path / "bomb.json.gz"
     with gzip.open(bomb, "wb", compresslevel=9) as file:

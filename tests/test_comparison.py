@@ -256,6 +256,7 @@ def test_five_runs_fit_80_columns_as_a_table(capsys, monkeypatch, paths):
     assert "ops gone" not in told and "ops gone" in said(capsys, *paths[:2], "--all")
 
 
+@pytest.mark.exhaustive
 def test_long_tables_have_a_row_for_the_rest(capsys):
     screen = printed(capsys, *files("gpt2/sdpa", "gpt2/padded"), "--only", "cpu")
     rows = screen[screen.index("CPU self time") :].splitlines()[1:]

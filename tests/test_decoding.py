@@ -423,6 +423,7 @@ def test_odd_facts_do_not_stop_the_report(facts, tmp_path):
     assert (odd.gb_s, odd.layers, odd.tokens) == (None, None, FACTS["tokens"])
 
 
+@pytest.mark.exhaustive
 def test_attention_over_the_empty_part_of_a_cache_is_found(tmp_path, capsys):
     """The finding needs shapes which show that attention reads the whole static cache, and much of it must be empty."""
     sentence = "empty_cache"
@@ -435,6 +436,7 @@ def test_attention_over_the_empty_part_of_a_cache_is_found(tmp_path, capsys):
     assert sentence not in see(summarize(read(with_facts("qwen3_generate_static", tmp_path, **longer))))
 
 
+@pytest.mark.exhaustive
 def test_logits_of_every_token_are_found_in_prefill(tmp_path):
     sentence = "logits_of_all"
     facts = {"phase": "prefill", "tokens": 512, "gb_s": None}

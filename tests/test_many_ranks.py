@@ -92,6 +92,7 @@ def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, tenso
     assert f"rank 517 on node064, 11.0 ms: {why}" in text
 
 
+@pytest.mark.exhaustive
 def test_a_slow_host_is_named_and_none_of_its_ranks_is_the_straggler(capsys, monkeypatch):
     """If one of the ranks were faster, the others would wait equally long for the remaining ranks of the host."""
     summary = summary_of(delays={rank: Delay(5_000_000) for rank in SLOW_HOST})
@@ -110,6 +111,7 @@ def test_one_slow_rank_makes_no_slow_host():
     assert findings.slow_hosts(summary_of(128, delays={rank: Delay(5_000_000) for rank in (3, 40, 77)})) == ()
 
 
+@pytest.mark.exhaustive
 def test_a_slow_link_is_named_by_message_and_bandwidth(capsys, monkeypatch):
     summary = summary_of(tensor=2, slow={(4, 5): 40})
     (cost,) = findings.costs(summary)
@@ -130,6 +132,7 @@ def test_a_slow_link_is_named_by_message_and_bandwidth(capsys, monkeypatch):
     assert f"probably a slow link: all-gather of 25.2 MB {rates}" in text
 
 
+@pytest.mark.exhaustive
 def test_the_five_that_cost_most_are_shown_and_all_on_demand(capsys, monkeypatch):
     late = {rank: Delay(2_000_000 + 10_000 * rank) for rank in range(7, 1000, 100)}
     summary = summary_of(delays=late)
@@ -253,6 +256,7 @@ def test_one_rank_is_shown_in_full(capsys, monkeypatch):
     assert f"of it for rank {max(for_it, key=for_it.get)}" in waited
 
 
+@pytest.mark.exhaustive
 def test_the_encoded_ranks_are_small_and_decode_to_the_same():
     """A rank's encoded data grows with its collectives, but not with the size of its groups."""
     sizes = []
@@ -325,6 +329,7 @@ def report(paths, capsys, monkeypatch):
     return said(capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
 def test_a_straggler_among_files_is_named(tmp_path, capsys, monkeypatch):
     text = report(files(tmp_path, "ddp_straggler", slow={5}), capsys, monkeypatch)
     assert "16 of 16 ranks on 8 hosts" in text

@@ -208,6 +208,7 @@ def test_messages_of_nccl_are_matched_however_they_are_described(tmp_path, capsy
     assert ours["in_short"][0].startswith("pipeline bubble: rank 1 computes nothing for")
 
 
+@pytest.mark.exhaustive
 def test_an_annotation_alone_names_both_ranks_of_a_message(tmp_path, capsys):
     def only_annotated(number, kernel, launch, sends):
         name = f"nccl:send {number}->{1 - number}" if sends else f"nccl:recv {number}<-{1 - number}"
@@ -323,6 +324,7 @@ def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     assert len(saved) == 6 and saved == pytest.approx(sorted(expected.values()), abs=0.01)
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_stages_fit_one_screen(capsys, monkeypatch):
     summary = joined(piped(8, 128, 8))
     text = shown(summary, capsys, monkeypatch, View(only=("short", "gpu", "work")), columns=80)

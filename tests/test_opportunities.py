@@ -133,6 +133,7 @@ def test_working_in_place_predicts_the_step_recorded_without_the_copy():
     assert one.basis == "replay" and "masked_fill_" in one.how
 
 
+@pytest.mark.exhaustive
 def test_expanded_keys_are_named_once():
     found = of_a_committed_trace(TESTS / "models/qwen3_decode_eager.json.gz")
     assert "56 copies" in found["shared_keys"].evidence and "layout_copies" not in found
@@ -439,6 +440,7 @@ def test_the_rank_that_sets_the_pace_gets_the_proposals_of_its_own_trace(run):
         assert one.saves_us == one.step_us - one.step_us_after and one.evidence.startswith(f"rank {pace.rank}: ")
 
 
+@pytest.mark.exhaustive
 def test_ranks_are_priced_without_the_profiler_if_the_run_measured_it(tmp_path):
     """The time is that of the runs' own harness: a step that takes three quarters of the recorded one."""
     paths = []
@@ -455,6 +457,7 @@ def test_ranks_are_priced_without_the_profiler_if_the_run_measured_it(tmp_path):
     assert all(each.knows_unprofiled for each in found.values())
 
 
+@pytest.mark.exhaustive
 def test_balancing_is_proposed_for_ranks_with_a_slow_cpu():
     found = proposed_to_ranks("fsdp")
     assert set(found) == {"balance_ranks"} and proposed_to_ranks("fsdp", alone=True)["fused_optimizer"].saves_us > 3e3
@@ -605,6 +608,7 @@ def test_a_single_overhead_bound_step_without_synchronization_may_be_a_cuda_grap
     assert one.step_us_after == pytest.approx(raw_us(files[1]), rel=0.3)
 
 
+@pytest.mark.exhaustive
 def test_a_single_step_with_a_wait_is_no_cuda_graph():
     file = TESTS / "models/qwen3_prefill_logits.json.gz"
     trace = read(file)

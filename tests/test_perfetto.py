@@ -122,6 +122,7 @@ def slice_at(ts, dur, pid=1, tid=2):
     return {"ph": "X", "cat": "kernel", "name": "k", "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": {}}
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
@@ -180,6 +181,7 @@ def test_export_writes_the_copy(name, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.exhaustive
 def test_export_of_ranks_writes_them_as_one_trace(tmp_path, capsys):
     file = tmp_path / "ranks.json"
     assert cli.main([*map(str, RANKS), "--export", str(file)]) == 0

@@ -152,7 +152,9 @@ def test_a_gpu_counts_as_idle_only_between_recorded_activities(capsys):
         assert one["idle_us"] == pytest.approx(last - first - busy, abs=0.1)
 
 
-@pytest.mark.parametrize("name", ["ddp_straggler", "fsdp", *(one for one in REFERENCES if one.startswith("4x1024"))])
+@pytest.mark.parametrize(
+    "name", ["ddp_straggler", "fsdp", *(pytest.param(one, marks=mark) for one, mark in LARGE.items())]
+)
 def test_the_regime_is_that_of_the_rank_that_sets_the_pace(name, capsys, monkeypatch):
     """The report on this rank alone has the same word and the same figures."""
     paths = RUNS.get(name) or REFERENCES[name]
@@ -417,7 +419,7 @@ def test_a_missing_rank_is_reported(tmp_path, capsys):
     assert short["missing"] == [2] and short["straggler"] == 0 and not {"ranks", "matched", "kinds"} & set(short)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_truncated_rank_is_reported_and_the_others_are_read(tmp_path, capsys, packed):
     zero, one = (changed(tmp_path, path, renumbered(rank, 3)) for rank, path in enumerate(RUNS["fsdp"]))
     cut = tmp_path / "cut_rank2.json"
@@ -458,6 +460,7 @@ def test_a_collective_that_one_rank_lacks_shifts_no_other(tmp_path, capsys):
     assert (ours["collectives"], ours["unmatched"]) == (28, 27)  # the first step's are not guessed at
 
 
+@pytest.mark.exhaustive
 def test_sequence_numbers_match_collectives_in_another_order(tmp_path, capsys):
     """Newer versions of torch record sequence numbers, which also match if a rank lacks a collective."""
 
@@ -533,7 +536,11 @@ def all_named_alike(around):
             False,
             marks=pytest.mark.exhaustive,
         ),
-        (lambda args: {"name": f"nccl:{args['Collective name']}", "cat": "user_annotation", "args": {}}, False),
+        pytest.param(
+            lambda args: {"name": f"nccl:{args['Collective name']}", "cat": "user_annotation", "args": {}},
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["record_param_comms", "c10d", "nccl"],
 )
@@ -571,6 +578,7 @@ def test_other_traces_are_still_compared(tmp_path, capsys):
     assert "per step instead of" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_several_processes_return_the_same_as_one(monkeypatch):
     paths = [path for name in ("fsdp", "gloo_ddp_slow") for path in RUNS[name]]
     at_once = reading.read_ranks(paths, 10**9, None)

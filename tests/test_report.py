@@ -133,6 +133,7 @@ def test_the_repetitions_fit_80_columns(capsys, monkeypatch, name):
     assert max(map(cell_len, lines)) <= 80
 
 
+@pytest.mark.exhaustive
 def test_the_warning_about_activities_without_a_launch_gives_their_time(capsys):
     trace = CHANGES / "resnet/fp32.json.gz"
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]

@@ -109,6 +109,7 @@ def test_a_missing_step_is_refused(capsys):
     assert screen.err.count("\n") == 1 and screen.out == ""
 
 
+@pytest.mark.exhaustive
 def test_the_pages_trace_util_call_is_one_that_it_takes():
     """The articles' call no longer works. The pinned version's own parser reads exactly the page's words."""
     from trace_util.cli import build_parser

@@ -96,6 +96,7 @@ def test_ranks_with_invalid_text_are_reported(tmp_path, capsys, part):
     assert len(strict(gzip.decompress(packed).decode())["traceEvents"]) > 1000
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_nan_are_merged(tmp_path):
     """NaN is read like Python's json reads it, and written as null."""
     paths = []
