@@ -737,6 +737,9 @@ def test_runs_are_compared_by_the_figures_of_json(chromium, pages, capsys, runs)
     for key, name in (("cpu", "cpu_us"), ("gpu", "gpu_busy_us"), ("launches", "launches")):
         expected = [one["steps"][one["typical_index"]][name] for one in measured]
         assert browser.execute_script(cells, key) == pytest.approx(expected)
+    ratio = measured[0]["recorded_step_us"] / measured[1]["recorded_step_us"]
+    assert ratio > 2 and text(browser, "#overview h1") == f"{ratio:.1f} times as fast"
+    assert f" is {ratio:.1f} times as fast as run 1" in text(browser, "#overview")
     times = [{}, {}]
     for one, found in zip(measured, times, strict=True):
         for work in one["gpu_work"]:
