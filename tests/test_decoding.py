@@ -82,7 +82,13 @@ def medians(events, step):
     return [(e, median(times[numbered[step, id(e)]])) for e in steps[step][2]]
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if MODELS[name].stat().st_size > references.LARGE_FILE else ())
+        for name in LAYERS
+    ],
+)
 def test_the_kernels_names_give_the_layers(name):
     """Their number is the model's. One more stretch before or after them would have other kernels."""
     ours, events = measured(name), raw(name)

@@ -239,6 +239,7 @@ def test_one_kernel_may_send_and_receive(tmp_path, capsys):
     assert set(pairs) == {(1, 5), (5, 1)} and waits == [pytest.approx(late, abs=1)]
 
 
+@pytest.mark.exhaustive
 def test_a_message_without_its_other_end_is_reported(tmp_path, capsys):
     """The other messages of its step are not guessed at."""
 

@@ -597,6 +597,7 @@ def test_a_small_result_is_a_wait_and_no_copy_to_overlap(tmp_path):
         assert (overlap_copies(Case(trace, summarize(trace), graph_of(trace))) is not None) is overlaps
 
 
+@pytest.mark.exhaustive
 def test_a_single_overhead_bound_step_without_synchronization_may_be_a_cuda_graph():
     """One step does not show that its launches repeat. The same program was recorded as a graph, too."""
     files = [CHANGED.parent / f"05_llm/32x512_bf16_warm_eager_{name}.json.gz" for name in ("active1", "graph")]
@@ -674,7 +675,7 @@ def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_p
         assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     """The copy of waits_in_every_step becomes a call of torch.cuda.synchronize(), which no op contains."""
     file = waits_in_every_step("vit/eager", "aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, tmp_path)

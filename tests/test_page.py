@@ -778,6 +778,7 @@ def test_ranks_are_side_by_side(chromium, pages, capsys):
     is_quiet(browser, page)
 
 
+@pytest.mark.exhaustive
 def test_the_page_of_ranks_has_the_changes_of_json(pages, capsys):
     figures = json.loads(block(pages(*RANKS), "figures"))
     expected = json_of(capsys, *RANKS)["opportunities"]

@@ -74,10 +74,20 @@ def without_place(events):
 
 @pytest.mark.parametrize(
     "path",
-    [OVERLAPPING, pytest.param(RANKS[0], marks=pytest.mark.exhaustive), ROOT / "tests/traces/conv.json.gz",
-     ROOT / "tests/traces/train_stack.json.gz", ROOT / "traces/reference/guard-failure.json.gz"],
+    [
+        OVERLAPPING,
+        ROOT / "tests/traces/conv.json.gz",
+        *(
+            pytest.param(path, marks=pytest.mark.exhaustive)
+            for path in (
+                RANKS[0],
+                ROOT / "tests/traces/train_stack.json.gz",
+                ROOT / "traces/reference/guard-failure.json.gz",
+            )
+        ),
+    ],
     ids=lambda path: path.name,
-)  # fmt: skip
+)
 def test_no_slice_of_the_copy_is_lost_in_perfetto(path):
     before = path.read_bytes()
     raw = events_of(gzip.decompress(before))

@@ -28,8 +28,11 @@ def _ranks_of(first):
 # Rung 6's on two H200s, recorded by torch 2.11.
 RECORDED = sorted((ROOT / "traces/reference").glob("*/*/*_rank0.json.gz"))
 REFERENCES = {path.name.removesuffix("_rank0.json.gz"): _ranks_of(path) for path in RECORDED}
-LARGE = {name: pytest.mark.exhaustive for name, (first, *_) in REFERENCES.items() if first.stat().st_size > LARGE_FILE}
 RUNS = {name: sorted(FOLDER.glob(f"{name}_rank*.json.gz")) for name in ("ddp_straggler", "fsdp", "gloo_ddp_slow")}
+# fsdp has many more collectives than the others.
+LARGE = {name: pytest.mark.exhaustive for name, (first, *_) in REFERENCES.items() if first.stat().st_size > LARGE_FILE}
+LARGE |= {"fsdp": pytest.mark.exhaustive}
+ALL_RUNS = [pytest.param(name, marks=LARGE.get(name, ())) for name in (*RUNS, *REFERENCES)]
 
 
 def document(path):
@@ -123,7 +126,7 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=LARGE.get(name, ())) for name in REFERENCES)])
+@pytest.mark.parametrize("name", ALL_RUNS)
 def test_every_figure_of_a_rank(name, capsys):
     paths = RUNS.get(name) or REFERENCES[name]
     expected, count = worked_out(paths)
@@ -152,9 +155,7 @@ def test_a_gpu_counts_as_idle_only_between_recorded_activities(capsys):
         assert one["idle_us"] == pytest.approx(last - first - busy, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp_straggler", "fsdp", *(pytest.param(one, marks=mark) for one, mark in LARGE.items())]
-)
+@pytest.mark.parametrize("name", ["ddp_straggler", *(pytest.param(one, marks=mark) for one, mark in LARGE.items())])
 def test_the_regime_is_that_of_the_rank_that_sets_the_pace(name, capsys, monkeypatch):
     """The report on this rank alone has the same word and the same figures."""
     paths = RUNS.get(name) or REFERENCES[name]
@@ -219,8 +220,8 @@ def without_labels(found):
 @pytest.mark.parametrize(
     "name",
     [
-        *RUNS,
-        *(pytest.param(name, marks=LARGE.get(name, ())) for name in REFERENCES if "slow" in name or "fsdp" in name),
+        pytest.param(name, marks=LARGE.get(name, ()))
+        for name in (*RUNS, *(one for one in REFERENCES if "slow" in one or "fsdp" in one))
     ],
 )
 def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
@@ -240,6 +241,7 @@ def test_the_reason_needs_no_annotations(name, tmp_path, capsys):
     assert sum(said in line for line in ours["in_short"]) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_waits_for_its_data_is_named(tmp_path, capsys):
     """Launches that the DataLoader delays do not count as late launches."""
     zero, one = RUNS["fsdp"]
@@ -567,6 +569,7 @@ def test_kernels_without_a_description_are_no_collectives_but_are_reported(tmp_p
     assert says in answer and "no collective" not in answer
 
 
+@pytest.mark.exhaustive
 def test_other_traces_are_still_compared(tmp_path, capsys):
     assert cli.main([str(RUNS["fsdp"][0]), str(RUNS["ddp_straggler"][0])]) == 0  # rank 0 twice
     assert "per step instead of" in capsys.readouterr().out
