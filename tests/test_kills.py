@@ -104,7 +104,8 @@ sys.argv = ["01_matmul_add.py", "--size", "8", "--device", "cpu"]
 """
 
 
-WAIT = "print('here', flush=True); __import__('time').sleep(600)"
+# In short sleeps: Python does not see a signal that comes just before a sleep begins until that sleep ends.
+WAIT = "print('here', flush=True); [__import__('time').sleep(0.01) for _ in range(60_000)]"
 DURING = {
     "an import": f"""
 import builtins
