@@ -76,7 +76,7 @@ def pytest_unconfigure():
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--reader"):
-        left_out = [item for item in items if NOT_THE_READERS & set(item.fixturenames)]
+        left_out = {item for item in items if NOT_THE_READERS & set(item.fixturenames)}
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     on_gpu = [item for item in items if "gpu" in item.keywords]

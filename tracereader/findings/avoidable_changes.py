@@ -12,7 +12,7 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, how_often, listed
-from tracereader.findings.gpu_changes import BANDWIDTH
+from tracereader.findings.gpu_changes import moving_us
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace.labels import COMPILING, LOOKUP
@@ -158,7 +158,7 @@ def last_logits(case: Case) -> Proposal | None:
             times[work] = one.us * needed / shape.m
         if one is head and one.bytes_moved and case.peaks:
             weight = one.bytes_moved * shape.k * shape.n / shape.elements
-            times[work] = min(one.us, max(times[work], weight / (BANDWIDTH * case.peaks.gb_s) / 1e3))
+            times[work] = min(one.us, max(times[work], moving_us(weight, case.peaks)))
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
         f"the last product makes {shape.m:,} rows of {shape.n:,} logits in {duration(head.us)}; "
@@ -198,7 +198,7 @@ def _reads_us(one: GpuWork, case: Case) -> float:
     """
     if not one.bytes_moved or case.peaks is None:
         return one.us
-    return min(one.us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
+    return min(one.us, moving_us(one.bytes_moved, case.peaks))
 
 
 def static_inputs(case: Case) -> Proposal | None:

@@ -9,7 +9,7 @@ from tracereader.figures.gpu_time import python_in
 from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import BANDWIDTH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS
+from tracereader.findings.gpu_changes import NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -371,7 +371,7 @@ def _calls_as_one(case: Case) -> Proposal | None:
         products = [one for _, one, _ in run if one.product]
         moved = [one.bytes_moved for one in products]
         if case.peaks and moved and None not in moved:
-            us = min(us, max(products[0].us, sum(moved) / (BANDWIDTH * case.peaks.gb_s) / 1e3))
+            us = min(us, max(products[0].us, moving_us(sum(moved), case.peaks)))
         groups.append(([work for work, _, _ in run], us))
     count, longest = max(runs, key=lambda run: run[0])
     return Proposal(

@@ -83,6 +83,11 @@ OF_UNKNOWN_SIZE = (SELECTS, "aten::masked_select", *NEED_THE_SIZE)
 FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
+def moving_us(moved: float, peaks: Peaks) -> float:
+    """Return the time (µs) in which a good kernel reads and writes this many bytes."""
+    return moved / (BANDWIDTH * peaks.gb_s) / 1e3
+
+
 def fuse_pointwise(case: Case) -> Proposal | None:
     if not ops_recorded(case.step):
         return None  # equal grids alone show twice as many chains as there are
@@ -319,7 +324,7 @@ def _in_tf32(case: Case) -> Proposal | None:
             us = one.us * FP32_PRODUCT * case.peaks.fp32 / (reach * case.peaks.tf32)
         us = max(us, SMALL_PRODUCT_US)
         if one.bytes_moved:
-            us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
+            us = max(us, moving_us(one.bytes_moved, case.peaks))
         if us < one.us:
             times[work], spent = us, spent + one.us
             kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
@@ -351,7 +356,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
             us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
             if one.flops:
                 us = one.flops / (reach * peaks.bf16) / 1e6
-            moved_us = (one.bytes_moved or 0) / (BANDWIDTH * peaks.gb_s) / 1e3
+            moved_us = moving_us(one.bytes_moved or 0, peaks)
             us = max(us, moved_us / 2, SMALL_PRODUCT_US)
             if op is not None and not _in_backward(op):
                 us += moved_us  # the casts of its inputs read and write about as many bytes
@@ -443,7 +448,7 @@ def _by_shapes(case: Case) -> Proposal | None:
             continue
         us = max(one.flops / (PRODUCT * case.peaks.bf16) / 1e6, SMALL_PRODUCT_US)
         if one.bytes_moved:
-            us = max(us, one.bytes_moved / (BANDWIDTH * case.peaks.gb_s) / 1e3)
+            us = max(us, moving_us(one.bytes_moved, case.peaks))
         if us < SLOW / PRODUCT * one.us:
             times[work], spent = us, spent + one.us
             for dimension in bad:
@@ -587,7 +592,7 @@ def small_grids(case: Case) -> Proposal | None:
         # A kernel of a few µs ends before more blocks would help.
         if work.kind != "kernel" or not 0 < blocks < sms / 2 or one.us < 10 or one.family == "communication":
             continue
-        least = (one.bytes_moved or 0) / (BANDWIDTH * case.peaks.gb_s) / 1e3 if case.peaks else 0.0
+        least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
         times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
         spent += one.us
         names[short(one.name, 40)] = blocks
