@@ -319,7 +319,7 @@ def test_a_stub_does_not_halve_the_gpu_time_of_a_step(written):
     assert summary.gpu_us == 20 and summary.recorded_step_us > 20
 
 
-@pytest.mark.parametrize("flags", [[], ["--markdown"], ["--fail-if", "step > 5%"]])
+@pytest.mark.parametrize("flags", [[], ["--markdown"], ["--html", "-"], ["--fail-if", "step > 5%"]])
 def test_a_recording_without_steps_is_not_compared_by_step(tmp_path, capsys, flags):
     steps = [one for number in (1, 2, 3) for one in stepped(number, 100 * number)]
     paths = [tmp_path / name for name in ("steps.json", "whole.json")]

@@ -33,11 +33,20 @@ def pace(before_us: float, after_us: float, than: str = "") -> str:
         return f"takes {times}"
     if is_alike(before_us, after_us):
         return f"is about as fast{against}: {times}"
+    return f"{'is' if before_us > after_us else 'takes'} {ratio(before_us, after_us)}{against}: {times}"
+
+
+def ratio(before_us: float, after_us: float) -> str:
+    """Return, for example, "7.8 times as fast", or "1.20 times as long" if the second time is longer."""
     factor = max(before_us, after_us) / min(before_us, after_us)
-    ratio = f"{factor:,.2f}" if factor < 2 else f"{factor:,.1f}" if factor < 100 else f"{factor:,.0f}"
-    return (
-        f"{f'is {ratio} times as fast' if before_us > after_us else f'takes {ratio} times as long'}{against}: {times}"
-    )
+    digits = 2 if factor < 2 else 1 if factor < 100 else 0
+    return f"{factor:,.{digits}f} times as {'fast' if before_us >= after_us else 'long'}"
+
+
+def heading(before: Side, after: Side) -> str | None:
+    """Return the ratio of two runs' steps; None if they do not compare by step."""
+    times = step_us(before), step_us(after)
+    return None if compare.only_one_has_steps(before, after) or not all(times) else ratio(*times)
 
 
 def sentence(who: str, before: Side, after: Side, than: str = "", of_one_step: bool = False) -> str:

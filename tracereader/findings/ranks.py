@@ -190,7 +190,7 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def pace_setter(summary: RanksSummary) -> RankFigures:
-    """Return the rank that sets the pace: that which the others wait for, else that which waits least for others."""
+    """Return the rank that sets the pace: the straggler, or without one the rank that waits least for others."""
     waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us)  # noqa: E731
     return straggler(summary) or min(summary.ranks, key=waits)
 

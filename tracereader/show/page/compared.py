@@ -73,6 +73,8 @@ def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> d
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
     for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
         run["pace"] = faster.sentence(f"run {number}", sides[0], side, "run 1")
+    if len(sides) == 2:
+        runs[1]["ratio"] = faster.heading(*sides)
     for run in runs:
         run["of_first"] = run["step"] / runs[0]["step"] if runs[0]["step"] else None
     return {

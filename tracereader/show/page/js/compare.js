@@ -29,10 +29,7 @@ function comparisonPage(data, root) {
 }
 
 function runsOverview(data) {
-  const {runs} = data, [first] = runs, last = runs[runs.length - 1], faster = first.step / last.step;
-  // As the sentence below it rounds.
-  const factor = Math.max(faster, 1 / faster), ratio = digits(factor, factor < 2 ? 2 : factor < 100 ? 1 : 0);
-  const word = runs.length !== 2 || !last.step ? `${runs.length} runs` : `${ratio} times as ${faster >= 1 ? "fast" : "long"}`;
+  const {runs} = data, word = runs[runs.length - 1].ratio ?? `${runs.length} runs`;
   const plain = value => value === null || value === undefined ? NONE : whole(value);
   const rows = [
     ["step", "step", time], ["step, share of run 1's", "of_first", value => value === null ? NONE : share(value)], ["CPU per step", "cpu", time],
