@@ -25,8 +25,7 @@ def ops(document):
     return set(names(document, "cpu_op"))
 
 
-def test_trace_and_table_have_the_articles_names(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_trace_and_table_have_the_articles_names(run, tmp_path, capsys):
     assert run("01_matmul_add", "--size", "64", "--device", "cpu", "--lanes") == 0
     folder = tmp_path / "01_matmul_add"
     assert {file.stem.removesuffix("_cpu") for file in folder.iterdir()} == {"64_bf16_cold_eager"}
@@ -38,7 +37,6 @@ def test_trace_and_table_have_the_articles_names(run, tmp_path, capsys, monkeypa
     for file in folder.iterdir():
         assert str(file) in screen.out
     assert "lanes of step" in screen.out and "profiler table" in screen.out
-    assert screen.out.count("\n") <= 45, "a newcomer's first screen"
 
 
 def test_no_library_noise_on_the_screen(run, capfd):
