@@ -1,0 +1,229 @@
+"""Record the ranks of a job before and after one change each, to check what read-trace says of several ranks.
+
+Usage: torchrun --nproc-per-node 4 record_rank_changes.py FOLDER [NAME ...]
+
+Every rank of every variant writes FOLDER/<workload>/<variant>/rank<N>.json.gz. A step without the profiler is measured
+first, for all variants, because the profiler slows a process for good. On a machine without GPUs the sizes are small
+and the backend is gloo; this only shows that the script works.
+"""
+
+import gzip
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+RECORDED = 3
+GPU = torch.cuda.is_available()
+DIM, TOKENS = (2048, 16384) if GPU else (16, 64)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, dim=DIM):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(dim)
+        self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(count, device, dim=DIM):
+    return torch.nn.Sequential(*(Block(dim) for _ in range(count))).to(device, torch.bfloat16)
+
+
+def pipeline(variant, device):
+    """Twenty-four blocks in stages of equal or unequal size, and four or eight microbatches (1F1B)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = 24 // world
+    if variant == "uneven":
+        count = 12 if rank == 1 else 12 // (world - 1)
+    module = blocks(count, device)
+    stage = PipelineStage(module, rank, world, device)
+    run = Schedule1F1B(stage, 8 if variant == "many" else 4, loss_fn=lambda out, target: F.mse_loss(out, target))
+    x = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
+    target = torch.randn_like(x)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+
+    def step():
+        run.step(*([x] if rank == 0 else []), **({"target": target} if rank == world - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def mesh(variant, device):
+    """Tensor parallel pairs of ranks, and FSDP over the pairs; in one variant the last rank computes more."""
+    world = dist.get_world_size()
+    grid = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("data", "tensor"))
+    model = blocks(8, device)
+    for block in model:
+        parallelize_module(block, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=grid["data"])
+    fully_shard(model, mesh=grid["data"])
+    x = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
+    more = 20 if variant == "slow" and dist.get_rank() == world - 1 else 0
+    square = torch.randn(DIM, DIM, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step():
+        h = x
+        for _ in range(more):
+            h = h @ square
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def gradients(variant, device):
+    """Data parallel: one bucket, DDP's buckets, or one all-reduce for each parameter after the backward pass."""
+    model = blocks(12, device)
+    x = torch.randn(TOKENS // 4, DIM, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = model
+    if variant != "by_hand":
+        run = DistributedDataParallel(model, bucket_cap_mb=10_000 if variant == "one_bucket" else 25)
+
+    def step():
+        run(x).square().mean().backward()
+        if variant == "by_hand":
+            for one in model.parameters():
+                dist.all_reduce(one.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def experts(variant, device):
+    """Expert parallel inference: tokens travel to the ranks of their experts and back, evenly or most to rank 0."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    each = TOKENS // world
+    to = [each] * world if variant == "even" else [each * (world + 2) // 2, *[each // 2] * (world - 1)]
+    if variant != "even":
+        to[-1] = TOKENS - sum(to[:-1])
+    layers = [blocks(1, device) for _ in range(6)]
+    x = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
+    there = [to[rank]] * world
+
+    def step():
+        h = x
+        for layer in layers:
+            mine = x.new_empty(sum(there), DIM)
+            dist.all_to_all_single(mine, h, there, to)
+            mine = layer(mine)
+            h = torch.empty_like(x)
+            dist.all_to_all_single(h, mine, to, there)
+        return h
+
+    return torch.no_grad()(step)
+
+
+def launches(variant, device):
+    """DDP of small layers; in one variant, one rank's CPU is held up in each step."""
+    model = blocks(24, device, DIM // 4)
+    run = DistributedDataParallel(model)
+    x = torch.randn(512, DIM // 4, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    late = variant == "late" and dist.get_rank() == 1
+
+    def step():
+        loss = run(x).square().mean()
+        if late:
+            done = time.perf_counter() + 0.01
+            while time.perf_counter() < done:
+                pass
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+WORKLOADS = {
+    pipeline: ("few", "many", "uneven"),
+    mesh: ("slow", "even"),
+    gradients: ("by_hand", "one_bucket", "buckets"),
+    experts: ("skewed", "even"),
+    launches: ("late", "even"),
+}
+
+
+def synchronize():
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def unprofiled_us(step):
+    """The median step of several blocks of steps, each block with one synchronization at its end."""
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(10):
+            step()
+        synchronize()
+        times.append((time.perf_counter() - begin) / 10 * 1e6)
+    return statistics.median(times)
+
+
+def record(step, us, path):
+    with profile(
+        activities=supported_activities() if GPU else [ProfilerActivity.CPU],
+        schedule=schedule(wait=1, warmup=1, active=RECORDED),
+        record_shapes=True,
+    ) as prof:
+        for number in range(2 + RECORDED):
+            step()
+            if number == 2:  # torch takes metadata only while it records
+                prof.add_metadata_json("unprofiled_step_us", json.dumps(us))
+            prof.step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = path.with_suffix("")
+    prof.export_chrome_trace(str(plain))
+    path.write_bytes(gzip.compress(plain.read_bytes(), 9, mtime=0))
+    plain.unlink()
+
+
+def main(folder, *names):
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank) if GPU else torch.device("cpu")
+    if GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if GPU else "gloo", device_id=device if GPU else None)
+    torch.manual_seed(0)
+    ready = []
+    for make, variants in WORKLOADS.items():
+        for variant in variants:
+            if names and make.__name__ not in names:
+                continue
+            step = make(variant, device)
+            for _ in range(5):
+                step()
+            us = unprofiled_us(step)
+            ready.append((make.__name__, variant, step, us))
+            if not rank:
+                print(f"{make.__name__} {variant}: {us:,.1f} us without the profiler", flush=True)
+    for name, variant, step, us in ready:
+        record(step, us, Path(folder) / name / variant / f"rank{rank}.json.gz")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
