@@ -404,16 +404,20 @@ def proposed_to_ranks(run: str, alone: bool = False) -> dict:
     return {one.change: one for one in found if (one.change not in of_ranks) == alone}
 
 
-@pytest.mark.parametrize(
-    ("before", "change"),
-    [("ddp_slow1", "balance_ranks"), pytest.param("ddp_bucket10000", "bucket_size", marks=pytest.mark.exhaustive)],
-)
-def test_a_proposal_for_all_ranks_predicts_the_step_recorded_after_the_change(before, change):
-    found = proposed_to_ranks(before)
-    assert next(iter(found)) == change
-    assert found[change].step_us == pytest.approx(max(map(raw_us, ranks_of(before))), rel=0.01)
+def test_a_proposal_for_all_ranks_predicts_the_step_recorded_after_the_change():
+    found = proposed_to_ranks("ddp_slow1")
+    assert next(iter(found)) == "balance_ranks"
+    assert found["balance_ranks"].step_us == pytest.approx(max(map(raw_us, ranks_of("ddp_slow1"))), rel=0.01)
     # DistributedDataParallel with its default buckets runs on two ranks that compute the same.
-    assert found[change].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.15)
+    assert found["balance_ranks"].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.15)
+
+
+@pytest.mark.exhaustive
+def test_communication_that_saves_little_if_it_is_hidden_is_not_proposed():
+    """Two GPUs reduce all gradients after the backward pass, and DDP's buckets save 1.7% of the step."""
+    one_bucket, buckets = (max(map(raw_us, ranks_of(run))) for run in ("ddp_bucket10000", "ddp"))
+    assert 0.98 < buckets / one_bucket < 1
+    assert proposed_to_ranks("ddp_bucket10000") == {}
 
 
 def test_ranks_that_lose_little_time_get_no_proposal():

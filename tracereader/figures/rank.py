@@ -60,7 +60,8 @@ class Times(msgspec.Struct, frozen=True):
 class RankStep(Times, frozen=True):
     """One step where it is computed: on a GPU, from the step's first kernel to the next step's first kernel.
 
-    phases: the step's annotations, in order. Each lasts from its first kernel to the next annotation's first kernel.
+    If a step begins with a message, the wait for it belongs to that step. phases: the step's annotations, in order.
+    Each lasts from its first kernel to the next annotation's first kernel.
     """
 
     phases: tuple[Times, ...] = ()
@@ -155,6 +156,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     lane: Lane | None
     messages: tuple[Part, ...] = ()  # sends and receives, in the order of their starts
     regime: Regime | None = None  # None without GPU work
+    kernels: int = 0  # of the steps, without communication
 
 
 def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
@@ -206,6 +208,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         lane=_lane(stretches, step, zero, parts.compute, starts),
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
         regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
+        kernels=sum(len(_computing(one, parts.device)) for one in steps) if on_gpu else 0,
     )
 
 
@@ -286,13 +289,20 @@ def _computing(step: Step, device: object) -> list[Work]:
 
 
 def _on_gpu(steps: Sequence[Step], device: object, end: int) -> list[tuple[Step, int, int]]:
-    """Return each step that computes something, with the start and end of its GPU time."""
-    found = []
+    """Return each step with kernels, and the start and end of its GPU time.
+
+    If a step begins with communication, its time begins when the steps before it have computed.
+    """
+    found: list[tuple[Step, int]] = []
+    computed = 0
     for step in steps:
-        work = _computing(step, device)
-        if work:
-            found.append((step, max(work[0].start, found[-1][1] if found else work[0].start)))
-    if not found:  # the steps have only copies or collectives
+        kernels = [one for one in step.work if one.device == device and one.kind == "kernel"]
+        if kernels:
+            computing = _computing(step, device)
+            first = min(max(kernels[0].start, computed), computing[0].start if computing else kernels[0].start)
+            found.append((step, max(first, found[-1][1] if found else first)))
+            computed = max((one.end for one in computing), default=computed)
+    if not found:  # the steps have only copies
         return [(step, step.start, step.end) for step in steps]
     last = max((one.end for step in steps for one in step.work if one.device == device), default=end)
     bounds = [start for _, start in found] + [max(last, found[-1][1])]
@@ -452,6 +462,11 @@ def _batched(step: Step) -> dict[int, list[tuple[str, dict]]]:
 def _is_message(name: str) -> bool:
     """Return whether torch's name of a communication is that of a send or a receive."""
     return SEND.match(name) is not None or RECEIVE.match(name) is not None
+
+
+def is_collective(one: Work) -> bool:
+    """Return whether GPU work is a collective's kernel. Sends and receives are not, nor are kernels without a name."""
+    return is_communication(one) and bool(kind_of(_described(one)[0]) or kind_of(one.name))
 
 
 def _described(one: Work) -> tuple[str, dict]:

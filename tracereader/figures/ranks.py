@@ -58,6 +58,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     late_us: the part of the exposed communication before the launch of the next kernel.
     hidden: the number of collectives that overlap with compute for at least half of their time.
     others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
+    kernels: the number of kernels in the steps, without communication.
 
     A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
@@ -81,6 +82,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     steps: tuple[RankStep, ...]
     message_waits: MessageWaits
     regime: Regime | None
+    kernels: int
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -621,6 +623,7 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         steps=one.steps,
         message_waits=_message_waits(one, messages, exposed),
         regime=one.regime,
+        kernels=one.kernels,
     )
 
 

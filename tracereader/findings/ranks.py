@@ -163,6 +163,11 @@ def share(one: RankFigures, us: float) -> float:
     return us / one.total.us if one.total.us else 0.0
 
 
+def share_of_steps(one: RankFigures, us: float) -> float:
+    """Return a time (µs) as a share of a rank's steps. Its window may also have work of earlier steps."""
+    return us / sum(step.us for step in one.steps) if one.steps else share(one, us)
+
+
 def ms(us: float) -> str:
     """Return a time in ms. All figures of ranks have this unit, so that they can be compared at a glance."""
     if 0 < us < 1:
@@ -205,12 +210,22 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
     if found is None or found.steady is None:
         return None
     told = steps.of_the_gpu(found.waits_for, found.steady, found.steady_us)
+    waiting, exposed = one.waited_exposed_us + one.message_waits.us, one.total.exposed_communication_us
+    if found.waits_for == "communication" and waiting > MOST * exposed:
+        told += f", {waiting / exposed:.0%} of it waiting for other ranks"
     if len(summary.ranks) > 1:
-        told = f"rank {one.rank} sets the pace: its{told.removeprefix('the')}"
+        what = "sets the pace" if _keeps_others_waiting(summary, one) else "waits least for others"
+        told = f"rank {one.rank} {what}: its{told.removeprefix('the')}"
     if found.waits_for == "overhead" and one.unprofiled_step_us is not None:
         busy = usual(summary, one, None, lambda step: step.us - step.idle_us)
         told += f"; {recording.measured(busy, one.unprofiled_step_us).removesuffix('.')}"
     return steps.WORDS[found.waits_for], told
+
+
+def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
+    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
+    slow, stage = straggler(summary), slowest_stage(summary)
+    return (slow is not None and slow.rank == one.rank) or (stage is not None and one.rank in stage.ranks)
 
 
 def launch_waits(summary: RanksSummary) -> str:
@@ -524,11 +539,12 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
         if us > A_REASON * waits.us
     ]
-    middle = median(share(one, one.message_waits.us) for one in taking_part)
+    middle = median(share_of_steps(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
+    nothing = f"{ms(waits.us / count)} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     found = [
-        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {ms(waits.us / count)} per step "
-        f"({cost:.1%} of its time) while it waits for messages{''.join(f', {part}' for part in parts)}{others}"
+        f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {nothing} while it waits for messages"
+        f"{''.join(f', {part}' for part in parts)}{others}"
     ]
     found.append(f"the longest wait for one other rank: {waiting_of(summary.pairs[0], len(summary.steps))}")
     if slow := slowest_stage(summary):
@@ -649,11 +665,6 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     taken_part = sum(often.rank in one.ranks for one in summary.matched)
     read = " of those read" if summary.missing else ""
     last = f"it is last{read} in {often.arrived_last:,} of {counted(taken_part, 'collective')}"
-    if not slow and not hosts and not _told_apart(summary, summary.clocks.lead_us):
-        return [
-            "it is not known which rank arrives last: the last one is later than the one before it by a median of "
-            f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
-        ]
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
@@ -670,8 +681,15 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
     if hosts:
         return [*_of_late_hosts(summary, hosts, read), waits]
+    told_apart = _told_apart(summary, summary.clocks.lead_us)
     if cost <= MUCH_WAITED:
-        return [f"no rank loses much time by waiting: {waits}", f"rank {often.rank} {last.removeprefix('it ')}"]
+        little = f"no rank loses much time by waiting: {waits}"
+        return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
+    if not told_apart:
+        return [
+            "it is not known which rank arrives last: the last one is later than the one before it by a median of "
+            f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
+        ]
     slowest = [one for one in costs(summary) if one.link is None]
     if slowest:
         told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)

@@ -14,7 +14,7 @@ from rich.console import Console
 from tracereader import progress
 from tracereader.command import BadInput
 from tracereader.figures import reading
-from tracereader.figures.rank import RankTrace
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
 from tracereader.findings import rank_changes
 from tracereader.findings import ranks as findings
@@ -395,14 +395,18 @@ def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
 
 
 def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
-    """Return the longest phases that take more than a hundredth of a rank's step, in their order."""
+    """Return the longest phases that take more than a hundredth of a rank's step, in their order.
+
+    Return none if only the time outside the annotations is left, because that is the step itself.
+    """
     longest = {
         phase: max(findings.usual(summary, one, phase, FIGURES[0]) for one in summary.ranks)
         for phase in findings.phases(summary)
     }
     step = max(findings.usual(summary, one, None, FIGURES[0]) for one in summary.ranks)
     chosen = sorted(longest, key=longest.get, reverse=True)[: view.most(PHASES_SHOWN)]
-    return [phase for phase in longest if phase in chosen and longest[phase] > 0.01 * step]
+    shown = [phase for phase in longest if phase in chosen and longest[phase] > 0.01 * step]
+    return [] if shown == [OUTSIDE_ANNOTATIONS] else shown
 
 
 # Columns that are left out if they are empty for all ranks. The last three are empty in runs without collectives, and

@@ -123,15 +123,18 @@ def optimizer(variant):
     """A training step of a deep narrow MLP, whose optimizer is most of the launches."""
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(60))).cuda()
     x = torch.randn(512, 256, device="cuda")
-    how = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[variant]
+    how = {
+        "forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True},
+        "graph": {"foreach": True, "capturable": True},
+    }[variant]  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
 
     def step():
+        optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return graphed(step) if variant == "graph" else step
 
 
 def loader(variant):
@@ -352,15 +355,17 @@ def convnet(variant):
     model = torchvision.models.convnext_tiny().cuda()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     images, labels = torch.randn(8, 3, 224, 224, device="cuda"), torch.randint(1000, (8,), device="cuda")
-    how = {"forloop": {"foreach": False}, "fused": {"fused": True}}[variant]
+    how = {
+        "forloop": {"foreach": False}, "fused": {"fused": True}, "graph": {"fused": True, "capturable": True}
+    }[variant]  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), **how)
 
     def step():
+        optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return graphed(step) if variant == "graph" else step
 
 
 def selection(variant):
@@ -524,13 +529,46 @@ def guards(variant):
     return torch.no_grad()(lambda: fn(x))
 
 
+def results(variant):
+    """A model whose large result the CPU reads in each step, at once or one step later."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4))).cuda().to(torch.bfloat16)
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+    if variant == "at_once":
+        return torch.no_grad()(lambda: layers(x).cpu())
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    buffers = [torch.empty(16384, 4096, dtype=torch.bfloat16, pin_memory=True) for _ in range(2)]
+    number, copied = iter(range(10**9)), []
+
+    def step():
+        out = layers(x)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            buffers[next(number) % 2].copy_(out, non_blocking=True)
+            copied.append(side.record_event())
+        out.record_stream(side)
+        if len(copied) > 1:
+            copied.pop(0).synchronize()
+
+    return torch.no_grad()(step)
+
+
+def inputs(variant):
+    """A compiled function in a CUDA graph, whose large input is copied to the graph's own, or is read where it lies."""
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+    if variant == "in_place":
+        torch._dynamo.mark_static_address(x)
+    layer = torch.nn.Linear(4096, 512).cuda().to(torch.bfloat16)
+    run = torch.compile(lambda x: layer(x).relu().sum(-1), mode="reduce-overhead")
+    return torch.no_grad()(lambda: run(x))
+
+
 WORKLOADS = {
     vit: ("eager", "graph", "compile"),
     pointwise: ("eager", "compile"),
     copies: ("blocking", "prefetched"),
     resnet: ("fp32", "tf32", "bf16_channels_last"),
     gpt2: ("sdpa", "padded", "eager_attention", "recompute"),
-    optimizer: ("forloop", "foreach", "fused"),
+    optimizer: ("forloop", "foreach", "fused", "graph"),
     loader: ("inline", "workers"),
     syncs: ("item", "none", "end"),
     attention: ("naive", "sdpa"),
@@ -545,7 +583,7 @@ WORKLOADS = {
     unet: ("contiguous", "channels_last", "compile"),
     lstm: ("cells", "graph", "cudnn"),
     llama: ("sdpa", "eager_attention", "compile"),
-    convnet: ("forloop", "fused"),
+    convnet: ("forloop", "fused", "graph"),
     selection: ("chosen", "multiplied"),
     pinned: ("same_stream", "prefetched"),
     attention32: ("naive", "sdpa"),
@@ -557,6 +595,8 @@ WORKLOADS = {
     autocast: ("each_step", "cast_once"),
     logits: ("all", "last"),
     guards: ("compile", "compile_skipped"),
+    results: ("at_once", "a_step_later"),
+    inputs: ("copied", "in_place"),
 }
 
 

@@ -1,0 +1,154 @@
+"""Jobs of four H200s that were recorded before and after a change: what their reports say, and what they propose.
+
+tests/traces/h200-x4 was recorded by traces/reference/record_rank_changes.py with PyTorch 2.11 and NCCL 2.28. The flows
+between calls and kernels were removed from the files, and the ops' shapes; of runs after a change, only one rank is
+kept, without its ops.
+"""
+
+from collections import defaultdict
+
+import pytest
+from references import ROOT
+from test_ranks import as_json, document, end, length, marks, slices, spans
+
+from tracereader import cli
+
+FOLDER = ROOT / "tests/traces/h200-x4"
+
+
+def ranks_of(run):
+    return sorted((FOLDER / run).glob("rank*.json.gz"))
+
+
+def messages_of(path):
+    """Return a rank's messages in order: (sends, peer) -> the steps and the starts of their kernels."""
+    events = slices(path)
+    steps, found, waiting = marks(events), defaultdict(list), []
+    kernels = {e["args"]["correlation"]: e for e in events if e["cat"] == "kernel"}
+    launches = [e for e in events if e["cat"] in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]]
+    batches = [e for e in events if e["name"] == "nccl:coalesced" and e["cat"] != "gpu_user_annotation"]
+    described = [e for e in events if e["name"] == "record_param_comms" and e["args"]["Collective name"] != "wait"]
+    for event in sorted([*batches, *described], key=lambda e: e["ts"]):
+        if event["name"] == "record_param_comms":
+            waiting.append(event["args"])
+            continue
+        call = [e for e in launches if e["tid"] == event["tid"] and event["ts"] <= e["ts"] < end(event)]
+        step = next((one["name"] for one in steps if one["ts"] <= event["ts"] < end(one)), None)
+        kernel = kernels.get(call[0]["args"]["correlation"]) if call else None
+        for args in waiting if step and kernel else ():
+            sends = args["Collective name"] == "send"
+            found[sends, args["Dst Rank" if sends else "Src Rank"]].append((step, kernel["ts"]))
+        waiting = []
+    return found
+
+
+def test_messages_of_a_pipeline_on_four_gpus_are_matched(capsys):
+    """torch's 1F1B schedule sends and receives with batch_isend_irecv, which starts several messages in one kernel."""
+    paths = ranks_of("pipeline_few")
+    raw, expected = [messages_of(path) for path in paths], []
+    for source, destination in ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)):
+        sent, received = raw[source][True, destination], raw[destination][False, source]
+        assert [step for step, _ in sent] == [step for step, _ in received] and len(sent) == 12
+        for (step, ready), (_, posted) in zip(sent, received, strict=True):
+            expected.append((step, source, destination, max(0, ready - posted)))
+    ours = as_json(capsys, *paths)
+    found = [(one["step"], *one["ranks"], one["waits_us"][1]) for one in ours["messages"]]
+    for one, other in zip(sorted(found), sorted(expected), strict=True):
+        assert one[:3] == other[:3] and one[3] == pytest.approx(other[3], abs=0.01)
+    assert (ours["unmatched_messages"], ours["unnamed"]) == (0, 0)
+
+
+@pytest.mark.parametrize("run", ["pipeline_few", pytest.param("pipeline_uneven", marks=pytest.mark.exhaustive)])
+def test_a_step_of_a_pipeline_begins_with_its_first_message(run, capsys):
+    """The last stage waits for its first message. This wait belongs to the step that the message begins."""
+    last = ranks_of(run)[-1]
+    (ours,) = (one for one in as_json(capsys, *ranks_of(run))["ranks"] if one["trace"] == str(last))
+    events = slices(last)
+    received = [
+        min(start for step, start in messages_of(last)[False, 2] if step == one["name"]) for one in marks(events)
+    ]
+    computing = [e for e in events if e["cat"] == "kernel" and "nccl" not in e["name"]]
+    for step, start, following in zip(ours["steps"], received, received[1:], strict=False):
+        assert step["us"] == pytest.approx(following - start, abs=0.01)
+        assert step["compute_us"] == pytest.approx(length(spans(computing, start, following)), abs=0.1)
+        assert step["exposed_communication_us"] > 10_000
+        (optimizer,) = (one for one in step["phases"] if one["name"].startswith("Optimizer.step"))
+        assert optimizer["exposed_communication_us"] == 0
+
+
+def test_a_rank_that_computes_nothing_has_steps_as_long_as_the_others(capsys):
+    """No token goes to the experts of the last rank. Its steps last from its first collective to the next step's."""
+    paths = ranks_of("experts_skewed")
+    ours = as_json(capsys, *paths)["ranks"]
+    kernels = [e for e in slices(paths[3]) if e["cat"] == "kernel"]
+    assert all("nccl" in e["name"] for e in kernels) and ours[3]["kernels"] == 0
+    for idle, busy in zip(ours[3]["steps"], ours[0]["steps"], strict=True):
+        assert idle["us"] == pytest.approx(busy["us"], rel=0.01)
+        assert idle["exposed_communication_us"] > 0.99 * idle["us"]
+
+
+def unprofiled_us(run):
+    """Return the step without the profiler, the longest of the ranks, as the program measured it."""
+    return max(document(path)["unprofiled_step_us"] for path in ranks_of(run))
+
+
+PAIRS = (
+    ("pipeline_few", "microbatches", "pipeline_many"),
+    ("pipeline_uneven", "balance_stages", "pipeline_few"),
+    ("experts_skewed", "balance_ranks", "experts_even"),
+    ("launches_late", "balance_ranks", "launches_even"),
+    ("gradients_one_bucket", "bucket_size", "gradients_buckets"),
+)
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS, ids=lambda one: one)
+def test_what_is_proposed_to_ranks_predicts_the_step_that_was_measured(before, change, after, capsys):
+    (found,) = (one for one in as_json(capsys, *ranks_of(before))["opportunities"] if one["change"] == change)
+    assert found["unprofiled_step_us"] == pytest.approx(unprofiled_us(before), rel=0.03)
+    assert found["unprofiled_step_us_after"] == pytest.approx(unprofiled_us(after), rel=0.25)
+
+
+def test_waits_for_messages_are_not_proposed_to_be_hidden(capsys):
+    """A stage that waits for its first message has nothing to compute meanwhile."""
+    changes = [one["change"] for one in as_json(capsys, *ranks_of("pipeline_few"))["opportunities"]]
+    assert changes[0] == "microbatches" and "overlap_communication" not in changes
+
+
+def test_the_collectives_of_two_kinds_of_groups_are_matched(capsys):
+    """Tensor parallel pairs of neighbours, and FSDP over the pairs: each kernel names its group."""
+    paths = ranks_of("mesh_slow")
+    ours = as_json(capsys, *paths)
+    counts = defaultdict(int)
+    for path in paths:
+        events = slices(path)
+        steps = marks(events)
+        calls = {
+            e["args"]["correlation"]
+            for e in events
+            if e["cat"] in ("cuda_runtime", "cuda_driver") and steps[0]["ts"] <= e["ts"] < end(steps[-1])
+        }
+        for e in events:
+            if e["cat"] == "kernel" and "nccl" in e["name"] and e["args"]["correlation"] in calls:
+                counts[e["args"]["Process Group Description"]] += 1
+    for description, count in counts.items():
+        groups = [one for one in ours["groups"] if one["description"] == description]
+        assert sum(one["collectives"] * len(one["ranks"]) for one in groups) == count
+    assert set(counts) == {"mesh_data", "mesh_tensor"}
+    assert (ours["unmatched"], ours["unnamed"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        ("pipeline_few", "Communication-bound. Rank 2 waits least for others"),
+        ("pipeline_uneven", "Rank 1 sets the pace"),
+        ("experts_skewed", "Rank 0 sets the pace"),
+        ("launches_late", "Overhead-bound. Rank 1 sets the pace"),
+        ("gradients_one_bucket", "Rank 3 waits least for others"),
+    ],
+)
+def test_a_rank_sets_the_pace_only_if_the_others_wait_for_it(run, says, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(list(map(str, ranks_of(run)))) == 0
+    shown = capsys.readouterr().out
+    assert says in shown and max(map(len, shown.splitlines())) <= 80
