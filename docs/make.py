@@ -30,7 +30,7 @@ from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figur
 from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
-from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
+from tracereader.findings import cheatsheet, decoding, rank_changes, steps  # noqa: E402
 from tracereader.findings import counters as counter_findings  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
@@ -44,7 +44,7 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|predictions|unprofiled|climb-\w+"
+TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|(?:rank-)?predictions|unprofiled|climb-\w+"
 MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
 VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
@@ -64,6 +64,7 @@ THRESHOLDS = {
     "waited": f"{rank_findings.MUCH_WAITED:.0%}",
     "longer": f"{rank_findings.MUCH_LONGER:.0%}",
     "causes": f"{rank_findings.CAUSES_IT:.0%}",
+    "comes-back": f"{rank_changes.COMES_BACK:.0%}",
     "reason": f"{rank_findings.A_REASON:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
     "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",
@@ -359,6 +360,7 @@ def refreshed(text: str) -> str:
         "changes": opportunities.changes,
         "predictions": opportunities.predictions,
         "unprofiled": opportunities.unprofiled,
+        "rank-predictions": opportunities.rank_predictions,
         **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},
     }
     return MADE.sub(lambda found: found[1] + makers[found[2]]() + found[4], text)

@@ -10,15 +10,19 @@ from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import gpu_changes as gpu
-from tracereader.findings import made
+from tracereader.findings import made, rank_changes
 from tracereader.findings.finding import in_one_unit
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.replay import changes as replay
+from tracereader.show.ranks import opened
+from tracereader.show.view import View
 from tracereader.trace import read
+from tracereader.trace.document import DEFAULT_LIMIT
 
-REFERENCE = Path(__file__).resolve().parent.parent / "traces/reference"
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "traces/reference"
 CHANGED = "nvidia-h200/changes"
 TRAINING = "../nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_"  # beside the other rungs' folder
 NAIVE = "04_a_naive_attention/8x16x1024x64_bf16_warm_eager_shapes"
@@ -91,6 +95,7 @@ PAIRS = (
         ("trained/eager", "trained/compile"), ("unet/contiguous", "unet/channels_last"),
         ("unet/contiguous", "unet/compile"), ("autocast/each_step", "autocast/cast_once"),
         ("logits/all", "logits/last"), ("guards/compile", "guards/compile_skipped"),
+        ("convnet/fused", "convnet/graph"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),
@@ -167,6 +172,19 @@ WHY = {
 }  # fmt: skip
 
 
+X4, X2 = "tests/traces/h200-x4", "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager"
+# Runs of several ranks before and after a change, as patterns of their traces, and the change.
+RANK_PAIRS = (
+    (f"{X2}_ddp_slow1_x2_rank*", "balance_ranks", f"{X2}_ddp_x2_rank*"),
+    (f"{X2}_ddp_bucket10000_x2_rank*", "bucket_size", f"{X2}_ddp_x2_rank*"),
+    *((f"{X4}/{before}/*", change, f"{X4}/{after}/*") for before, change, after in (
+        ("gradients_one_bucket", "bucket_size", "gradients_buckets"),
+        ("pipeline_few", "microbatches", "pipeline_many"), ("pipeline_uneven", "balance_stages", "pipeline_few"),
+        ("experts_skewed", "balance_ranks", "experts_even"), ("launches_late", "balance_ranks", "launches_even"),
+    )),
+)  # fmt: skip
+
+
 @cache
 def _run(name: str) -> tuple[compare.Side, tuple[Opportunity, ...]]:
     trace = read(REFERENCE / f"{name}.json.gz")
@@ -233,6 +251,41 @@ def _without_profiler(one: Opportunity, measured: float | None) -> tuple[str, st
         return ("–",) * 4
     unit, times = in_one_unit((one.unprofiled_step_us, one.unprofiled_step_us_after, measured))
     return *(f"{us} {unit}" for us in times), f"{one.unprofiled_step_us_after / measured:.2f}"
+
+
+def rank_predictions() -> str:
+    """Every pair of runs of several ranks: the step, the predicted one and the measured one."""
+    lines = ["| before → after | proposed | step | predicted | measured | ratio |", "|---|---|---|---|---|---|"]
+    for before, change, after in RANK_PAIRS:
+        summary, _ = opened(_traces(before), View())
+        proposed = {one.change: one for one in rank_changes.opportunities(summary, DEFAULT_LIMIT)}
+        runs = [[summarize(read(path)) for path in _traces(pattern)] for pattern in (before, after)]
+        # All ranks take as long as the slowest.
+        recorded, now = (max(one.unprofiled_step_us or one.recorded_step_us for one in summaries) for summaries in runs)
+        names = [_ranks_in(pattern) for pattern in (before, after)]
+        if (one := proposed.get(change)) is None:
+            unit, (recorded, now) = in_one_unit((recorded, now))
+            lines.append(f"| {' → '.join(names)} | – | {recorded} {unit} | – | {now} {unit} | – |")
+            continue
+        step, predicted = one.times_us
+        unit, cells = in_one_unit((step, predicted, now))
+        basis = " (bound)" * (one.basis == "bound")
+        lines.append(
+            f"| {' → '.join(names)} | `{change}`{basis} | {' | '.join(f'{us} {unit}' for us in cells)} | "
+            f"{predicted / now:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _traces(pattern: str) -> list[Path]:
+    return sorted(ROOT.glob(f"{pattern}.json.gz"))
+
+
+def _ranks_in(pattern: str) -> str:
+    """Return a run of several ranks as the table names it."""
+    if pattern.startswith(X4):
+        return f"{pattern.split('/')[-2].replace('_', '/', 1)} (4)"
+    return f"{pattern.removeprefix(f'{X2}_').removesuffix('_x2_rank*')} (2)"
 
 
 def unprofiled() -> str:

@@ -119,6 +119,7 @@ PREDICTED = [
     ("trained/eager", "fuse_pointwise", "trained/compile"),
     ("llama/eager_attention", "fused_attention", "llama/sdpa"),
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    ("convnet/fused", "cuda_graph", "convnet/graph"),
     ("odd_width/odd", "align_shapes", "odd_width/padded"),
     ("experts/loop", "larger_batch", "experts/batched"),
     ("logits/all", "last_logits", "logits/last"),

@@ -152,3 +152,21 @@ def test_a_rank_sets_the_pace_only_if_the_others_wait_for_it(run, says, capsys, 
     assert cli.main(list(map(str, ranks_of(run)))) == 0
     shown = capsys.readouterr().out
     assert says in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_compute_beside_communication_is_slower():
+    """DDP's buckets hide the all-reduce behind the backward pass, whose kernels take longer for it."""
+    computing, exposed = {}, {}
+    for run in ("gradients_one_bucket", "gradients_buckets"):
+        events = slices(FOLDER / run / "rank3.json.gz")
+        kernels = [e for e in events if e["cat"] == "kernel"]
+        mine = [e for e in kernels if "nccl" not in e["name"]]
+        # From the first kernel of the first recorded step to that of the last one.
+        gelu = [e["ts"] for e in mine if "GeluCUDAKernel" in e["name"]]
+        start, stop = gelu[-36], gelu[-12]
+        computing[run] = length(spans(mine, start, stop)) / 2e3
+        communication = [e for e in kernels if "nccl" in e["name"]]
+        exposed[run] = length(spans(communication, start, stop), but=spans(mine, start, stop)) / 2e3
+    hidden = exposed["gradients_one_bucket"] - exposed["gradients_buckets"]
+    longer = computing["gradients_buckets"] - computing["gradients_one_bucket"]
+    assert hidden == pytest.approx(3.1, abs=0.3) and longer == pytest.approx(3.3, abs=0.4)

@@ -32,6 +32,7 @@ TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
 MEASURED = [
     *PREDICTED,
     ("selection/chosen", "remove_sync", "selection/multiplied"),
+    ("results/at_once", "overlap_copies", "results/a_step_later"),
 ]
 # The first change of a report, for steps of which one recorded change was the best.
 FIRST = [
