@@ -64,7 +64,6 @@ THRESHOLDS = {
     "waited": f"{rank_findings.MUCH_WAITED:.0%}",
     "longer": f"{rank_findings.MUCH_LONGER:.0%}",
     "causes": f"{rank_findings.CAUSES_IT:.0%}",
-    "comes-back": f"{rank_changes.COMES_BACK:.0%}",
     "reason": f"{rank_findings.A_REASON:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
     "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -93,7 +94,7 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
 
 def test_missing_file_folder_and_device(tmp_path, capsys):
     assert "no such file" in refused(capsys, tmp_path / "none.json")
-    assert "a folder" in refused(capsys, tmp_path)
+    assert "there is no trace in this folder" in refused(capsys, tmp_path)
     assert "not a regular file" in refused(capsys, "/dev/null")
     assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
 
@@ -847,3 +848,18 @@ def test_the_trace_without_the_step_is_named(tmp_path, capsys):
     assert cli.main([str(SMALL), str(other), "--step", "2"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("read-trace: other.json: --step 2: the trace holds ") and len(said.splitlines()) == 1
+
+
+def test_a_folder_stands_for_the_traces_in_it(tmp_path, capsys):
+    """The profiler's tables and other tools' files in it are left out."""
+    ranks = sorted((ROOT / "tests/traces/h200-x4/experts_skewed").glob("*.json.gz"))
+    for path in ranks:
+        shutil.copy(path, tmp_path)
+    for name in ("rank0.txt", "execution_details.json", "notes.json.bak"):
+        (tmp_path / name).write_text("no trace")
+    (tmp_path / "older.json").mkdir()
+    printed = []
+    for named in ([tmp_path], ranks):
+        assert cli.main(list(map(str, named))) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and "4 of 4 ranks" in printed[0]

@@ -5,6 +5,7 @@ import tracereader.interrupts  # noqa: F401  first, so that Ctrl-C is answered f
 # isort: split
 import contextlib
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -29,14 +30,14 @@ def main(argv=None):
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
         "  read-trace EAGER.json COMPILED.json       the changes between two runs\n"
-        "  read-trace traces/SCRIPT/RUN_rank*.json   the ranks of one run, and their waits",
+        "  read-trace RUN/                           all traces in a folder: the ranks of a run, and their waits",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(
         "traces",
         nargs="*",
         metavar="TRACE",
-        help="a .json or .pftrace file, such a file with .gz, or a URL: of a file, a folder or *.json",
+        help="a .json or .pftrace file, such a file with .gz, a folder, or a URL: of a file, a folder or *.json",
     )
     parser.add_argument("--name", metavar="KERNEL", help="explain this kernel name; no trace is read")
     parser.add_argument(
@@ -97,7 +98,9 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
-    args.traces, args.capture = _located(args.traces), _located(args.capture)
+    args.traces = _located(args.traces)
+    # A folder of captures is looked into later.
+    args.capture = [path for one in args.capture for path in (_located([one]) if is_url(one) else [Path(one)])]
     args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
@@ -142,7 +145,7 @@ def main(argv=None):
 
         export.write(first, args.export, args.force, args.limit or DEFAULT_LIMIT)
         return
-    # Before reading the first one, which may take long. A folder of captures is looked into later.
+    # Before reading the first one, which may take long.
     for path in [*others, *(one for one in args.capture if not one.is_dir())]:
         try:
             refuse_at_once(path)
@@ -211,7 +214,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
 
 def _located(named: list[str]) -> list[Path]:
     """The traces that the command names. Raises BadInput."""
-    if not any(map(is_url, named)):
+    if not any(is_url(one) or os.path.isdir(one) for one in named):
         return [Path(one) for one in named]
     from tracereader.trace import TraceError
     from tracereader.trace.document import located

@@ -118,6 +118,16 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
+# Files that other tools write beside traces.
+NO_TRACES = ("execution_details.json", "capture.json")
+NONE_IN_FOLDER = "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"
+
+
+def is_trace(name: str) -> bool:
+    """Return whether a file's name is that of a trace. A folder of traces may also contain the profiler's tables."""
+    return name not in NO_TRACES and name.endswith((".json", ".json.gz", ".pftrace", ".pftrace.gz"))
+
+
 def is_url(named: object) -> bool:
     """Return whether a trace's name is a URL and not a path."""
     return "://" in str(named)

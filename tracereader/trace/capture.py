@@ -18,13 +18,12 @@ import msgspec
 
 from tracereader import progress
 from tracereader.trace import families
-from tracereader.trace.document import DEFAULT_LIMIT, TraceError
+from tracereader.trace.document import DEFAULT_LIMIT, in_folder
 from tracereader.trace.kernel_names import decode
 from tracereader.trace.tree import Op, Recorded, Step, Trace, Work, innermost, read, ties_of
 
 EDGE = re.compile(r"Stream(Begin|End)Capture")
 MEMSET_KERNEL = re.compile(r"memset\d+")
-NO_TRACES = ("execution_details.json", "capture.json")  # files that other tools write beside the traces
 _start = attrgetter("start")
 # The names in which vLLM and SGLang give the batch size that they capture or run. The graph of the next size up runs.
 CAPTURED_SIZE = re.compile(r"(?:^|_)capture_(\d+)_|(?:^|_)bs_(\d+)_rank")
@@ -57,22 +56,12 @@ def read_with_captures(
 
     captures: files or folders with the traces of the captures. show: shows what is done next.
     """
-    files = list(dict.fromkeys(file for one in captures for file in _files(one)))
+    files = list(dict.fromkeys(file for one in captures for file in (in_folder(one) if one.is_dir() else [one])))
     trace = dataclasses.replace(read(path, limit, show), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
         tie(trace, [*own, *(read(file, limit) for file in files)])
     return trace
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the traces in a folder, or the file itself."""
-    if not path.is_dir():
-        return [path]
-    found = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")) and one.is_file())
-    if not found:
-        raise TraceError(f"{path}: no .json or .json.gz file in this folder")
-    return [one for one in found if one.name not in NO_TRACES] or found
 
 
 def tie(trace: Trace, captured: Sequence[Trace]) -> None:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from tracereader import progress
-from tracereader.command import is_url
+from tracereader.command import NONE_IN_FOLDER, is_trace, is_url
 from tracereader.machine import free_memory
 from tracereader.trace import pftrace
 from tracereader.trace.decoded import decoded, printable_text
@@ -123,13 +123,22 @@ def load(path: Path, limit: int, show: Callable[[str], None] = progress.nowhere)
     )
 
 
+def in_folder(folder: Path) -> list[Path]:
+    """Return the traces in a folder, in the order of their names. Raises TraceError if it has none."""
+    with _refusals(folder):
+        found = sorted(one for one in folder.iterdir() if is_trace(one.name) and not one.is_dir())
+    if not found:
+        raise TraceError(f"{folder}: {NONE_IN_FOLDER}")
+    return found
+
+
 def located(text: str) -> list[Path]:
-    """Return the traces that an argument names: the path itself, or all that a URL with wildcards or of a folder names.
+    """Return the traces that an argument names: the path itself, or all that a folder or a URL with wildcards names.
 
     Raises TraceError.
     """
     if not is_url(text):
-        return [Path(text)]
+        return in_folder(Path(text)) if os.path.isdir(text) else [Path(text)]
     from tracereader.trace import remote  # only for a URL: fsspec is an extra
 
     if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):

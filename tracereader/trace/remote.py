@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from tracereader import progress
-from tracereader.command import install_command, printable
+from tracereader.command import NONE_IN_FOLDER, install_command, is_trace, printable
 
-# The names of traces in a folder. It may also contain the profiler's tables and other files.
-TRACE = re.compile(r"\.(json|pftrace)(\.gz)?")
 HTTP = re.compile("https?://", re.I)
 CHUNK = 1 << 22  # bytes that a download holds in memory
 # Pauses between the attempts of a request.
@@ -120,13 +118,12 @@ def located(address: str) -> list[Path]:
     if found is None:
         return [named(address)]
     if not found:
-        in_folder = "there is no trace in this folder (.json or .pftrace, or such a file with .gz)"
-        raise OSError("no file there matches" if wildcards else in_folder)
+        raise OSError("no file there matches" if wildcards else NONE_IN_FOLDER)
     return [named(one) for one in found if not one.endswith("/")]
 
 
 def _is_trace(address: str) -> bool:
-    return TRACE.search(address.split("?")[0].rpartition("/")[2]) is not None
+    return is_trace(address.split("?")[0].rpartition("/")[2])
 
 
 def size_of(address: str) -> int | None:
