@@ -30,7 +30,7 @@ from figures import GPU_ONLY, HEADS, NEEDS_TRITON, PART_1, PART_2, TABLES, Figur
 from tracereader import cli  # noqa: E402
 from tracereader.figures import compare, cpu_work, pace, ranks, regime, summarize  # noqa: E402
 from tracereader.figures import steps as step_figures  # noqa: E402
-from tracereader.findings import cheatsheet, decoding, rank_changes, steps  # noqa: E402
+from tracereader.findings import cheatsheet, decoding, steps  # noqa: E402
 from tracereader.findings import counters as counter_findings  # noqa: E402
 from tracereader.findings import ranks as rank_findings  # noqa: E402
 from tracereader.findings.attention import backends  # noqa: E402
