@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 from references import ROOT
-from test_ranks import as_json, document, end, length, marks, slices, spans
+from test_ranks import REFERENCES, as_json, changed, document, end, length, marks, slices, spans
 
 from tracereader import cli
 
@@ -170,3 +170,22 @@ def test_compute_beside_communication_is_slower():
     hidden = exposed["gradients_one_bucket"] - exposed["gradients_buckets"]
     longer = computing["gradients_buckets"] - computing["gradients_one_bucket"]
     assert hidden == pytest.approx(3.1, abs=0.3) and longer == pytest.approx(3.3, abs=0.4)
+
+
+def test_no_step_without_the_profiler_is_predicted_below_the_gpus_work(tmp_path, capsys):
+    """FSDP on two H200s with a CPU that launches late: without the profiler the GPUs compute most of the time."""
+
+    def measured(found):
+        found["unprofiled_step_us"] = 30_000.0
+
+    recorded = REFERENCES["4x1024x1024x16_bf16_warm_eager_fsdp_x2"]
+    paths = [changed(tmp_path, path, measured) for path in recorded]
+    (found,) = (one for one in as_json(capsys, *paths)["opportunities"] if one["change"] == "balance_ranks")
+    computing = []
+    for path in recorded:
+        events = slices(path)
+        kernels = [e for e in events if e["cat"] == "kernel" and "nccl" not in e["name"]]
+        steps = marks(events)
+        computing.append(length(spans(kernels, steps[0]["ts"], end(steps[-1]))) / len(steps))
+    assert found["unprofiled_step_us"] == 30_000.0
+    assert found["unprofiled_step_us_after"] > 0.97 * min(computing)

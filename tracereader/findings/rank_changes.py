@@ -4,7 +4,7 @@ import bisect
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -143,6 +143,7 @@ def opportunities(
     # All ranks' steps are given without the profiler, or none, so that they can be compared.
     unprofiled = None not in [one.unprofiled_step_us for one in summary.ranks]
     found: list[Opportunity | None] = []
+    without: Unprofiled | None = None
     for path, (rank, changes) in by_rank.items():
         show(f"reading rank {rank.rank} again")
         try:
@@ -154,12 +155,12 @@ def opportunities(
         if isinstance(graph, Refused):
             return graph
         case = RankCase(summary, rank, graph)
-        # The step of a rank that waits for others does not show how much shorter its CPU time is without the profiler.
-        without = Unprofiled.of(graph, rank.unprofiled_step_us) if unprofiled and rank is pace else None
-        of_all = [priced(change.name, change.title, change.propose(case), without) for change in changes]
-        if unprofiled and rank is not pace:
-            of_all = [one and _in_proportion(one, rank.unprofiled_step_us) for one in of_all]
-        found += of_all
+        if unprofiled and rank is pace:
+            without = Unprofiled.of(graph, rank.unprofiled_step_us)
+        # A rank that waits for others does not show how much shorter its CPU time is without the profiler. So it is
+        # taken to become shorter by the same factor as that of the rank that sets the pace, which is read first.
+        own = without and replace(without, step_us=rank.unprofiled_step_us)
+        found += [priced(change.name, change.title, change.propose(case), own) for change in changes]
         if rank is pace:
             measured = msgspec.structs.replace(
                 summarize(trace), unprofiled_step_us=rank.unprofiled_step_us if unprofiled else None
@@ -169,12 +170,6 @@ def opportunities(
         del trace, graph, case
         gc.collect()  # the next rank needs the memory
     return worth_showing(found)
-
-
-def _in_proportion(one: Opportunity, unprofiled_us: float) -> Opportunity:
-    """Return the opportunity with the same share of the step without the profiler as of the recorded step."""
-    after = unprofiled_us * one.step_us_after / one.step_us
-    return msgspec.structs.replace(one, unprofiled_step_us=unprofiled_us, unprofiled_step_us_after=after)
 
 
 def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: RankFigures) -> Opportunity:
