@@ -30,7 +30,8 @@ def main(argv=None):
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
         "  read-trace EAGER.json COMPILED.json       the changes between two runs\n"
-        "  read-trace RUN/                           all traces in a folder: the ranks of a run, and their waits",
+        "  read-trace RUN/                           all traces in a folder: the ranks of a run, and their waits\n"
+        "  read-trace BEFORE/ AFTER/                 the changes between two such runs",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(
@@ -98,7 +99,8 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
-    args.traces = _located(args.traces)
+    jobs = [_located([one]) for one in args.traces]
+    args.traces = [path for paths in jobs for path in paths]
     # A folder of captures is looked into later.
     args.capture = [path for one in args.capture for path in (_located([one]) if is_url(one) else [Path(one)])]
     args.ranks = args.ranks or args.cluster is not None
@@ -112,6 +114,8 @@ def main(argv=None):
         raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
     if args.ranks and args.capture:
         raise BadInput("--capture takes one trace: leave out --ranks")
+    if len(jobs) > 1 and all(len(paths) > 1 for paths in jobs) and _as_jobs(args, jobs):
+        return
     several = len(args.traces) > 1 and not args.capture and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
@@ -260,6 +264,37 @@ def _refuse_beside_export(args) -> None:
         if getattr(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
+
+
+def _as_jobs(args, jobs: list[list[Path]]) -> bool:
+    """Print a comparison of jobs. Return False if the folders do not hold the ranks of one run each."""
+    from tracereader.figures import reading
+
+    if not all(map(reading.are_ranks, jobs)):
+        return False
+    flags = (
+        "json",
+        "html",
+        "open",
+        "export",
+        "cluster",
+        "markdown",
+        "fail_if",
+        "previous",
+        "against",
+        "capture",
+        "rank",
+    )
+    for flag in flags:
+        value = getattr(args, flag)
+        if value is not None and value is not False and value != []:
+            raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
+    from tracereader.show import jobs as shown
+    from tracereader.show.view import View
+    from tracereader.trace.document import DEFAULT_LIMIT
+
+    shown.explain(jobs, View.of(args), args.limit or DEFAULT_LIMIT)
+    return True
 
 
 def _as_ranks(args) -> bool:

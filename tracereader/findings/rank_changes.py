@@ -359,3 +359,65 @@ RANK_CHANGES: Sequence[RankChange] = (
     RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches),
     RankChange("balance_stages", "even out the stages of the pipeline", _slowest_of_a_pipeline, balance_stages),
 )
+
+
+def made(before: RanksSummary, proposed: Sequence[Opportunity], after: RanksSummary) -> tuple[Opportunity, ...]:
+    """Return those of the changes proposed for one job that another job shows. The others are not decided."""
+    return tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
+
+
+def _per_step(summary: RanksSummary, figure: Callable[[RankFigures], float]) -> list[float]:
+    """Return a figure of each rank's window, per step."""
+    return [figure(one) / max(1, len(one.steps)) for one in summary.ranks]
+
+
+def _same_work(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether the ranks of two jobs together launch about as many kernels per step, which take about as long."""
+    counts = [sum(_per_step(one, lambda rank: rank.kernels)) for one in (before, after)]
+    times = [sum(_per_step(one, lambda rank: rank.total.compute_us)) for one in (before, after)]
+    return max(counts) <= (1 + SAME_WORK) * min(counts) and max(times) <= SAME_TIME * min(times)
+
+
+def _hides(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether at least half of the exposed communication of one job is hidden in another."""
+    exposed, later = (max(_per_step(one, lambda rank: rank.total.exposed_communication_us)) for one in (before, after))
+    hidden = max(_per_step(after, lambda rank: rank.total.communication_us - rank.total.exposed_communication_us))
+    return _same_work(before, after) and later < exposed / 2 <= hidden
+
+
+def _evens_out(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether the ranks of a job wait for late ranks at most half as long as those of another."""
+    waited, later = (max(_per_step(one, lambda rank: rank.waited_exposed_us)) for one in (before, after))
+    return _same_work(before, after) and later < waited / 2
+
+
+def _splits(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job sends as many bytes per step as another in at least 1.5 times as many messages."""
+    counts = [len(one.messages) / max(1, len(one.steps)) for one in (before, after)]
+    sent = [sum(each.bytes or 0 for each in one.messages) / max(1, len(one.steps)) for one in (before, after)]
+    return counts[1] >= 1.5 * counts[0] > 0 and max(sent) <= (1 + SAME_WORK) * min(sent)
+
+
+def _evens_out_stages(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether at most half remains of what a pipeline's slowest stage computes beyond the mean stage."""
+    beyond = [(slow.us / slow.mean_us - 1 if slow else 0.0) for slow in map(slowest_stage, (before, after))]
+    return _same_work(before, after) and beyond[1] < beyond[0] / 2
+
+
+def _reduces_in_buckets(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job reduces its gradients in several collectives, where another has one per step."""
+    one_each = [one_bucket(one, pace_setter(one)) for one in (before, after)]
+    return _same_work(before, after) and one_each == [True, False]
+
+
+# The share by which the number of kernels or bytes of two jobs may differ if one job makes a change of the other, and
+# the factor for the kernels' times. DDP's buckets made compute 1.2 times as long on four H200s.
+SAME_WORK, SAME_TIME = 0.1, 1.5
+# By change, how two jobs show that the second one makes it.
+MADE: dict[str, Callable[[RanksSummary, RanksSummary], bool]] = {
+    "overlap_communication": _hides,
+    "bucket_size": _reduces_in_buckets,
+    "balance_ranks": _evens_out,
+    "microbatches": _splits,
+    "balance_stages": _evens_out_stages,
+}

@@ -300,6 +300,17 @@ def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: C
     return median(found) if found else 0.0
 
 
+def step_us(summary: RanksSummary) -> float:
+    """Return the median step of the rank whose steps take longest (µs)."""
+    return max((usual(summary, one, None, lambda step: step.us) for one in summary.ranks), default=0.0)
+
+
+def unprofiled_us(summary: RanksSummary) -> float | None:
+    """Return the longest of the ranks' steps without the profiler (µs); None if a rank did not measure it."""
+    found = [one.unprofiled_step_us for one in summary.ranks]
+    return None if None in found else max(found, default=None)
+
+
 def phases(summary: RanksSummary) -> list[str]:
     """Return the names of the phases that all ranks have, in order."""
     names = [dict.fromkeys(one.name for step in rank.steps for one in step.phases) for rank in summary.ranks]

@@ -12,7 +12,16 @@ from tracereader.findings.finding import family_in_words, in_one_unit, size, tok
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show.text import LEAST_NAME, Name, console, paragraph, percent, plain, print_columns, printable
+from tracereader.show.text import (
+    LEAST_NAME,
+    Name,
+    console,
+    paragraph,
+    percent,
+    plain,
+    print_columns,
+    printable,
+)
 from tracereader.show.view import View
 from tracereader.trace import Trace
 
@@ -145,7 +154,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
 
     def times(name: str, values: Sequence[float | None]) -> None:
         if any(values):
-            unit, cells = _in_columns(values)
+            unit, cells = in_columns(values)
             rows.append((f"{name}, {unit}", *cells))
 
     def counts(name: str, values: Sequence[int | None]) -> None:
@@ -186,7 +195,7 @@ def _heads(sides: Sequence[compare.Side]) -> list[str]:
     return [f"run {number}" for number in range(1, len(sides) + 1)]
 
 
-def _in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:
+def in_columns(values: Sequence[float | None]) -> tuple[str, list[str]]:
     """Return the unit that fits the largest time (µs), and the times in it with equal decimals; a dash for None."""
     unit, _ = in_one_unit([one for one in values if one is not None])
     scale = {"s": 1e6, "ms": 1e3, "µs": 1.0}[unit]
@@ -220,7 +229,7 @@ def _times(out: Console, title: str, times: Sequence[dict[str, float]], view: Vi
     values = [[one.get(name) for one in times] for name in shown]
     if rest := ordered[len(shown) :]:
         values.append([sum(one.get(name, 0.0) for name in rest) or None for one in times])
-    unit, cells = _in_columns([us for row in values for us in row])
+    unit, cells = in_columns([us for row in values for us in row])
     columns = len(times)
     rows = [
         (Name(name), *cells[columns * row : columns * (row + 1)])

@@ -181,11 +181,10 @@ def _header(summary: RanksSummary) -> str:
     words = [f"{count:,} of {counted(summary.world_size, 'rank')}{hosts}"]
     if summary.steps:
         first, last = (name.removeprefix(STEP[:-1]) for name in (summary.steps[0], summary.steps[-1]))
-        times = [findings.usual(summary, one, None, lambda step: step.us) for one in summary.ranks]
         named = first if first == last else f"{first} to {last}"
-        unprofiled = [one.unprofiled_step_us for one in summary.ranks]
-        without = f" ({duration(max(unprofiled))} without the profiler)" if None not in unprofiled else ""
-        words.append(f"{counted(len(summary.steps), 'step')} of {duration(max(times))}{without}, {named}")
+        unprofiled, step = findings.unprofiled_us(summary), findings.step_us(summary)
+        without = f" ({duration(unprofiled)} without the profiler)" if unprofiled is not None else ""
+        words.append(f"{counted(len(summary.steps), 'step')} of {duration(step)}{without}, {named}")
     if summary.matched or not summary.messages:
         words.append(f"{counted(len(summary.matched), 'collective')} matched")
     if summary.messages:
