@@ -30,8 +30,8 @@ def main(argv=None):
         description=__doc__,
         epilog="examples:\n  read-trace traces/01_matmul_add/64_bf16_cold_eager.json\n"
         "  read-trace EAGER.json COMPILED.json       the changes between two runs\n"
-        "  read-trace RUN/                           all traces in a folder: the ranks of a run, and their waits\n"
-        "  read-trace BEFORE/ AFTER/                 the changes between two such runs",
+        "  read-trace RUN/                           the ranks of a job, and their waits\n"
+        "  read-trace BEFORE/ AFTER/                 the changes between two such jobs",
     )
     parser.add_argument("--version", action="version", version=f"read-trace {__version__}")
     parser.add_argument(

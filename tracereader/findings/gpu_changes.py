@@ -25,7 +25,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import AUTOGRAD, OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, WRAPPERS
 from tracereader.trace.types import dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -127,11 +127,17 @@ def _is_compiled(one: GpuWork) -> bool:
     return one.maker.startswith("Inductor")
 
 
+def _of_a_wrapper(op: Op | None) -> bool:
+    """Return whether DDP or FSDP asks for this op. torch.compile of the model does not compile it."""
+    return op is not None and any(above.name.startswith(WRAPPERS) for above in op.above())
+
+
 def _chains(case: Case) -> list[tuple[list[Entry], float]]:
     """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it."""
     runs: list[list[Entry]] = []
     open_runs: dict[tuple, list] = {}
     of_optimizer = case.launched_in(OPTIMIZER)
+    wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     for entry in case.activities:
         work, one, op = entry
         if work.kind == "memset":
@@ -144,6 +150,7 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
             or "DtoH" in one.name
             or name.startswith("_foreach")
             or _is_compiled(one)
+            or (wrapped and _of_a_wrapper(op))
         ):
             open_runs.pop(work.track, None)
             continue

@@ -18,6 +18,8 @@ PHASES = (
     "FullyShardedDataParallel.forward",
 )  # fmt: skip
 SHARDING = ("FSDP::", "FullyShardedDataParallel.")
+# Ops and annotations of the wrappers of data parallelism around the model's own ops: they copy, scale and shard.
+WRAPPERS = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::", "FSDP::", "fsdp::")
 # The annotation of a process group's collective. On a CPU the collective runs in that time; on a GPU it is launched.
 COLLECTIVE = re.compile(r"(nccl|gloo|mpi|xccl|ucc|hccl):(\w+)")
 ON_CPU = ("gloo", "mpi")

@@ -93,6 +93,8 @@ def mesh(variant, device):
 def gradients(variant, device):
     """Data parallel: one bucket, DDP's buckets, or one all-reduce for each parameter after the backward pass."""
     model = blocks(12, device)
+    if variant == "compile":
+        model = torch.compile(model)
     x = torch.randn(TOKENS // 4, DIM, device=device, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     run = model
@@ -137,6 +139,8 @@ def experts(variant, device):
 def launches(variant, device):
     """DDP of small layers; in one variant, one rank's CPU is held up in each step."""
     model = blocks(24, device, DIM // 4)
+    if variant == "compile":
+        model = torch.compile(model)
     run = DistributedDataParallel(model)
     x = torch.randn(512, DIM // 4, device=device, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -155,12 +159,34 @@ def launches(variant, device):
     return step
 
 
+def sharded(variant, device):
+    """FSDP with few tokens for each parameter, so that it communicates longer than it computes."""
+    model = blocks(12, device)
+    for block in model:
+        fully_shard(block, reshard_after_forward=variant != "keep")
+    fully_shard(model)
+    if variant == "prefetch":
+        for number, block in enumerate(model):
+            block.set_modules_to_forward_prefetch(list(model[number + 1 : number + 3]))
+            block.set_modules_to_backward_prefetch(list(model[max(0, number - 2) : number])[::-1])
+    x = torch.randn(TOKENS // 16, DIM, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 WORKLOADS = {
     pipeline: ("few", "many", "uneven"),
     mesh: ("slow", "even"),
-    gradients: ("by_hand", "one_bucket", "buckets"),
+    gradients: ("by_hand", "one_bucket", "buckets", "compile"),
     experts: ("skewed", "even"),
-    launches: ("late", "even"),
+    launches: ("late", "even", "compile"),
+    sharded: ("default", "prefetch", "keep"),
 }
 
 
