@@ -65,7 +65,7 @@ REASONS = {
         "launches late",
         "its CPU launches late: the GPU waits 11.0 ms longer per step for launches in forward",
     ),
-    "idle_loading_us": ("waits for data", "it waits 11.0 ms longer per step for the DataLoader in forward"),
+    "idle_loading_us": ("waits for data", "it waits 11.0 ms longer per step for the DataLoader"),
 }
 
 
@@ -179,6 +179,30 @@ def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, 
     assert "tensor parallel (mesh_tp), ranks 512–519: 100% of the waiting is for rank 517" in text
     unnamed = findings.group_kinds(summary_of(128, tensor=8, described=False))
     assert {one.name for one in unnamed} == {"groups of 8 neighbouring ranks", "groups of 16 ranks, 8 apart"}
+
+
+def test_ranks_that_are_late_together_are_named_together(capsys, monkeypatch):
+    """The ranks of the straggler's tensor parallel group arrive with it, and which of them is last says nothing."""
+    summary = mesh()
+    for one in summary.groups:
+        mine = [each for each in summary.matched if each.ranks == one.ranks and each.group.startswith(one_name(one))]
+        waited = [sum(us) for us in zip(*(each.waits_us for each in mine), strict=True)]
+        assert one.late == tuple(rank for rank, us in zip(one.ranks, waited, strict=True) if us < max(waited) / 2)
+    summary = summary_of(128, tensor=8, delays={rank: Delay(11_000_000) for rank in (16, 24, 48)})
+    text = said(shown(summary, capsys, monkeypatch))
+    assert "data parallel (mesh_dp), ranks 3, 11, 19, 27 and 12 more: 3 ranks of 16 arrive late: 19, 27 and 51" in text
+    even = said(shown(summary_of(128, tensor=8), capsys, monkeypatch))
+    assert "arrive late" not in even and "of the waiting is for" not in even
+
+
+def one_name(group):
+    return {"mesh_tp": "1 ", "mesh_dp": "2 "}[group.description]
+
+
+def test_groups_with_missing_ranks_are_of_the_kind_of_the_others():
+    ranks = [one for one in made(64, COLLECTIVES, tensor=8) if one.rank not in (11, 12, 40)]
+    kinds = findings.group_kinds(joined(ranks))
+    assert {(one.description, one.groups, one.every) for one in kinds} == {("mesh_tp", 8, 1), ("mesh_dp", 8, 8)}
 
 
 @pytest.mark.parametrize(

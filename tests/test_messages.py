@@ -325,6 +325,17 @@ def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     assert len(saved) == 6 and saved == pytest.approx(sorted(expected.values()), abs=0.01)
 
 
+def test_a_rank_whose_peers_were_not_read_does_not_seem_to_wait_least():
+    """Its messages are not matched, so its waits are not known. No communication is said to lie outside the steps."""
+    ranks = piped(4, 1, 6, slower={1: 2})
+    summary = joined([one for one in ranks if one.rank != 2])
+    assert min(summary.ranks, key=lambda one: one.message_waits.us).rank == 3
+    assert findings.pace_setter(summary).rank == findings.pace_setter(joined(ranks)).rank == 1
+    alone = joined([one for one in ranks if one.rank in (0, 1)])
+    told = [line for line in findings.sentences(alone) if line.startswith("exposed: ")]
+    assert not any("outside the steps" in line for line in told)
+
+
 @pytest.mark.exhaustive
 def test_a_thousand_stages_fit_one_screen(capsys, monkeypatch):
     summary = joined(piped(8, 128, 8))

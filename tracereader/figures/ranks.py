@@ -25,6 +25,8 @@ LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ba
 FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
 CLOCKS_OFF = 60 * 10**9
+# The share of the longest waiting rank's time below which a rank of a process group counts as late.
+LATE = 0.5
 _start = attrgetter("start")
 
 
@@ -114,7 +116,8 @@ class GroupTimes(msgspec.Struct, frozen=True):
 
     description: torch's or the program's name for the group's purpose; "" if none is recorded.
     waited_us: the waits of all ranks. last: the rank that caused most of the waiting. for_last_us: the waiting that it
-    caused. times_last: the number of collectives in which it was last.
+    caused. times_last: the number of collectives in which it was last. late: the ranks that wait less than LATE of the
+    time that the longest waiting rank waits; empty if the ranks take turns.
     """
 
     description: str
@@ -126,6 +129,7 @@ class GroupTimes(msgspec.Struct, frozen=True):
     times_last: int
     for_last_us: float
     transfer_us: float
+    late: tuple[int, ...]
 
 
 class PairTimes(msgspec.Struct, frozen=True):
@@ -664,6 +668,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
         for one in some:
             waited[one.last] += sum(one.waits_us)
         last = max(waited, key=waited.get)
+        of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
         found.append(
             GroupTimes(
                 description=description,
@@ -675,6 +680,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
                 times_last=sum(one.last == last for one in some),
                 for_last_us=waited[last],
                 transfer_us=sum(one.transfer_us for one in some),
+                late=tuple(rank for rank, us in zip(ranks, of_rank, strict=True) if us < LATE * max(of_rank)),
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))

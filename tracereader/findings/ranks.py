@@ -195,9 +195,18 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def pace_setter(summary: RanksSummary) -> RankFigures:
-    """Return the rank that sets the pace: the straggler, or without one the rank that waits least for others."""
-    waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us)  # noqa: E731
+    """Return the rank that sets the pace: the straggler, or without one the rank that waits least for others.
+
+    Exposed communication that is not matched may be a wait, so it counts as one. The peer may not have been read.
+    """
+    waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))  # noqa: E731
     return straggler(summary) or min(summary.ranks, key=waits)
+
+
+def _not_matched_us(one: RankFigures) -> float:
+    """Return a rank's exposed time in communication that is not matched with another rank's (µs)."""
+    matched = one.waited_exposed_us + one.together_exposed_us + one.message_waits.exposed_us
+    return max(0.0, one.total.exposed_communication_us - matched)
 
 
 def regime(summary: RanksSummary) -> tuple[str, str] | None:
@@ -340,7 +349,9 @@ class _Usual:
         reasons = []
         for part in PARTS:
             if (us := self.more(rank, None, part)) > A_REASON * longer:
-                by_phase = {phase: self.more(rank, phase, part) for phase in phases(self.summary)}
+                # A step lasts from kernel to kernel, so the wait for a batch is at the end of the step before.
+                named = phases(self.summary) if part != "waits for data" else ()
+                by_phase = {phase: self.more(rank, phase, part) for phase in named}
                 phase = max(by_phase, key=by_phase.get, default=None)
                 named = phase is not None and by_phase[phase] > MOST * us
                 reasons.append(Reason(part, us, phase if named else None, by_phase[phase] if named else None))
@@ -470,9 +481,14 @@ def _rate(some: Iterable) -> float | None:
 def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
     """Return the kinds of process groups, those with the most waiting first."""
     same: dict[tuple, list[GroupTimes]] = defaultdict(list)
-    for one in summary.groups:
+    # Groups with ranks that were not read are of the kind of the complete ones, if the distances allow it.
+    for one in sorted(summary.groups, key=lambda one: len(one.ranks) < one.size):
         apart = {right - left for left, right in pairwise(one.ranks)}
-        same[one.description, one.size, apart.pop() if len(apart) == 1 else None].append(one)
+        every = min(apart) if len(apart) == 1 else None
+        if len(one.ranks) < one.size:
+            alike = [known for description, size, known in same if (description, size) == (one.description, one.size)]
+            every = next((known for known in alike if known and not any(each % known for each in apart)), every)
+        same[one.description, one.size, every].append(one)
     steps, found = max(1, len(summary.steps)), []
     for (description, members, every), some in same.items():
         ranks = sum(len(one.ranks) for one in some)
@@ -490,6 +506,12 @@ def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))
+
+
+def waits_much(summary: RanksSummary, group: GroupTimes) -> bool:
+    """Return whether the ranks of a group that wait for others lose much time by it."""
+    one = next(one for one in summary.ranks if one.rank == group.last)
+    return share(one, group.waited_us / (len(group.ranks) - 1)) > MUCH_WAITED
 
 
 def _purposes(description: str) -> list[str]:
@@ -889,8 +911,11 @@ def _exposed(summary: RanksSummary) -> list[str]:
         why.append(f"{ms(together)} after the last rank arrived{last}")
     if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
         why.append(f"{ms(messages)} in sends and receives")
-    if (rest := exposed - worst.waited_exposed_us - together - messages) > 0.05 * exposed:
-        known = not (summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned)
+    if (rest := _not_matched_us(worst)) > 0.05 * exposed:
+        known = not (
+            summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned
+            or summary.missing
+        )  # fmt: skip
         why.append(
             f"{ms(rest)} in "
             + ("communication launched outside the steps" if known else "communication that is not matched")

@@ -526,10 +526,16 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
     paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
     for one in kinds:
         worst, told = one.worst, one.name if one.groups == 1 else f"{one.name}, ranks {_range(one.worst.ranks)}"
-        if worst.waited_us:
+        if not findings.waits_much(summary, worst):
+            continue
+        if worst.late == (worst.last,):
             most = f"{worst.for_last_us / worst.waited_us:.0%} of the waiting is for rank {worst.last}"
             last = f"which is last in {worst.times_last:,} of {counted(worst.collectives, 'collective')}"
             paragraph(out, plain(f"{told}: {most}, {last}"), "  ", "    ")
+        elif worst.late:
+            late = f"{counted(len(worst.late), 'rank')} of {len(worst.ranks):,}"
+            arrive = "arrives" if len(worst.late) == 1 else "arrive"
+            paragraph(out, plain(f"{told}: {late} {arrive} late: {_range(worst.late)}"), "  ", "    ")
     out.print()
     if not view.all:
         return
