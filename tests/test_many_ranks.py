@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 import pytest
-from many_ranks import ON_A_HOST, Delay, made, recorded
+from many_ranks import ON_A_HOST, Delay, made, piped, recorded
 from references import ROOT
 
 from tracereader import cli
@@ -155,13 +155,40 @@ def test_a_thousand_ranks_fit_one_screen(columns, capsys, monkeypatch):
     summary = mesh()
     text = shown(summary, capsys, monkeypatch, columns=columns)
     assert len(text.splitlines()) <= 60
-    rows = {line.split("  ")[0]: line.split()[-7:] for line in text.splitlines() if re.match("min|median|max", line)}
+    assert max(map(len, text.splitlines())) <= columns
     by_rank = [one.total.compute_us / 1e3 for one in summary.ranks]
     expected = [min(by_rank), sorted(by_rank)[len(by_rank) // 2], max(by_rank)]
-    heads = re.split(r"\s{2,}", next(line for line in text.splitlines() if line.startswith("window, ms")))[1:]
-    at = heads.index("compute")
-    assert [row[-len(heads) :][at] for row in rows.values()] == [f"{ms:,.1f}" for ms in expected]
-    assert re.search(r"^rank that has the max .*\b517\b", text, re.M)
+    cells = re.search(r"^compute +(.*)$", text, re.M)[1].split()
+    assert cells == [*(f"{ms:,.1f}" for ms in expected), "517"]
+    assert re.search(r"^window of 1,024 ranks, ms +min +median +max +rank that has the max$", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_table_of_a_mesh_of_pipelines_wraps(columns, capsys, monkeypatch):
+    """Eight ranks with collectives and messages have all columns; those on waits get a table of their own."""
+    ranks = [with_messages(one, other) for one, other in zip(made(8, COLLECTIVES), piped(4, 2, 6, 3), strict=True)]
+    summary = joined(ranks)
+    assert summary.matched and summary.messages
+    for view in (View(only=("gpu", "steps", "work")), View(rank=5, only=("gpu", "steps", "work"))):
+        lines = shown(summary, capsys, monkeypatch, view, columns).splitlines()
+        assert max(map(len, lines)) <= columns and not [line for line in lines if re.match(r" {4}\S.* · ", line)]
+        waits = [one.message_waits.us / 1e3 for one in summary.ranks if view.rank in (None, one.rank)]
+        assert all(f" {ms:,.1f}" in "\n".join(lines) for ms in waits)
+
+
+def with_messages(one, other):
+    """Return a rank with the messages of another, which begin when its own window begins."""
+    group = len(one.groups)
+    calls = [msgspec.structs.replace(call, group=group) for call in other.calls]
+    off = one.start - other.start
+    return msgspec.structs.replace(
+        one, groups=(*one.groups, *other.groups), calls=(*one.calls, *calls),
+        messages=tuple(
+            msgspec.structs.replace(part, call=part.call + len(one.calls), start=part.start + off, end=part.end + off)
+            for part in other.messages
+        ),
+        exposed=tuple(edge + off for edge in other.exposed),
+    )  # fmt: skip
 
 
 def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, monkeypatch):
@@ -390,7 +417,7 @@ def test_a_rank_that_was_not_read_is_refused(capsys):
     assert cli.main([traces[0], "--rank", "0"]) == 2
     assert "--rank shows one of several ranks" in capsys.readouterr().err
     assert cli.main([*traces, "--rank", "0"]) == 0
-    assert "collectives of rank 0" in capsys.readouterr().out
+    assert "collectives, ms" in capsys.readouterr().out
 
 
 def test_the_recorded_program_is_that_of_the_traces():

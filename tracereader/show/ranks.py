@@ -33,6 +33,7 @@ from tracereader.show.text import (
     print_columns,
     shown_path,
     strict_json,
+    table_width,
 )
 from tracereader.show.view import View
 from tracereader.trace import STEP
@@ -326,10 +327,12 @@ def _cell(head: str, value: float) -> str:
 
 def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     shown = _shown(summary, view)
-    rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
-    if len(shown) < len(summary.ranks) > 2:
-        rows += _distribution(summary)
-    _print(out, ("window, ms", *COLUMNS), rows)
+    is_distributed = len(shown) < len(summary.ranks) > 2
+    if is_distributed:
+        _distribution(out, summary, shown if view.rank is not None else ())
+    else:
+        rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
+        _print(out, ("window, ms", *COLUMNS), rows, "waits, ms")
     # fsum, because sum() rounds before Python 3.12 and would leave a difference.
     before = {
         one.rank: max(0.0, one.total.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown
@@ -344,15 +347,21 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
         paragraph(out, said, "  ", "  ")
 
 
-def _distribution(summary: RanksSummary) -> list[tuple[str, ...]]:
-    """Return rows with the minimum, the median and the maximum of each column, and the rank with the maximum."""
-    by_column = {head: sorted((of(one), one.rank) for one in summary.ranks) for head, of in COLUMNS.items()}
-    found = []
-    for name, at in (("min", 0), ("median", len(summary.ranks) // 2), ("max", -1)):
-        cells = (_cell(head, some[at][0]) for head, some in by_column.items())
-        found.append((f"{name} of {counted(len(summary.ranks), 'rank')}", *cells))
-    most = (f"{some[-1][1]}" if some[-1][0] > some[0][0] else "–" for some in by_column.values())
-    return [*found, ("rank that has the max", *most)]
+def _distribution(out: Console, summary: RanksSummary, shown: Sequence[RankFigures]) -> None:
+    """Print the minimum, the median and the maximum of each column as a row, and the rank that has the maximum.
+
+    shown: the ranks with a column of their own.
+    """
+    rows = []
+    for head, of in COLUMNS.items():
+        found = sorted((of(one), one.rank) for one in summary.ranks)
+        least, most = found[0][0], found[-1][0]
+        cells = [_cell(head, value) for value in (least, found[len(found) // 2][0], most)]
+        if head not in OPTIONAL or most:
+            own = [_cell(head, of(one)) for one in shown]
+            rows.append((head, *own, *cells, f"{found[-1][1]}" if most > least else "–"))
+    heads = (f"window of {counted(len(summary.ranks), 'rank')}, ms", *(f"rank {one.rank}" for one in shown))
+    print_columns(out, (*heads, "min", "median", "max", "rank that has the max"), rows)
 
 
 def _steps(out: Console, summary: RanksSummary, view: View) -> None:
@@ -410,16 +419,28 @@ def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
 
 # Columns that are left out if they are empty for all ranks. The last three are empty in runs without collectives, and
 # in those without sends and receives.
-OPTIONAL = ("hidden", "copies", "not launched", "waited", "arrived last", "message waits")
+ON_WAITS = ("waited", "arrived last", "message waits")
+OPTIONAL = ("hidden", "copies", "not launched", *ON_WAITS)
 
 
-def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without the optional columns that are empty for all ranks."""
+def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], second: str = "") -> None:
+    """Print a table without the optional columns that are empty for all ranks.
+
+    second: the title of a second table, for the columns on waits if one table is too wide for all columns.
+    """
     kept = [
         number for number, head in enumerate(heads)
         if head not in OPTIONAL or any(row[number] not in ("0", "0.0", "–") for row in rows)
     ]  # fmt: skip
-    print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
+    tables = [kept]
+    if second and table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
+        waits = [at for at in kept if heads[at] in ON_WAITS]
+        tables = [[at for at in kept if at not in waits], [0, *waits]]
+    for number, columns in enumerate(tables):
+        if number:
+            out.print()
+        told = [second if number and not at else heads[at] for at in columns]
+        print_columns(out, told, [[row[at] for at in columns] for row in rows])
 
 
 FIGURES = (
@@ -493,7 +514,7 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
             f"{one.count:,}",
             duration(one.longest_wait_us),
             duration(one.transfer_us),
-            f"{one.bus_gb_s:,.3g}" if one.bus_gb_s else "–",
+            _rate(one.bus_gb_s),
             percent(one.of_best),
         )
         for one in shown
@@ -561,6 +582,11 @@ def _range(ranks: Sequence[int]) -> str:
     return findings.listed(ranks, most=4)
 
 
+def _rate(gb_s: float | None) -> str:
+    """Return a bandwidth in GB/s without its unit. That of a few bytes says nothing."""
+    return "–" if not gb_s else "<0.01" if gb_s < 0.01 else f"{gb_s:,.3g}"
+
+
 def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
     """Print all kinds of one rank's collectives, with the rank's waits."""
     same: dict[tuple, list[tuple]] = defaultdict(list)
@@ -581,11 +607,11 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
                 f"{len(some):,}",
                 _ms(sum(us for _, us in some)),
                 _ms(sum(one.transfer_us for one, _ in some)),
-                f"{median(rates):,.3g}" if rates else "–",
+                _rate(median(rates) if rates else None),
                 f"rank {whom}" if us else "–",
             )
         )
-    heads = (f"collectives of rank {rank}", "message", "count", "waited, ms", "transfer, ms", "bus GB/s", "mostly for")
+    heads = ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for")
     print_columns(out, heads, rows)
 
 
