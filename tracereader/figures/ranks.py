@@ -325,6 +325,13 @@ class _Met(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class _Parts(NamedTuple):
+    """One rank's parts in the collectives of one group, by their starts."""
+
+    calls: Sequence[Call]
+    parts: list[Part]
+
+
 def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     """Return the collectives in the order of their starts, and the number of parts without a counterpart.
 
@@ -355,7 +362,7 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
 def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     """Return the messages by pair, and the number of parts without the other rank's part.
 
-    NCCL and gloo deliver the messages of one pair in the order in which they are sent.
+    NCCL delivers the messages of one pair in the order in which they are sent, and gloo those of one tag.
     """
     pairs: dict[tuple, dict[int, list[Part]]] = {}
     for one in ranks:
@@ -372,19 +379,24 @@ def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         if not all(rank in by_rank for rank in pair):
             continue  # the peer was not read, and the report already says so
         source = by_rank[pair[0]]
-        rows, alone = _rows([_Parts(by_rank[rank].calls, parts.get(rank, [])) for rank in pair])
-        unmatched += alone
-        if rows:
-            group = next(one for one in source.groups if one.name == name)
-            found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
+        for sides in _by_tag([_Parts(by_rank[rank].calls, parts.get(rank, [])) for rank in pair]):
+            rows, alone = _rows(sides)
+            unmatched += alone
+            if rows:
+                group = next(one for one in source.groups if one.name == name)
+                found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
     return found, unmatched
 
 
-class _Parts(NamedTuple):
-    """One rank's parts in the collectives of one group, by their starts."""
-
-    calls: Sequence[Call]
-    parts: list[Part]
+def _by_tag(sides: Sequence[_Parts]) -> list[Sequence[_Parts]]:
+    """Return both sides of the messages of each tag; of all messages if a tag is not known."""
+    tags = dict.fromkeys(calls[part.call].tag for calls, parts in sides for part in parts)
+    if len(tags) < 2 or None in tags:
+        return [sides]
+    return [
+        [_Parts(calls, [part for part in parts if calls[part.call].tag == tag]) for calls, parts in sides]
+        for tag in tags
+    ]
 
 
 def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
