@@ -176,6 +176,27 @@ def test_no_table_of_a_mesh_of_pipelines_wraps(columns, capsys, monkeypatch):
         assert all(f" {ms:,.1f}" in "\n".join(lines) for ms in waits)
 
 
+def test_stages_that_reach_collectives_at_different_times_are_named(capsys, monkeypatch):
+    """The ranks of the other stages do not wait for each other: those of the first stage are late together."""
+    ranks = zip(made(8, COLLECTIVES, delays={0: LATE, 1: LATE}), piped(4, 2, 6, 3), strict=True)
+    summary = joined([with_messages(*both) for both in ranks])
+    assert findings.is_pipeline(summary) and findings.straggler(summary) is None
+    waits = [one.waited_exposed_us / 3 for one in summary.ranks]
+    stages = [sum(waits[2 * at : 2 * at + 2]) / 2 for at in range(4)]
+    early, most = stages.index(max(stages)), findings.ms(max(stages))
+    text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
+    assert (
+        f"the stages reach collectives at different times: a rank of stage {early} waits {most} per step "
+        f"on average while it computes nothing, one of stage 0 {findings.ms(stages[0])}"
+    ) in text
+    assert "wait for each other" not in text
+    alike = summary_of(8, delays={0: LATE, 1: LATE})
+    assert "the ranks wait for each other: rank" in said(shown(alike, capsys, monkeypatch, View(only=("short",))))
+
+
+LATE = Delay(11_000_000)
+
+
 def with_messages(one, other):
     """Return a rank with the messages of another, which begin when its own window begins."""
     group = len(one.groups)
@@ -187,7 +208,6 @@ def with_messages(one, other):
             msgspec.structs.replace(part, call=part.call + len(one.calls), start=part.start + off, end=part.end + off)
             for part in other.messages
         ),
-        exposed=tuple(edge + off for edge in other.exposed),
     )  # fmt: skip
 
 

@@ -320,6 +320,25 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
     assert re.search(r"rank \d is slower than rank \d because .* in\s+forward", answer)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_lines_give_times_per_step(name, capsys):
+    """The waits and the communication of a window would be longer than the step that the header gives."""
+    ours = as_json(capsys, *RUNS[name])
+    waiting = max(ours["ranks"], key=lambda one: one["waited_exposed_us"])
+    us, exposed = (waiting[key] / len(waiting["steps"]) / 1e3 for key in ("waiting_us", "waited_exposed_us"))
+    cost = f"({waiting['waited_exposed_us'] / waiting['window_us']:.1%} of its time)"
+    assert (
+        f"rank {waiting['rank']} waits {us:,.1f} ms per step, and computes nothing for {exposed:,.1f} ms of that {cost}"
+    ) in ours["in_short"]
+    worst = max(ours["ranks"], key=lambda one: one["exposed_communication_us"] / one["window_us"])
+    all_ms, exposed = (
+        worst[key] / len(worst["steps"]) / 1e3 for key in ("communication_us", "exposed_communication_us")
+    )
+    (told,) = (line for line in ours["in_short"] if line.startswith("communication: "))
+    assert told.startswith(f"communication: rank {worst['rank']} {all_ms:,.1f} ms per step, ")
+    assert f"; {exposed:,.1f} ms exposed (" in told
+
+
 def changed(tmp_path, path, change):
     """Return the path of a changed copy of a trace."""
     found = document(path)

@@ -175,6 +175,11 @@ def ms(us: float) -> str:
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 
+def per_step(one: RankFigures, us: float) -> float:
+    """Return the average over a rank's steps of a time that is summed over its window (µs)."""
+    return us / max(1, len(one.steps))
+
+
 def straggler(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that the others wait for most; None if the waiting costs them too little.
 
@@ -564,17 +569,16 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     waits, pipeline = worst.message_waits, is_pipeline(summary)
     cost = share(worst, waits.us)
     if cost <= MUCH_WAITED:
-        longest = f"rank {worst.rank} waits {ms(waits.us)} ({cost:.1%} of its time)"
+        longest = f"rank {worst.rank} waits {ms(per_step(worst, waits.us))} per step ({cost:.1%} of its time)"
         return [f"no rank loses much time by waiting for messages: {longest}"]
-    count = max(1, len(worst.steps))
     parts = [
-        f"{ms(us / count)} of it in the {which} receive of a step"
+        f"{ms(per_step(worst, us))} of it in the {which} receive of a step"
         for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
         if us > A_REASON * waits.us
     ]
     middle = median(share_of_steps(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
-    nothing = f"{ms(waits.us / count)} per step ({share_of_steps(worst, waits.us):.1%} of it)"
+    nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     found = [
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {nothing} while it waits for messages"
         f"{''.join(f', {part}' for part in parts)}{others}"
@@ -593,29 +597,31 @@ def _of_messages(summary: RanksSummary) -> list[str]:
 def waiting_of(pair: PairTimes, steps: int) -> str:
     """Return a sentence on which of two ranks waits for the other, and how long. steps: the number of steps."""
     here, there = f"rank {pair.destination}", f"rank {pair.source}"
-    count = f" in {counted(steps, 'step')}" if steps else ""
+    receiver, sender = (f"{ms(us / max(1, steps))} per step" for us in (pair.receiver_waited_us, pair.sender_waited_us))
     if pair.receiver_waited_us >= pair.sender_waited_us:
-        return f"{here} waits {ms(pair.receiver_waited_us)}{count} until {there} sends"
-    return f"{there} waits {ms(pair.sender_waited_us)}{count} until {here} receives"
+        return f"{here} waits {receiver} until {there} sends"
+    return f"{there} waits {sender} until {here} receives"
+
+
+def _stages(summary: RanksSummary) -> dict[int, int]:
+    """Return by rank its stage in a pipeline. It is empty for ranks that form none."""
+    return {
+        rank: at
+        for one in (summary.pairs if is_pipeline(summary) else ())
+        if one.places
+        for rank, at in zip((one.source, one.destination), one.places, strict=True)
+    }
 
 
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
     """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others."""
-    if not summary.steps or not is_pipeline(summary):
-        return None
-    stage = {
-        rank: at
-        for one in summary.pairs
-        if one.places
-        for rank, at in zip((one.source, one.destination), one.places, strict=True)
-    }
     ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, at in stage.items():
+    for rank, at in _stages(summary).items():
         ranks[at].append(rank)
     figures = _Usual(summary)
     computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
-    if len(by_stage) < 2:
+    if len(by_stage) < 2 or not summary.steps:
         return None
     slow = max(by_stage, key=by_stage.get)
     others = [us for at, us in by_stage.items() if at != slow]
@@ -701,11 +707,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
-    steps = f" in {counted(len(summary.steps), 'step')}" if summary.steps else ""
-    waits = (
-        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}"
-        f"{steps}, and for {ms(waiting.waited_exposed_us)} of that it computes nothing ({cost:.1%} of its time)"
-    )
+    waits = _waits_in_words(waiting, "longest, " if len(summary.ranks) > 2 else "")
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
         mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
@@ -723,14 +725,43 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
+    first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
     slowest = [one for one in costs(summary) if one.link is None]
     if slowest:
         told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)
-        take = "takes" if len(slowest) == 1 else "take"
-        most = f"{counted(len(slowest), 'rank')} {take} longer per step than the median of all: {told}"
+        most = f"{len(slowest):,} ranks take longer per step than the median of all: {told}"
+        if len(slowest) == 1:
+            only, why = slowest[0], loss(summary)
+            if why and why.rank == only.ranks[0]:
+                return [first]  # the reason is a sentence of its own
+            most = f"rank {only.ranks[0]} takes {ms(only.more_us)} longer per step than the median of all ranks"
     else:
         most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
-    return [f"the ranks wait for each other: {waits}", most]
+    return [first, most]
+
+
+def _of_stages(summary: RanksSummary) -> str:
+    """Return a sentence on the stages of a pipeline that reach collectives at different times; "" without such."""
+    waits: dict[int, list[float]] = defaultdict(list)
+    stages = _stages(summary)
+    for one in summary.ranks:
+        if one.rank in stages:
+            waits[stages[one.rank]].append(per_step(one, one.waited_exposed_us))
+    means = {stage: fmean(some) for stage, some in waits.items()}
+    if len(means) < 2 or min(means.values()) > MOST * max(means.values()):
+        return ""
+    late, early = min(means, key=means.get), max(means, key=means.get)
+    return (
+        f"the stages reach collectives at different times: a rank of stage {early} waits {ms(means[early])} per step "
+        f"on average while it computes nothing, one of stage {late} {ms(means[late])}"
+    )
+
+
+def _waits_in_words(one: RankFigures, longest: str) -> str:
+    us, exposed = (ms(per_step(one, us)) for us in (one.waiting_us, one.waited_exposed_us))
+    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
+    cost = f"({share(one, one.waited_exposed_us):.1%} of its time)"
+    return f"rank {one.rank} waits {longest}{us} per step, and {nothing} {cost}"
 
 
 def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:
@@ -870,58 +901,59 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
     if waits:
         whom = max(waits, key=waits.get)
         mostly = f", {waits[whom] / sum(waits.values()):.0%} of it for rank {whom}" if waits[whom] else ""
-        exposed = f"{ms(one.waited_exposed_us).removesuffix(' ms')} of it exposed"
+        exposed = f"{ms(per_step(one, one.waited_exposed_us)).removesuffix(' ms')} of it exposed"
         found.append(
-            f"it waits {ms(one.waiting_us)} for others, {exposed} "
+            f"it waits {ms(per_step(one, one.waiting_us))} per step for others, {exposed} "
             f"({share(one, one.waited_exposed_us):.1%} of its time){mostly}"
         )
         found.append(
             f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
-            f"{ms(one.others_waited_us)} for it"
+            f"{ms(per_step(one, one.others_waited_us))} per step for it"
         )
     if one.message_waits.messages:
         found.append(
-            f"it waits {ms(one.message_waits.us)} for the other side of its messages while it computes nothing "
+            f"it waits {ms(per_step(one, one.message_waits.us))} per step for the other side of its messages while it "
+            "computes nothing "
             f"({share(one, one.message_waits.us):.1%} of its time)"
         )
     return found or [_nothing_matched(summary)]
 
 
 def _exposed(summary: RanksSummary) -> list[str]:
-    """Return sentences on the rank with the most exposed communication: the cost, and why it is exposed."""
+    """Return sentences on the rank with the most exposed communication: the cost per step, and why it is exposed."""
     worst = max(summary.ranks, key=lambda one: share(one, one.total.exposed_communication_us))
     exposed = worst.total.exposed_communication_us
     if not worst.total.communication_us:
         return []
-    together = worst.together_exposed_us
+    together, told = worst.together_exposed_us, lambda us: ms(per_step(worst, us))
     lines = [
-        f"communication: rank {worst.rank} {ms(worst.total.communication_us)}, "
-        f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
+        f"communication: rank {worst.rank} {told(worst.total.communication_us)} per step, "
+        f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {told(exposed)} exposed "
         f"({share(worst, exposed):.1%})"
     ]
     why = []
     if worst.waited_exposed_us > 0.05 * exposed:
-        why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
+        why.append(f"{told(worst.waited_exposed_us)} waiting for others")
     if together > 0.05 * exposed:
         last = ""
         if one_bucket(summary, worst):
             last = " (one all-reduce per step, while nothing is computed)"
         elif worst.exposed_in_last_us > MOST * together:
-            last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
-        why.append(f"{ms(together)} after the last rank arrived{last}")
+            last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
+        why.append(f"{told(together)} after the last rank arrived{last}")
     if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
-        why.append(f"{ms(messages)} in sends and receives")
+        why.append(f"{told(messages)} in sends and receives")
     if (rest := _not_matched_us(worst)) > 0.05 * exposed:
         known = not (
             summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned
             or summary.missing
         )  # fmt: skip
         why.append(
-            f"{ms(rest)} in "
+            f"{told(rest)} in "
             + ("communication launched outside the steps" if known else "communication that is not matched")
         )
     if worst.late_us > MOST * exposed:
-        why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
+        why.append(f"for {told(worst.late_us)} of it the CPU had not launched the next kernel")
     if why:
         lines.append("exposed: " + "; ".join(why))
     return lines

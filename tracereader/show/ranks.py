@@ -250,7 +250,8 @@ def notes(summary: RanksSummary) -> list[str]:
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
-        found.append(f"missing: {missing}; who waits for them is not known")
+        them = "it" if len(summary.missing) == 1 else "them"
+        found.append(f"missing: {missing}; who waits for {them} is not known")
     for path, why in list(summary.not_read.items())[:5]:
         found.append(f"left out: {shown_path(Path(path))}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
