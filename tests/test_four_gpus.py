@@ -140,7 +140,7 @@ def test_the_collectives_of_two_kinds_of_groups_are_matched(capsys):
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        ("pipeline_few", "Communication-bound. Rank 2 waits least for others"),
+        ("pipeline_few", "Communication-bound. Rank 3 waits least for others"),
         ("pipeline_uneven", "Rank 1 sets the pace"),
         ("experts_skewed", "Rank 0 sets the pace"),
         ("launches_late", "Overhead-bound. Rank 1 sets the pace"),

@@ -326,7 +326,7 @@ def test_the_first_lines_give_times_per_step(name, capsys):
     ours = as_json(capsys, *RUNS[name])
     waiting = max(ours["ranks"], key=lambda one: one["waited_exposed_us"])
     us, exposed = (waiting[key] / len(waiting["steps"]) / 1e3 for key in ("waiting_us", "waited_exposed_us"))
-    cost = f"({waiting['waited_exposed_us'] / waiting['window_us']:.1%} of its time)"
+    cost = f"({waiting['waited_exposed_us'] / sum(one['us'] for one in waiting['steps']):.1%} of the step)"
     assert (
         f"rank {waiting['rank']} waits {us:,.1f} ms per step, and computes nothing for {exposed:,.1f} ms of that {cost}"
     ) in ours["in_short"]

@@ -567,10 +567,9 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         return []
     worst = max(taking_part, key=lambda one: share(one, one.message_waits.us))
     waits, pipeline = worst.message_waits, is_pipeline(summary)
-    cost = share(worst, waits.us)
-    if cost <= MUCH_WAITED:
-        longest = f"rank {worst.rank} waits {ms(per_step(worst, waits.us))} per step ({cost:.1%} of its time)"
-        return [f"no rank loses much time by waiting for messages: {longest}"]
+    nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
+    if share(worst, waits.us) <= MUCH_WAITED:
+        return [f"no rank loses much time by waiting for messages: rank {worst.rank} waits {nothing}"]
     parts = [
         f"{ms(per_step(worst, us))} of it in the {which} receive of a step"
         for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
@@ -578,7 +577,6 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     ]
     middle = median(share_of_steps(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
-    nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     found = [
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {nothing} while it waits for messages"
         f"{''.join(f', {part}' for part in parts)}{others}"
@@ -760,7 +758,7 @@ def _of_stages(summary: RanksSummary) -> str:
 def _waits_in_words(one: RankFigures, longest: str) -> str:
     us, exposed = (ms(per_step(one, us)) for us in (one.waiting_us, one.waited_exposed_us))
     nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
-    cost = f"({share(one, one.waited_exposed_us):.1%} of its time)"
+    cost = f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step)"
     return f"rank {one.rank} waits {longest}{us} per step, and {nothing} {cost}"
 
 
@@ -904,7 +902,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
         exposed = f"{ms(per_step(one, one.waited_exposed_us)).removesuffix(' ms')} of it exposed"
         found.append(
             f"it waits {ms(per_step(one, one.waiting_us))} per step for others, {exposed} "
-            f"({share(one, one.waited_exposed_us):.1%} of its time){mostly}"
+            f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step){mostly}"
         )
         found.append(
             f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
@@ -914,7 +912,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
         found.append(
             f"it waits {ms(per_step(one, one.message_waits.us))} per step for the other side of its messages while it "
             "computes nothing "
-            f"({share(one, one.message_waits.us):.1%} of its time)"
+            f"({share_of_steps(one, one.message_waits.us):.1%} of the step)"
         )
     return found or [_nothing_matched(summary)]
 
@@ -929,7 +927,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
     lines = [
         f"communication: rank {worst.rank} {told(worst.total.communication_us)} per step, "
         f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {told(exposed)} exposed "
-        f"({share(worst, exposed):.1%})"
+        f"({share_of_steps(worst, exposed):.1%} of the step)"
     ]
     why = []
     if worst.waited_exposed_us > 0.05 * exposed:
