@@ -189,3 +189,25 @@ def test_no_step_without_the_profiler_is_predicted_below_the_gpus_work(tmp_path,
         computing.append(length(spans(kernels, steps[0]["ts"], end(steps[-1]))) / len(steps))
     assert found["unprofiled_step_us"] == 30_000.0
     assert found["unprofiled_step_us_after"] > 0.97 * min(computing)
+
+
+@pytest.mark.parametrize("run", ["experts_skewed", "launches_late", "mesh_slow"])
+def test_a_step_has_at_most_its_own_time_of_communication(run, capsys):
+    """These windows begin with communication of earlier steps, which is longer than a step."""
+    ours = as_json(capsys, *ranks_of(run))
+    of_window = [one["exposed_communication_us"] / len(one["steps"]) for one in ours["ranks"]]
+    steps = [[step["exposed_communication_us"] for step in one["steps"]] for one in ours["ranks"]]
+    most = max(sum(some) / len(some) for some in steps)
+    assert max(of_window) > most
+    (told,) = (line for line in ours["in_short"] if line.startswith("communication: "))
+    assert f" {most / 1e3:,.1f} ms exposed (" in told
+    assert not any("outside the steps" in line for line in ours["in_short"])
+
+
+def test_the_share_of_the_waiting_is_given_where_it_is_small(capsys):
+    """Rank 0 is last in nearly all collectives, and a part of the waiting is for its group."""
+    ours = as_json(capsys, *ranks_of("mesh_slow"))
+    share = ours["ranks"][0]["others_waited_us"] / sum(one["others_waited_us"] for one in ours["ranks"])
+    assert (
+        f", {share:.0%} of all waiting is for it, and most of the rest is for ranks of its group" in ours["in_short"][0]
+    )

@@ -343,7 +343,7 @@ def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) ->
     for name, left, right in _stretches(step, start, end, starts):
         by_name.setdefault(name, []).append(cut.times(name, left, right))
     phases = (
-        tuple(_summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
+        tuple(summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
     )
     return RankStep(**msgspec.structs.asdict(cut.times(step.name, start, end)), phases=phases)
 
@@ -351,7 +351,8 @@ def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) ->
 OUTSIDE_ANNOTATIONS = "outside the annotations"
 
 
-def _summed(name: str, some: Sequence[Times]) -> Times:
+def summed(name: str, some: Sequence[Times]) -> Times:
+    """Return the sum of some times, under this name."""
     fields = Times.__struct_fields__[1:]
     return Times(name, **{field: sum(getattr(one, field) for one in some) for field in fields})
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times, summed
 from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
@@ -175,6 +175,11 @@ def ms(us: float) -> str:
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 
+def in_steps(one: RankFigures) -> Times:
+    """Return the times of a rank's steps together. Its window may also have communication of earlier steps."""
+    return summed("", one.steps) if one.steps else one.total
+
+
 def per_step(one: RankFigures, us: float) -> float:
     """Return the average over a rank's steps of a time that is summed over its window (µs)."""
     return us / max(1, len(one.steps))
@@ -204,14 +209,14 @@ def pace_setter(summary: RanksSummary) -> RankFigures:
 
     Exposed communication that is not matched may be a wait, so it counts as one. The peer may not have been read.
     """
-    waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))  # noqa: E731
+    waits = lambda one: share_of_steps(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))  # noqa: E731
     return straggler(summary) or min(summary.ranks, key=waits)
 
 
 def _not_matched_us(one: RankFigures) -> float:
-    """Return a rank's exposed time in communication that is not matched with another rank's (µs)."""
+    """Return the exposed time of a rank's steps in communication that is not matched with another rank's (µs)."""
     matched = one.waited_exposed_us + one.together_exposed_us + one.message_waits.exposed_us
-    return max(0.0, one.total.exposed_communication_us - matched)
+    return max(0.0, in_steps(one).exposed_communication_us - matched)
 
 
 def regime(summary: RanksSummary) -> tuple[str, str] | None:
@@ -708,7 +713,8 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     waits = _waits_in_words(waiting, "longest, " if len(summary.ranks) > 2 else "")
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
-        mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
+        seldom = slow.arrived_last < 0.9 * taken_part
+        mostly = f", {of_all:.0%} of all waiting is for it" if seldom or of_all <= CAUSES_IT else ""
         if of_all <= CAUSES_IT:
             mostly += ", and most of the rest is for ranks of its group, which wait for it first"
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
@@ -919,14 +925,14 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
 
 def _exposed(summary: RanksSummary) -> list[str]:
     """Return sentences on the rank with the most exposed communication: the cost per step, and why it is exposed."""
-    worst = max(summary.ranks, key=lambda one: share(one, one.total.exposed_communication_us))
-    exposed = worst.total.exposed_communication_us
-    if not worst.total.communication_us:
+    worst = max(summary.ranks, key=lambda one: share_of_steps(one, in_steps(one).exposed_communication_us))
+    communication, exposed = in_steps(worst).communication_us, in_steps(worst).exposed_communication_us
+    if not communication:
         return []
     together, told = worst.together_exposed_us, lambda us: ms(per_step(worst, us))
     lines = [
-        f"communication: rank {worst.rank} {told(worst.total.communication_us)} per step, "
-        f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {told(exposed)} exposed "
+        f"communication: rank {worst.rank} {told(communication)} per step, "
+        f"{1 - exposed / communication:.0%} of it hidden behind compute; {told(exposed)} exposed "
         f"({share_of_steps(worst, exposed):.1%} of the step)"
     ]
     why = []
@@ -951,7 +957,7 @@ def _exposed(summary: RanksSummary) -> list[str]:
             + ("communication launched outside the steps" if known else "communication that is not matched")
         )
     if worst.late_us > MOST * exposed:
-        why.append(f"for {told(worst.late_us)} of it the CPU had not launched the next kernel")
+        why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
     if why:
         lines.append("exposed: " + "; ".join(why))
     return lines

@@ -392,7 +392,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
             rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
     if rows:
         out.print()
-        _print(out, ("phase, ms (each a median)", *heads[1:]), rows)
+        _print(out, ("phase median, ms", *heads[1:]), rows)
 
 
 def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
