@@ -411,6 +411,7 @@ def test_a_straggler_among_files_is_named(tmp_path, capsys, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_slow_host_among_files_is_named(tmp_path, capsys, monkeypatch):
     text = report(files(tmp_path, "ddp_straggler", slow={6, 7}), capsys, monkeypatch)
+    assert re.search(r"Rank [67] sets the pace", text)
     assert "in short host node3 keeps the others waiting: one of its 2 ranks is last in 42 of 42 collectives" in text
     assert re.search(r"node3 +2 of 2 +5\.\d +they compute longer", text)
 

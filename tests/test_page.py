@@ -789,6 +789,7 @@ def test_the_messages_of_ranks_are_in_a_table(chromium, pages, capsys):
         assert values(browser, "messages-table", key) == pytest.approx(expected)
     assert values(browser, "messages-table", "messages") == {name: one["messages"] for name, one in pairs.items()}
     assert "12 messages matched between 2 pairs of ranks." in text(browser, "#messages")
+    assert "Messages" in text(browser, "nav")
     is_quiet(browser, pages(*PIPELINE))
 
 

@@ -242,9 +242,12 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
 
 
 def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
-    slow, stage = straggler(summary), slowest_stage(summary)
-    return (slow is not None and slow.rank == one.rank) or (stage is not None and one.rank in stage.ranks)
+    """Return whether a rank is the one that the others wait for, of the slowest stage, or of a host that is late."""
+    if (slow := straggler(summary)) is not None and slow.rank == one.rank:
+        return True
+    stage = slowest_stage(summary)
+    late = [rank for host in _hosts_that_are_late(summary) for rank in host.slow]
+    return one.rank in (*(stage.ranks if stage else ()), *late)
 
 
 def launch_waits(summary: RanksSummary) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tracereader import progress
-from tracereader.command import BadInput
+from tracereader.command import BadInput, is_url
 from tracereader.figures import reading
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
@@ -253,7 +253,8 @@ def notes(summary: RanksSummary) -> list[str]:
         them = "it" if len(summary.missing) == 1 else "them"
         found.append(f"missing: {missing}; who waits for {them} is not known")
     for path, why in list(summary.not_read.items())[:5]:
-        found.append(f"left out: {shown_path(Path(path))}: {findings.why_not_read(why)}")
+        shown = path if is_url(path) else shown_path(Path(path))
+        found.append(f"left out: {shown}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
     for rank, names in list(summary.other_steps.items())[:3]:
