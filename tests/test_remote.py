@@ -71,6 +71,7 @@ class Server(ThreadingHTTPServer):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(remote, "_gone", set())  # this server may have the port of one that is gone
     folder = tmp_path / "served"
     folder.mkdir()
     for path in (SMALL, COMPILED, *RANKS):
@@ -403,6 +404,24 @@ def test_a_request_that_a_stores_package_repeats_is_not_repeated_again(monkeypat
     with pytest.raises(OSError, match=re.escape(f'the endpoint URL: "https://host/b" ({url})')):
         remote.fetched(url, 10**9, whole=True)
     assert asked == [url] * tries
+
+
+def test_a_server_that_is_gone_is_asked_once_for_each_other_rank(server, monkeypatch):
+    """It gets all attempts again as soon as it has answered once."""
+    real, asked = remote._opened, []
+
+    def opened(address):
+        asked.append(address)
+        if "gone" in address:
+            raise ConnectionRefusedError("refused")
+        return real(address)
+
+    monkeypatch.setattr(remote, "_opened", opened)
+    for name, tries in (("gone1", 4), ("gone2", 1), ("gone3", 1), (SMALL.name, 1), ("gone4", 4)):
+        asked.clear()
+        with contextlib.suppress(OSError):
+            remote.fetched(server.url(name), 10**9, whole=True).close()
+        assert len(asked) == tries, name
 
 
 # An object store. The project does not install s3fs and moto.

@@ -40,6 +40,9 @@ _AZURE = re.compile("abfss?|az", re.I)
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)://(.*)", re.S)
 # By a trace's name, which may be printed and stored: its URL as given, with its credentials.
 _addresses: dict[str, str] = {}
+# The servers that could not be reached in any attempt. They are asked once for the other ranks, of which there may be a
+# thousand.
+_gone: set[str] = set()
 T = TypeVar("T")
 
 
@@ -231,16 +234,22 @@ def _missing(protocol: str, package: str) -> _Missing:
 
 def _tried(address: str, ask: Callable[[], T]) -> T:
     """Return the result of `ask`. It is repeated after temporary failures. Raises OSError, without credentials."""
-    pauses = () if _protocol(address) in REPEATED_BY_PACKAGE else PAUSES_S
+    server = "/".join(address.split("/")[:3])
+    pauses = () if _protocol(address) in REPEATED_BY_PACKAGE or server in _gone else PAUSES_S
     for pause in (*pauses, None):
         try:
-            return ask()
+            found = ask()
+            _gone.discard(server)
+            return found
         except (FileNotFoundError, IsADirectoryError) as problem:
             raise type(problem)(without_credentials(address)) from None
         except _Refused:
             raise
         except Exception as problem:
             if pause is None or _is_final(problem):
+                kind = type(problem).__name__
+                if "Connect" in kind and "Reset" not in kind:
+                    _gone.add(server)
                 raise OSError(_told(problem, address)) from None
         time.sleep(pause)
     raise AssertionError("the last try returns or raises")
