@@ -143,8 +143,8 @@ WHY = {
          "autocast also calls each `aten::linear` twice, which takes the CPU 154 µs instead of 43, and Python takes "
          "longer between the ops. The prediction removes only the casts."),
         ("inputs/copied", "inputs/in_place",
-         "the prediction keeps the CPU time of a compiled call. The second run replays the graph itself, which takes the "
-         "CPU 0.04 ms instead of 0.16."),
+         "the prediction keeps the CPU time of a compiled call. The second run replays the graph itself, which takes "
+         "the CPU 0.04 ms instead of 0.16."),
         ("guards/compile", "guards/compile_skipped",
          "all calls are slower in the first recording: `cuLaunchKernel` takes 25.0 µs instead of 11.5. The lookup "
          "falls from 64.8 to 0.7 µs, more than the four fifths that are assumed."),

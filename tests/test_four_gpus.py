@@ -141,7 +141,7 @@ def test_the_collectives_of_two_kinds_of_groups_are_matched(capsys):
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        ("pipeline_few", "Communication-bound. Rank 2 waits least for others"),
+        ("pipeline_few", "Communication-bound. Rank 3 waits least for others"),
         ("pipeline_uneven", "Rank 1 sets the pace"),
         ("experts_skewed", "Rank 0 sets the pace"),
         ("launches_late", "Overhead-bound. Rank 1 sets the pace"),
@@ -212,3 +212,25 @@ def test_what_ddp_does_around_the_model_is_not_proposed_to_be_fused():
     # The compiled step took 1.12 times as long, and 42% less had been promised.
     assert document(compiled)["unprofiled_step_us"] > document(eager)["unprofiled_step_us"]
     assert found.unprofiled_step_us_after > 0.75 * document(compiled)["unprofiled_step_us"]
+
+
+@pytest.mark.parametrize("run", ["experts_skewed", "launches_late", "mesh_slow"])
+def test_a_step_has_at_most_its_own_time_of_communication(run, capsys):
+    """These windows begin with communication of earlier steps, which is longer than a step."""
+    ours = as_json(capsys, *ranks_of(run))
+    of_window = [one["exposed_communication_us"] / len(one["steps"]) for one in ours["ranks"]]
+    steps = [[step["exposed_communication_us"] for step in one["steps"]] for one in ours["ranks"]]
+    most = max(sum(some) / len(some) for some in steps)
+    assert max(of_window) > most
+    (told,) = (line for line in ours["in_short"] if line.startswith("communication: "))
+    assert f" {most / 1e3:,.1f} ms exposed (" in told
+    assert not any("outside the steps" in line for line in ours["in_short"])
+
+
+def test_the_share_of_the_waiting_is_given_where_it_is_small(capsys):
+    """Rank 0 is last in nearly all collectives, and a part of the waiting is for its group."""
+    ours = as_json(capsys, *ranks_of("mesh_slow"))
+    share = ours["ranks"][0]["others_waited_us"] / sum(one["others_waited_us"] for one in ours["ranks"])
+    assert (
+        f", {share:.0%} of all waiting is for it, and most of the rest is for ranks of its group" in ours["in_short"][0]
+    )

@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 import pytest
-from many_ranks import ON_A_HOST, Delay, made, recorded
+from many_ranks import ON_A_HOST, Delay, made, piped, recorded
 from references import ROOT
 
 from tracereader import cli
@@ -65,7 +65,7 @@ REASONS = {
         "launches late",
         "its CPU launches late: the GPU waits 11.0 ms longer per step for launches in forward",
     ),
-    "idle_loading_us": ("waits for data", "it waits 11.0 ms longer per step for the DataLoader in forward"),
+    "idle_loading_us": ("waits for data", "it waits 11.0 ms longer per step for the DataLoader"),
 }
 
 
@@ -155,13 +155,60 @@ def test_a_thousand_ranks_fit_one_screen(columns, capsys, monkeypatch):
     summary = mesh()
     text = shown(summary, capsys, monkeypatch, columns=columns)
     assert len(text.splitlines()) <= 60
-    rows = {line.split("  ")[0]: line.split()[-7:] for line in text.splitlines() if re.match("min|median|max", line)}
+    assert max(map(len, text.splitlines())) <= columns
     by_rank = [one.total.compute_us / 1e3 for one in summary.ranks]
     expected = [min(by_rank), sorted(by_rank)[len(by_rank) // 2], max(by_rank)]
-    heads = re.split(r"\s{2,}", next(line for line in text.splitlines() if line.startswith("window, ms")))[1:]
-    at = heads.index("compute")
-    assert [row[-len(heads) :][at] for row in rows.values()] == [f"{ms:,.1f}" for ms in expected]
-    assert re.search(r"^rank that has the max .*\b517\b", text, re.M)
+    cells = re.search(r"^compute +(.*)$", text, re.M)[1].split()
+    assert cells == [*(f"{ms:,.1f}" for ms in expected), "517"]
+    assert re.search(r"^window of 1,024 ranks, ms +min +median +max +rank that has the max$", text, re.M)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_table_of_a_mesh_of_pipelines_wraps(columns, capsys, monkeypatch):
+    """Eight ranks with collectives and messages have all columns; those on waits get a table of their own."""
+    ranks = [with_messages(one, other) for one, other in zip(made(8, COLLECTIVES), piped(4, 2, 6, 3), strict=True)]
+    summary = joined(ranks)
+    assert summary.matched and summary.messages
+    for view in (View(only=("gpu", "steps", "work")), View(rank=5, only=("gpu", "steps", "work"))):
+        lines = shown(summary, capsys, monkeypatch, view, columns).splitlines()
+        assert max(map(len, lines)) <= columns and not [line for line in lines if re.match(r" {4}\S.* · ", line)]
+        waits = [one.message_waits.us / 1e3 for one in summary.ranks if view.rank in (None, one.rank)]
+        assert all(f" {ms:,.1f}" in "\n".join(lines) for ms in waits)
+
+
+def test_stages_that_reach_collectives_at_different_times_are_named(capsys, monkeypatch):
+    """The ranks of the other stages do not wait for each other: those of the first stage are late together."""
+    ranks = zip(made(8, COLLECTIVES, delays={0: LATE, 1: LATE}), piped(4, 2, 6, 3), strict=True)
+    summary = joined([with_messages(*both) for both in ranks])
+    assert findings.is_pipeline(summary) and findings.straggler(summary) is None
+    waits = [one.waited_exposed_us / 3 for one in summary.ranks]
+    stages = [sum(waits[2 * at : 2 * at + 2]) / 2 for at in range(4)]
+    early, most = stages.index(max(stages)), findings.ms(max(stages))
+    text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
+    assert (
+        f"the stages reach collectives at different times: a rank of stage {early} waits {most} per step "
+        f"on average while it computes nothing, one of stage 0 {findings.ms(stages[0])}"
+    ) in text
+    assert "wait for each other" not in text
+    alike = summary_of(8, delays={0: LATE, 1: LATE})
+    assert "the ranks wait for each other: rank" in said(shown(alike, capsys, monkeypatch, View(only=("short",))))
+
+
+LATE = Delay(11_000_000)
+
+
+def with_messages(one, other):
+    """Return a rank with the messages of another, which begin when its own window begins."""
+    group = len(one.groups)
+    calls = [msgspec.structs.replace(call, group=group) for call in other.calls]
+    off = one.start - other.start
+    return msgspec.structs.replace(
+        one, groups=(*one.groups, *other.groups), calls=(*one.calls, *calls),
+        messages=tuple(
+            msgspec.structs.replace(part, call=part.call + len(one.calls), start=part.start + off, end=part.end + off)
+            for part in other.messages
+        ),
+    )  # fmt: skip
 
 
 def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, monkeypatch):
@@ -179,6 +226,30 @@ def test_kinds_of_groups_are_distinguished_and_each_names_its_late_rank(capsys, 
     assert "tensor parallel (mesh_tp), ranks 512–519: 100% of the waiting is for rank 517" in text
     unnamed = findings.group_kinds(summary_of(128, tensor=8, described=False))
     assert {one.name for one in unnamed} == {"groups of 8 neighbouring ranks", "groups of 16 ranks, 8 apart"}
+
+
+def test_ranks_that_are_late_together_are_named_together(capsys, monkeypatch):
+    """The ranks of the straggler's tensor parallel group arrive with it, and which of them is last says nothing."""
+    summary = mesh()
+    for one in summary.groups:
+        mine = [each for each in summary.matched if each.ranks == one.ranks and each.group.startswith(one_name(one))]
+        waited = [sum(us) for us in zip(*(each.waits_us for each in mine), strict=True)]
+        assert one.late == tuple(rank for rank, us in zip(one.ranks, waited, strict=True) if us < max(waited) / 2)
+    summary = summary_of(128, tensor=8, delays={rank: Delay(11_000_000) for rank in (16, 24, 48)})
+    text = said(shown(summary, capsys, monkeypatch))
+    assert "data parallel (mesh_dp), ranks 3, 11, 19, 27 and 12 more: 3 ranks of 16 arrive late: 19, 27 and 51" in text
+    even = said(shown(summary_of(128, tensor=8), capsys, monkeypatch))
+    assert "arrive late" not in even and "of the waiting is for" not in even
+
+
+def one_name(group):
+    return {"mesh_tp": "1 ", "mesh_dp": "2 "}[group.description]
+
+
+def test_groups_with_missing_ranks_are_of_the_kind_of_the_others():
+    ranks = [one for one in made(64, COLLECTIVES, tensor=8) if one.rank not in (11, 12, 40)]
+    kinds = findings.group_kinds(joined(ranks))
+    assert {(one.description, one.groups, one.every) for one in kinds} == {("mesh_tp", 8, 1), ("mesh_dp", 8, 8)}
 
 
 @pytest.mark.parametrize(
@@ -340,6 +411,7 @@ def test_a_straggler_among_files_is_named(tmp_path, capsys, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_slow_host_among_files_is_named(tmp_path, capsys, monkeypatch):
     text = report(files(tmp_path, "ddp_straggler", slow={6, 7}), capsys, monkeypatch)
+    assert re.search(r"Rank [67] sets the pace", text)
     assert "in short host node3 keeps the others waiting: one of its 2 ranks is last in 42 of 42 collectives" in text
     assert re.search(r"node3 +2 of 2 +5\.\d +they compute longer", text)
 
@@ -366,7 +438,7 @@ def test_a_rank_that_was_not_read_is_refused(capsys):
     assert cli.main([traces[0], "--rank", "0"]) == 2
     assert "--rank shows one of several ranks" in capsys.readouterr().err
     assert cli.main([*traces, "--rank", "0"]) == 0
-    assert "collectives of rank 0" in capsys.readouterr().out
+    assert "collectives, ms" in capsys.readouterr().out
 
 
 def test_the_recorded_program_is_that_of_the_traces():

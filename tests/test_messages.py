@@ -53,6 +53,39 @@ def test_messages_of_gloo_are_matched_by_their_order(capsys):
     assert {one["bytes"] for one in ours["messages"]} == {4 * 96 * 96}
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_messages_of_gloo_with_tags_are_matched_by_them(tmp_path, capsys, both):
+    """The receiver posts the receives of each step in another order than they are sent. Without tags it would be seen
+    as the same order. both: whether both ranks recorded the tags.
+    """
+
+    def tagged(found, rank):
+        calls = [e for e in found["traceEvents"] if e.get("name") in ("c10d::send", "c10d::recv_")]
+        for step in marks([e for e in found["traceEvents"] if e["ph"] == "X"]):
+            for name in ("c10d::send", "c10d::recv_"):
+                mine = [e for e in calls if e["name"] == name and step["ts"] <= e["ts"] < end(step)]
+                for at, event in enumerate(sorted(mine, key=lambda e: e["ts"])):
+                    event["args"]["Concrete Inputs"][3] = str(at if name == "c10d::send" else len(mine) - 1 - at)
+                    if rank and not both:
+                        del event["args"]["Concrete Inputs"]
+
+    paths = [changed(tmp_path, path, lambda found, rank=rank: tagged(found, rank)) for rank, path in enumerate(GLOO)]
+    ours = as_json(capsys, *paths)
+    raw = [messages_of(path) for path in GLOO]
+    expected = []
+    for source, destination in ((0, 1), (1, 0)):
+        for step in ours["steps"]:
+            sent = [one[2] for one in raw[source] if one[0] == step and one[1]]
+            received = [one[2] for one in raw[destination] if one[0] == step and not one[1]]
+            pairs = zip(sent, received[::-1] if both else received, strict=True)
+            expected += [(step, source, max(0, ready - posted)) for ready, posted in pairs]
+    found = [(one["step"], one["ranks"][0], one["starts_us"][0] - one["starts_us"][1]) for one in ours["messages"]]
+    assert len(found) == 12 and ours["unmatched_messages"] == 0
+    found = [(step, source, max(0, us)) for step, source, us in found]
+    for one, other in zip(sorted(found), sorted(expected), strict=True):
+        assert one[:2] == other[:2] and one[2] == pytest.approx(other[2], abs=0.01)
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_peer_of_a_message_of_gloo_is_an_input_of_its_op(tmp_path, capsys, recorded):
     """Of three ranks, two are read. Without record_shapes nothing names the peer."""
@@ -323,6 +356,17 @@ def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     saved = [work.us - after.dur[after.activity[id(work)]] / 1e3 for work, _ in case.messages]
     saved = sorted(us for us in saved if us > 0.01)
     assert len(saved) == 6 and saved == pytest.approx(sorted(expected.values()), abs=0.01)
+
+
+def test_a_rank_whose_peers_were_not_read_does_not_seem_to_wait_least():
+    """Its messages are not matched, so its waits are not known. No communication is said to lie outside the steps."""
+    ranks = piped(4, 1, 6, slower={1: 2})
+    summary = joined([one for one in ranks if one.rank != 2])
+    assert min(summary.ranks, key=lambda one: one.message_waits.us).rank == 3
+    assert findings.pace_setter(summary).rank == findings.pace_setter(joined(ranks)).rank == 1
+    alone = joined([one for one in ranks if one.rank in (0, 1)])
+    told = [line for line in findings.sentences(alone) if line.startswith("exposed: ")]
+    assert not any("outside the steps" in line for line in told)
 
 
 @pytest.mark.exhaustive

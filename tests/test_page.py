@@ -24,6 +24,7 @@ MEMORY = ROOT / "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16
 SHAPES = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager_shapes.json.gz"
 ON_CPU = ROOT / "tests/traces/attention_cpu_naive.json.gz"
 RANKS = sorted((ROOT / "tests/traces/ranks").glob("ddp_straggler_rank*.json.gz"))
+PIPELINE = sorted((ROOT / "tests/traces/ranks").glob("gloo_pipeline_rank*.json.gz"))
 
 ATTACKS = (
     "</script><script>window.owned=1</script>", "<img src=x onerror=window.owned=1>", "javascript:window.owned=1",
@@ -776,6 +777,28 @@ def test_ranks_are_side_by_side(chromium, pages, capsys):
     assert text(browser, "#selected-text") == longest["kind"]
     assert f"rank {longest['last']}" in text(browser, ".selected")
     is_quiet(browser, page)
+
+
+def test_the_messages_of_ranks_are_in_a_table(chromium, pages, capsys):
+    measured = json_of(capsys, *PIPELINE)
+    browser = shown(chromium, pages(*PIPELINE))
+    pairs = {f"rank {one['source']} to {one['destination']} ": one for one in measured["pairs"]}
+    assert len(pairs) == 2
+    for key in ("receiver_waited_us", "sender_waited_us", "transfer_us"):
+        expected = {name: one[key] / len(measured["steps"]) for name, one in pairs.items()}
+        assert values(browser, "messages-table", key) == pytest.approx(expected)
+    assert values(browser, "messages-table", "messages") == {name: one["messages"] for name, one in pairs.items()}
+    assert "12 messages matched between 2 pairs of ranks." in text(browser, "#messages")
+    assert "Messages" in text(browser, "nav")
+    is_quiet(browser, pages(*PIPELINE))
+
+
+def test_a_page_of_many_hosts_names_the_first_ones_in_one_line():
+    from tracereader.show.page import data
+
+    empty = {"names": [], "arguments": []}
+    assert data.holds(["a", None, "a"], empty) == ["the host name a"]
+    assert data.holds([f"n{at}" for at in range(1200)], empty) == ["1,200 host names: n0, n1, n2 and 1,197 more"]
 
 
 @pytest.mark.exhaustive

@@ -320,6 +320,28 @@ def test_the_answer_is_in_the_first_lines_and_the_whole_fits_a_screen_or_two(nam
     assert re.search(r"rank \d is slower than rank \d because .* in\s+forward", answer)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_lines_give_times_per_step(name, capsys):
+    """The waits and the communication of a window would be longer than the step that the header gives."""
+    ours = as_json(capsys, *RUNS[name])
+    waiting = max(ours["ranks"], key=lambda one: one["waited_exposed_us"])
+    us, exposed = (waiting[key] / len(waiting["steps"]) / 1e3 for key in ("waiting_us", "waited_exposed_us"))
+    cost = f"({waiting['waited_exposed_us'] / sum(one['us'] for one in waiting['steps']):.1%} of the step)"
+    assert (
+        f"rank {waiting['rank']} waits {us:,.1f} ms per step, and computes nothing for {exposed:,.1f} ms of that {cost}"
+    ) in ours["in_short"]
+    steps = {one["rank"]: [sum(step[key] for step in one["steps"]) for key in FIGURES] for one in ours["ranks"]}
+    worst = max(steps, key=lambda rank: steps[rank][2] / steps[rank][0])
+    us, all_us, exposed_us = steps[worst]
+    count = len(ours["steps"]) * 1e3
+    (told,) = (line for line in ours["in_short"] if line.startswith("communication: "))
+    assert told.startswith(f"communication: rank {worst} {all_us / count:,.1f} ms per step, ")
+    assert told.endswith(f"; {exposed_us / count:,.1f} ms exposed ({exposed_us / us:.1%} of the step)")
+
+
+FIGURES = ("us", "communication_us", "exposed_communication_us")
+
+
 def changed(tmp_path, path, change):
     """Return the path of a changed copy of a trace."""
     found = document(path)

@@ -71,6 +71,7 @@ class Server(ThreadingHTTPServer):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(remote, "_gone", set())  # this server may have the port of one that is gone
     folder = tmp_path / "served"
     folder.mkdir()
     for path in (SMALL, COMPILED, *RANKS):
@@ -355,7 +356,7 @@ def test_a_download_that_fails_at_first_is_tried_again(server, capsys, rule):
         (status(403, times=1), "the server answered 403 Forbidden", 1),
         (status(404), "no such file", 1),
         (status(404, times=1), "no such file", 1),
-        (truncated(), "payload is not completed", 4),
+        (truncated(), "the server ended its answer too early", 4),
     ],
 )
 def test_a_download_that_fails_is_named(server, capsys, rule, says, tries):
@@ -387,6 +388,78 @@ def test_a_server_that_stops_in_the_middle_is_asked_again(server, monkeypatch, c
     server.rules["/x.json"] = half(begun, 1_000_000)
     assert "the server did not answer in time" in refused(capsys, server.url("x.json"))
     assert server.asked["/x.json"] == 4
+
+
+@pytest.mark.parametrize(("url", "tries"), [("memory://job/x.json", 4), ("s3://b/x.json", 1), ("gs://b/x.json", 1)])
+def test_a_request_that_a_stores_package_repeats_is_not_repeated_again(monkeypatch, url, tries):
+    """gcsfs takes half a minute for its own attempts."""
+    monkeypatch.setattr(remote, "PAUSES_S", (0, 0, 0))
+    asked = []
+
+    def fails(address):
+        asked.append(address)
+        raise RuntimeError(f'Could not connect to the endpoint URL: "https://host/b?token=hunter2" ({address})')
+
+    monkeypatch.setattr(remote, "_opened", fails)
+    with pytest.raises(OSError, match=re.escape(f'the endpoint URL: "https://host/b" ({url})')):
+        remote.fetched(url, 10**9, whole=True)
+    assert asked == [url] * tries
+
+
+def test_a_server_that_is_gone_is_asked_once_for_each_other_rank(server, monkeypatch):
+    """It gets all attempts again as soon as it has answered once."""
+    real, asked = remote._opened, []
+
+    def opened(address):
+        asked.append(address)
+        if "gone" in address:
+            raise ConnectionRefusedError("refused")
+        return real(address)
+
+    monkeypatch.setattr(remote, "_opened", opened)
+    for name, tries in (("gone1", 4), ("gone2", 1), ("gone3", 1), (SMALL.name, 1), ("gone4", 4)):
+        asked.clear()
+        with contextlib.suppress(OSError):
+            remote.fetched(server.url(name), 10**9, whole=True).close()
+        assert len(asked) == tries, name
+
+
+# An object store. The project does not install s3fs and moto.
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """Yield a file system on moto's S3 server, whose bucket holds two ranks. boto3's environment variables name it."""
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    moto = pytest.importorskip("moto.server", reason="needs moto[server,s3]")
+    one = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    one.start()
+    host, port = one.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "k")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        files = fsspec.filesystem("s3")
+        files.mkdir("bucket")
+        for path in RANKS:
+            files.put(str(path), f"bucket/run7/{path.name}")
+        files.pipe_file("bucket/run7/notes.txt", b"no trace")
+        yield files
+    one.stop()
+
+
+@pytest.mark.parametrize("url", ["run7/", "run7", "run7/*.json.gz", "run7/fsdp_rank[01]*", "run7/fsdp_rank?.json.gz"])
+def test_a_run_in_a_bucket_is_read(bucket, capsys, url):
+    assert printed(capsys, f"s3://bucket/{url}", "--only", "short") == printed(capsys, *RANKS, "--only", "short")
+
+
+def test_what_a_bucket_does_not_have_is_refused(bucket, capsys):
+    for url, says in (
+        ("s3://none/run7/", "no such file"), ("s3://none/x.json.gz", "no such file"),
+        ("s3://bucket/none/", "no such file"), ("s3://bucket/none*", "no file there matches"),
+        ("s3://bucket/run7/notes*", "not JSON"), ("s3://b!/x/", "Invalid bucket name"),
+    ):  # fmt: skip
+        assert says in refused(capsys, url)
 
 
 def redirect(to):
@@ -486,10 +559,12 @@ def test_hostile_files_among_ranks_are_named(server, capsys):
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     why = {Path(path).name: told for path, told in found["not_read"].items()}
     assert why.keys() == {f"fsdp_rank{number}.json.gz" for number in range(2, 6)}
-    assert "payload is not completed" in why["fsdp_rank2.json.gz"]
+    assert why["fsdp_rank2.json.gz"] == "cannot be read (the server ended its answer too early)"
     assert why["fsdp_rank3.json.gz"].startswith("broken gzip")
     assert why["fsdp_rank4.json.gz"].startswith("not JSON")
     assert why["fsdp_rank5.json.gz"] == "cannot be read (the server answered 500 Internal Server Error)"
+    said = printed(capsys, server.url("fsdp_rank*.json.gz"), "--ranks", "--only", "short")
+    assert f"note left out: {server.url('fsdp_rank4.json.gz')}: not JSON" in said
 
 
 # What is kept from the world.

@@ -84,6 +84,7 @@ class Call(msgspec.Struct, frozen=True):
 
     bytes: the message's size as NCCL counts it: the result of an all-gather, the input of other collectives.
     pair: of a message (kind "send" on both of its ranks), the rank that sends it and the rank that receives it.
+    tag: of a message of gloo, which orders only the messages of one tag. None if it is not recorded; NCCL has none.
     """
 
     group: int
@@ -91,6 +92,7 @@ class Call(msgspec.Struct, frozen=True):
     bytes: int | None
     step: str
     pair: tuple[int, int] | None = None
+    tag: int | None = None
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -341,7 +343,7 @@ def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) ->
     for name, left, right in _stretches(step, start, end, starts):
         by_name.setdefault(name, []).append(cut.times(name, left, right))
     phases = (
-        tuple(_summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
+        tuple(summed(name, some) for name, some in by_name.items()) if set(by_name) != {OUTSIDE_ANNOTATIONS} else ()
     )
     return RankStep(**msgspec.structs.asdict(cut.times(step.name, start, end)), phases=phases)
 
@@ -349,7 +351,8 @@ def _step(step: Step, cut: _Cut, start: int, end: int, starts: Starts | None) ->
 OUTSIDE_ANNOTATIONS = "outside the annotations"
 
 
-def _summed(name: str, some: Sequence[Times]) -> Times:
+def summed(name: str, some: Sequence[Times]) -> Times:
+    """Return the sum of some times, under this name."""
     fields = Times.__struct_fields__[1:]
     return Times(name, **{field: sum(getattr(one, field) for one in some) for field in fields})
 
@@ -377,11 +380,19 @@ class _Calls:
         self.found: dict[Call, int] = {}
         self._index: dict[tuple, int] = {}
 
-    def call(self, group: Group, kind: str, bytes: int | None, step: str, pair: tuple[int, int] | None = None) -> int:
+    def call(
+        self,
+        group: Group,
+        kind: str,
+        bytes: int | None,
+        step: str,
+        pair: tuple[int, int] | None = None,
+        tag: int | None = None,
+    ) -> int:
         key = (group.name, group.size)
         index = self._index.setdefault(key, len(self._index))
         self.groups.setdefault(key, group)
-        return self.found.setdefault(Call(index, kind, bytes, step, pair), len(self.found))
+        return self.found.setdefault(Call(index, kind, bytes, step, pair, tag), len(self.found))
 
     def message(self, name: str, args: dict, step: str) -> int | None:
         """Return the call of a send or a receive, by torch's name of it; None if its peer is not known."""
@@ -523,16 +534,17 @@ def _parts_on_cpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[P
     for step in steps:
         for op in sorted(_collectives_on_cpu(step), key=_start):
             backend, name = collective_on_cpu(op.name)
-            kind, pair, start = kind_of(name), None, op.start
+            kind, pair, tag, start = kind_of(name), None, None, op.start
             group = Group(backend, "", rank.world_size, members)
             if _is_message(name):
                 asked = _asking(op)
                 kind, start = "send", asked.start  # the message may leave before its own slice begins
-                pair = _pair(SEND.match(name) is not None, {"Rank": _peer_on_cpu(asked)}, group, rank)
+                peer, tag = _peer_and_tag(asked)
+                pair = _pair(SEND.match(name) is not None, {"Rank": peer}, group, rank)
             if kind is None or not known or (pair is None and kind == "send"):
                 yield None
                 continue
-            called = calls.call(group, kind, _bytes_on_cpu(kind, op.inputs, rank.world_size), step.name, pair)
+            called = calls.call(group, kind, _bytes_on_cpu(kind, op.inputs, rank.world_size), step.name, pair, tag)
             yield Part(called, None, zero + start, zero + op.end)
 
 
@@ -541,14 +553,15 @@ def _asking(op: Op) -> Op:
     return next((one for one in op.above() if C10D.match(one.name)), op)
 
 
-def _peer_on_cpu(asked: Op) -> int | None:
-    """Return the peer's number in the group, from the inputs of the op of a message; None if they are not recorded.
+def _peer_and_tag(asked: Op) -> tuple[int | None, int | None]:
+    """Return the peer's number in the group and the tag of a message on a CPU, from the inputs of its op.
 
-    The inputs are the tensors, the group, the peer and the tag.
+    The inputs are the tensors, the group, the peer and the tag. Both are None if they are not recorded.
     """
     inputs = asked.inputs.concrete
-    told = inputs[2] if len(inputs) == 4 else None
-    return int(told) if isinstance(told, str) and re.fullmatch(r"\d{1,9}", told) else None
+    told = inputs[2:] if len(inputs) == 4 else ()
+    numbers = [int(one) if isinstance(one, str) and re.fullmatch(r"\d{1,9}", one) else None for one in told]
+    return tuple(numbers) or (None, None)
 
 
 def _collectives_on_cpu(step: Step) -> Iterator[Op]:

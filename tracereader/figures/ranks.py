@@ -25,6 +25,8 @@ LEFT_TOGETHER = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ba
 FAR_APART = 100_000
 # ns: if the clocks of two hosts are farther apart than this, the traces count as two runs.
 CLOCKS_OFF = 60 * 10**9
+# The share of the longest waiting rank's time below which a rank of a process group counts as late.
+LATE = 0.5
 _start = attrgetter("start")
 
 
@@ -114,7 +116,8 @@ class GroupTimes(msgspec.Struct, frozen=True):
 
     description: torch's or the program's name for the group's purpose; "" if none is recorded.
     waited_us: the waits of all ranks. last: the rank that caused most of the waiting. for_last_us: the waiting that it
-    caused. times_last: the number of collectives in which it was last.
+    caused. times_last: the number of collectives in which it was last. late: the ranks that wait less than LATE of the
+    time that the longest waiting rank waits; empty if the ranks take turns.
     """
 
     description: str
@@ -126,6 +129,7 @@ class GroupTimes(msgspec.Struct, frozen=True):
     times_last: int
     for_last_us: float
     transfer_us: float
+    late: tuple[int, ...]
 
 
 class PairTimes(msgspec.Struct, frozen=True):
@@ -321,6 +325,13 @@ class _Met(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class _Parts(NamedTuple):
+    """One rank's parts in the collectives of one group, by their starts."""
+
+    calls: Sequence[Call]
+    parts: list[Part]
+
+
 def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     """Return the collectives in the order of their starts, and the number of parts without a counterpart.
 
@@ -351,7 +362,7 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
 def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     """Return the messages by pair, and the number of parts without the other rank's part.
 
-    NCCL and gloo deliver the messages of one pair in the order in which they are sent.
+    NCCL delivers the messages of one pair in the order in which they are sent, and gloo those of one tag.
     """
     pairs: dict[tuple, dict[int, list[Part]]] = {}
     for one in ranks:
@@ -368,19 +379,24 @@ def _sent(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         if not all(rank in by_rank for rank in pair):
             continue  # the peer was not read, and the report already says so
         source = by_rank[pair[0]]
-        rows, alone = _rows([_Parts(by_rank[rank].calls, parts.get(rank, [])) for rank in pair])
-        unmatched += alone
-        if rows:
-            group = next(one for one in source.groups if one.name == name)
-            found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
+        for sides in _by_tag([_Parts(by_rank[rank].calls, parts.get(rank, [])) for rank in pair]):
+            rows, alone = _rows(sides)
+            unmatched += alone
+            if rows:
+                group = next(one for one in source.groups if one.name == name)
+                found += [_Met(group, source.calls[row[0].call], pair, row) for row in rows]
     return found, unmatched
 
 
-class _Parts(NamedTuple):
-    """One rank's parts in the collectives of one group, by their starts."""
-
-    calls: Sequence[Call]
-    parts: list[Part]
+def _by_tag(sides: Sequence[_Parts]) -> list[Sequence[_Parts]]:
+    """Return both sides of the messages of each tag; of all messages if a tag is not known."""
+    tags = dict.fromkeys(calls[part.call].tag for calls, parts in sides for part in parts)
+    if len(tags) < 2 or None in tags:
+        return [sides]
+    return [
+        [_Parts(calls, [part for part in parts if calls[part.call].tag == tag]) for calls, parts in sides]
+        for tag in tags
+    ]
 
 
 def _rows(ranks: Sequence[_Parts]) -> tuple[list[tuple[Part, ...]], int]:
@@ -664,6 +680,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
         for one in some:
             waited[one.last] += sum(one.waits_us)
         last = max(waited, key=waited.get)
+        of_rank = [sum(each) for each in zip(*(one.waits_us for one in some), strict=True)]
         found.append(
             GroupTimes(
                 description=description,
@@ -675,6 +692,7 @@ def _groups(met: Sequence[_Met], matched: Sequence[Collective]) -> tuple[GroupTi
                 times_last=sum(one.last == last for one in some),
                 for_last_us=waited[last],
                 transfer_us=sum(one.transfer_us for one in some),
+                late=tuple(rank for rank, us in zip(ranks, of_rank, strict=True) if us < LATE * max(of_rank)),
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times
+from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times, summed
 from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
@@ -175,6 +175,16 @@ def ms(us: float) -> str:
     return f"{us / 1e3:,.1f} ms" if us >= 50 or not us else f"{us / 1e3:.2g} ms"
 
 
+def in_steps(one: RankFigures) -> Times:
+    """Return the times of a rank's steps together. Its window may also have communication of earlier steps."""
+    return summed("", one.steps) if one.steps else one.total
+
+
+def per_step(one: RankFigures, us: float) -> float:
+    """Return the average over a rank's steps of a time that is summed over its window (µs)."""
+    return us / max(1, len(one.steps))
+
+
 def straggler(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that the others wait for most; None if the waiting costs them too little.
 
@@ -195,9 +205,18 @@ def straggler(summary: RanksSummary) -> RankFigures | None:
 
 
 def pace_setter(summary: RanksSummary) -> RankFigures:
-    """Return the rank that sets the pace: the straggler, or without one the rank that waits least for others."""
-    waits = lambda one: share(one, one.waited_exposed_us + one.message_waits.us)  # noqa: E731
+    """Return the rank that sets the pace: the straggler, or without one the rank that waits least for others.
+
+    Exposed communication that is not matched may be a wait, so it counts as one. The peer may not have been read.
+    """
+    waits = lambda one: share_of_steps(one, one.waited_exposed_us + one.message_waits.us + _not_matched_us(one))  # noqa: E731
     return straggler(summary) or min(summary.ranks, key=waits)
+
+
+def _not_matched_us(one: RankFigures) -> float:
+    """Return the exposed time of a rank's steps in communication that is not matched with another rank's (µs)."""
+    matched = one.waited_exposed_us + one.together_exposed_us + one.message_waits.exposed_us
+    return max(0.0, in_steps(one).exposed_communication_us - matched)
 
 
 def regime(summary: RanksSummary) -> tuple[str, str] | None:
@@ -223,9 +242,12 @@ def regime(summary: RanksSummary) -> tuple[str, str] | None:
 
 
 def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
-    """Return whether a rank is the one that the others wait for, or of the slowest stage."""
-    slow, stage = straggler(summary), slowest_stage(summary)
-    return (slow is not None and slow.rank == one.rank) or (stage is not None and one.rank in stage.ranks)
+    """Return whether a rank is the one that the others wait for, of the slowest stage, or of a host that is late."""
+    if (slow := straggler(summary)) is not None and slow.rank == one.rank:
+        return True
+    stage = slowest_stage(summary)
+    late = [rank for host in _hosts_that_are_late(summary) for rank in host.slow]
+    return one.rank in (*(stage.ranks if stage else ()), *late)
 
 
 def launch_waits(summary: RanksSummary) -> str:
@@ -340,7 +362,9 @@ class _Usual:
         reasons = []
         for part in PARTS:
             if (us := self.more(rank, None, part)) > A_REASON * longer:
-                by_phase = {phase: self.more(rank, phase, part) for phase in phases(self.summary)}
+                # A step lasts from kernel to kernel, so the wait for a batch is at the end of the step before.
+                named = phases(self.summary) if part != "waits for data" else ()
+                by_phase = {phase: self.more(rank, phase, part) for phase in named}
                 phase = max(by_phase, key=by_phase.get, default=None)
                 named = phase is not None and by_phase[phase] > MOST * us
                 reasons.append(Reason(part, us, phase if named else None, by_phase[phase] if named else None))
@@ -470,9 +494,14 @@ def _rate(some: Iterable) -> float | None:
 def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
     """Return the kinds of process groups, those with the most waiting first."""
     same: dict[tuple, list[GroupTimes]] = defaultdict(list)
-    for one in summary.groups:
+    # Groups with ranks that were not read are of the kind of the complete ones, if the distances allow it.
+    for one in sorted(summary.groups, key=lambda one: len(one.ranks) < one.size):
         apart = {right - left for left, right in pairwise(one.ranks)}
-        same[one.description, one.size, apart.pop() if len(apart) == 1 else None].append(one)
+        every = min(apart) if len(apart) == 1 else None
+        if len(one.ranks) < one.size:
+            alike = [known for description, size, known in same if (description, size) == (one.description, one.size)]
+            every = next((known for known in alike if known and not any(each % known for each in apart)), every)
+        same[one.description, one.size, every].append(one)
     steps, found = max(1, len(summary.steps)), []
     for (description, members, every), some in same.items():
         ranks = sum(len(one.ranks) for one in some)
@@ -490,6 +519,12 @@ def group_kinds(summary: RanksSummary) -> tuple[GroupKind, ...]:
             )
         )
     return tuple(sorted(found, key=lambda one: -one.waited_us))
+
+
+def waits_much(summary: RanksSummary, group: GroupTimes) -> bool:
+    """Return whether the ranks of a group that wait for others lose much time by it."""
+    one = next(one for one in summary.ranks if one.rank == group.last)
+    return share(one, group.waited_us / (len(group.ranks) - 1)) > MUCH_WAITED
 
 
 def _purposes(description: str) -> list[str]:
@@ -540,19 +575,16 @@ def _of_messages(summary: RanksSummary) -> list[str]:
         return []
     worst = max(taking_part, key=lambda one: share(one, one.message_waits.us))
     waits, pipeline = worst.message_waits, is_pipeline(summary)
-    cost = share(worst, waits.us)
-    if cost <= MUCH_WAITED:
-        longest = f"rank {worst.rank} waits {ms(waits.us)} ({cost:.1%} of its time)"
-        return [f"no rank loses much time by waiting for messages: {longest}"]
-    count = max(1, len(worst.steps))
+    nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
+    if share(worst, waits.us) <= MUCH_WAITED:
+        return [f"no rank loses much time by waiting for messages: rank {worst.rank} waits {nothing}"]
     parts = [
-        f"{ms(us / count)} of it in the {which} receive of a step"
+        f"{ms(per_step(worst, us))} of it in the {which} receive of a step"
         for us, which in ((waits.first_us, "first"), (waits.last_us, "last"))
         if us > A_REASON * waits.us
     ]
     middle = median(share_of_steps(one, one.message_waits.us) for one in taking_part)
     others = f"; the median of the stages is {middle:.1%}" if pipeline and len(taking_part) > 2 else ""
-    nothing = f"{ms(waits.us / count)} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     found = [
         f"{'pipeline bubble: ' * pipeline}rank {worst.rank} computes nothing for {nothing} while it waits for messages"
         f"{''.join(f', {part}' for part in parts)}{others}"
@@ -571,29 +603,31 @@ def _of_messages(summary: RanksSummary) -> list[str]:
 def waiting_of(pair: PairTimes, steps: int) -> str:
     """Return a sentence on which of two ranks waits for the other, and how long. steps: the number of steps."""
     here, there = f"rank {pair.destination}", f"rank {pair.source}"
-    count = f" in {counted(steps, 'step')}" if steps else ""
+    receiver, sender = (f"{ms(us / max(1, steps))} per step" for us in (pair.receiver_waited_us, pair.sender_waited_us))
     if pair.receiver_waited_us >= pair.sender_waited_us:
-        return f"{here} waits {ms(pair.receiver_waited_us)}{count} until {there} sends"
-    return f"{there} waits {ms(pair.sender_waited_us)}{count} until {here} receives"
+        return f"{here} waits {receiver} until {there} sends"
+    return f"{there} waits {sender} until {here} receives"
+
+
+def _stages(summary: RanksSummary) -> dict[int, int]:
+    """Return by rank its stage in a pipeline. It is empty for ranks that form none."""
+    return {
+        rank: at
+        for one in (summary.pairs if is_pipeline(summary) else ())
+        if one.places
+        for rank, at in zip((one.source, one.destination), one.places, strict=True)
+    }
 
 
 def slowest_stage(summary: RanksSummary) -> SlowStage | None:
     """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others."""
-    if not summary.steps or not is_pipeline(summary):
-        return None
-    stage = {
-        rank: at
-        for one in summary.pairs
-        if one.places
-        for rank, at in zip((one.source, one.destination), one.places, strict=True)
-    }
     ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, at in stage.items():
+    for rank, at in _stages(summary).items():
         ranks[at].append(rank)
     figures = _Usual(summary)
     computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
-    if len(by_stage) < 2:
+    if len(by_stage) < 2 or not summary.steps:
         return None
     slow = max(by_stage, key=by_stage.get)
     others = [us for at, us in by_stage.items() if at != slow]
@@ -679,14 +713,11 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
     late = {rank for one in hosts for rank in one.ranks} or {slow and slow.rank}
     waiting = max((one for one in summary.ranks if one.rank not in late), key=lambda one: one.waited_exposed_us)
     cost = share(waiting, waiting.waited_exposed_us)
-    steps = f" in {counted(len(summary.steps), 'step')}" if summary.steps else ""
-    waits = (
-        f"rank {waiting.rank} waits {'longest: ' if len(summary.ranks) > 2 else ''}{ms(waiting.waiting_us)}"
-        f"{steps}, and for {ms(waiting.waited_exposed_us)} of that it computes nothing ({cost:.1%} of its time)"
-    )
+    waits = _waits_in_words(waiting, "longest, " if len(summary.ranks) > 2 else "")
     if slow:
         of_all = slow.others_waited_us / sum(one.others_waited_us for one in summary.ranks)
-        mostly = f", {of_all:.0%} of all waiting is for it" if slow.arrived_last < 0.9 * taken_part else ""
+        seldom = slow.arrived_last < 0.9 * taken_part
+        mostly = f", {of_all:.0%} of all waiting is for it" if seldom or of_all <= CAUSES_IT else ""
         if of_all <= CAUSES_IT:
             mostly += ", and most of the rest is for ranks of its group, which wait for it first"
         return [f"rank {slow.rank} keeps the others waiting: {last}{mostly}", waits]
@@ -701,14 +732,43 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
+    first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
     slowest = [one for one in costs(summary) if one.link is None]
     if slowest:
         told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)
-        take = "takes" if len(slowest) == 1 else "take"
-        most = f"{counted(len(slowest), 'rank')} {take} longer per step than the median of all: {told}"
+        most = f"{len(slowest):,} ranks take longer per step than the median of all: {told}"
+        if len(slowest) == 1:
+            only, why = slowest[0], loss(summary)
+            if why and why.rank == only.ranks[0]:
+                return [first]  # the reason is a sentence of its own
+            most = f"rank {only.ranks[0]} takes {ms(only.more_us)} longer per step than the median of all ranks"
     else:
         most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
-    return [f"the ranks wait for each other: {waits}", most]
+    return [first, most]
+
+
+def _of_stages(summary: RanksSummary) -> str:
+    """Return a sentence on the stages of a pipeline that reach collectives at different times; "" without such."""
+    waits: dict[int, list[float]] = defaultdict(list)
+    stages = _stages(summary)
+    for one in summary.ranks:
+        if one.rank in stages:
+            waits[stages[one.rank]].append(per_step(one, one.waited_exposed_us))
+    means = {stage: fmean(some) for stage, some in waits.items()}
+    if len(means) < 2 or min(means.values()) > MOST * max(means.values()):
+        return ""
+    late, early = min(means, key=means.get), max(means, key=means.get)
+    return (
+        f"the stages reach collectives at different times: a rank of stage {early} waits {ms(means[early])} per step "
+        f"on average while it computes nothing, one of stage {late} {ms(means[late])}"
+    )
+
+
+def _waits_in_words(one: RankFigures, longest: str) -> str:
+    us, exposed = (ms(per_step(one, us)) for us in (one.waiting_us, one.waited_exposed_us))
+    nothing = "computes nothing meanwhile" if us == exposed else f"computes nothing for {exposed} of that"
+    cost = f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step)"
+    return f"rank {one.rank} waits {longest}{us} per step, and {nothing} {cost}"
 
 
 def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) -> list[str]:
@@ -848,55 +908,59 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
     if waits:
         whom = max(waits, key=waits.get)
         mostly = f", {waits[whom] / sum(waits.values()):.0%} of it for rank {whom}" if waits[whom] else ""
-        exposed = f"{ms(one.waited_exposed_us).removesuffix(' ms')} of it exposed"
+        exposed = f"{ms(per_step(one, one.waited_exposed_us)).removesuffix(' ms')} of it exposed"
         found.append(
-            f"it waits {ms(one.waiting_us)} for others, {exposed} "
-            f"({share(one, one.waited_exposed_us):.1%} of its time){mostly}"
+            f"it waits {ms(per_step(one, one.waiting_us))} per step for others, {exposed} "
+            f"({share_of_steps(one, one.waited_exposed_us):.1%} of the step){mostly}"
         )
         found.append(
             f"it is last in {one.arrived_last:,} of {counted(len(mine), 'collective')}; all others together wait "
-            f"{ms(one.others_waited_us)} for it"
+            f"{ms(per_step(one, one.others_waited_us))} per step for it"
         )
     if one.message_waits.messages:
         found.append(
-            f"it waits {ms(one.message_waits.us)} for the other side of its messages while it computes nothing "
-            f"({share(one, one.message_waits.us):.1%} of its time)"
+            f"it waits {ms(per_step(one, one.message_waits.us))} per step for the other side of its messages while it "
+            "computes nothing "
+            f"({share_of_steps(one, one.message_waits.us):.1%} of the step)"
         )
     return found or [_nothing_matched(summary)]
 
 
 def _exposed(summary: RanksSummary) -> list[str]:
-    """Return sentences on the rank with the most exposed communication: the cost, and why it is exposed."""
-    worst = max(summary.ranks, key=lambda one: share(one, one.total.exposed_communication_us))
-    exposed = worst.total.exposed_communication_us
-    if not worst.total.communication_us:
+    """Return sentences on the rank with the most exposed communication: the cost per step, and why it is exposed."""
+    worst = max(summary.ranks, key=lambda one: share_of_steps(one, in_steps(one).exposed_communication_us))
+    communication, exposed = in_steps(worst).communication_us, in_steps(worst).exposed_communication_us
+    if not communication:
         return []
-    together = worst.together_exposed_us
+    together, told = worst.together_exposed_us, lambda us: ms(per_step(worst, us))
     lines = [
-        f"communication: rank {worst.rank} {ms(worst.total.communication_us)}, "
-        f"{1 - exposed / worst.total.communication_us:.0%} of it hidden behind compute; {ms(exposed)} exposed "
-        f"({share(worst, exposed):.1%})"
+        f"communication: rank {worst.rank} {told(communication)} per step, "
+        f"{1 - exposed / communication:.0%} of it hidden behind compute; {told(exposed)} exposed "
+        f"({share_of_steps(worst, exposed):.1%} of the step)"
     ]
     why = []
     if worst.waited_exposed_us > 0.05 * exposed:
-        why.append(f"{ms(worst.waited_exposed_us)} waiting for others")
+        why.append(f"{told(worst.waited_exposed_us)} waiting for others")
     if together > 0.05 * exposed:
         last = ""
         if one_bucket(summary, worst):
             last = " (one all-reduce per step, while nothing is computed)"
         elif worst.exposed_in_last_us > MOST * together:
-            last = f" ({ms(worst.exposed_in_last_us)} in the last collective of each step)"
-        why.append(f"{ms(together)} after the last rank arrived{last}")
+            last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
+        why.append(f"{told(together)} after the last rank arrived{last}")
     if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
-        why.append(f"{ms(messages)} in sends and receives")
-    if (rest := exposed - worst.waited_exposed_us - together - messages) > 0.05 * exposed:
-        known = not (summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned)
+        why.append(f"{told(messages)} in sends and receives")
+    if (rest := _not_matched_us(worst)) > 0.05 * exposed:
+        known = not (
+            summary.unmatched or summary.unmatched_messages or summary.unnamed or summary.clocks.not_aligned
+            or summary.missing
+        )  # fmt: skip
         why.append(
-            f"{ms(rest)} in "
+            f"{told(rest)} in "
             + ("communication launched outside the steps" if known else "communication that is not matched")
         )
     if worst.late_us > MOST * exposed:
-        why.append(f"for {ms(worst.late_us)} of it the CPU had not launched the next kernel")
+        why.append(f"for {told(min(worst.late_us, exposed))} of it the CPU had not launched the next kernel")
     if why:
         lines.append("exposed: " + "; ".join(why))
     return lines

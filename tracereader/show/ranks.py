@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tracereader import progress
-from tracereader.command import BadInput
+from tracereader.command import BadInput, is_url
 from tracereader.figures import reading
 from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, RankTrace
 from tracereader.figures.ranks import RankFigures, RanksSummary, joined
@@ -33,6 +33,7 @@ from tracereader.show.text import (
     print_columns,
     shown_path,
     strict_json,
+    table_width,
 )
 from tracereader.show.view import View
 from tracereader.trace import STEP
@@ -249,9 +250,11 @@ def notes(summary: RanksSummary) -> list[str]:
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
-        found.append(f"missing: {missing}; who waits for them is not known")
+        them = "it" if len(summary.missing) == 1 else "them"
+        found.append(f"missing: {missing}; who waits for {them} is not known")
     for path, why in list(summary.not_read.items())[:5]:
-        found.append(f"left out: {shown_path(Path(path))}: {findings.why_not_read(why)}")
+        shown = path if is_url(path) else shown_path(Path(path))
+        found.append(f"left out: {shown}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
     for rank, names in list(summary.other_steps.items())[:3]:
@@ -326,10 +329,12 @@ def _cell(head: str, value: float) -> str:
 
 def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
     shown = _shown(summary, view)
-    rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
-    if len(shown) < len(summary.ranks) > 2:
-        rows += _distribution(summary)
-    _print(out, ("window, ms", *COLUMNS), rows)
+    is_distributed = len(shown) < len(summary.ranks) > 2
+    if is_distributed:
+        _distribution(out, summary, shown if view.rank is not None else ())
+    else:
+        rows = [(f"rank {one.rank}", *(_cell(head, of(one)) for head, of in COLUMNS.items())) for one in shown]
+        _print(out, ("window, ms", *COLUMNS), rows, "waits, ms")
     # fsum, because sum() rounds before Python 3.12 and would leave a difference.
     before = {
         one.rank: max(0.0, one.total.compute_us - math.fsum(step.compute_us for step in one.steps)) for one in shown
@@ -344,15 +349,21 @@ def _ranks(out: Console, summary: RanksSummary, view: View) -> None:
         paragraph(out, said, "  ", "  ")
 
 
-def _distribution(summary: RanksSummary) -> list[tuple[str, ...]]:
-    """Return rows with the minimum, the median and the maximum of each column, and the rank with the maximum."""
-    by_column = {head: sorted((of(one), one.rank) for one in summary.ranks) for head, of in COLUMNS.items()}
-    found = []
-    for name, at in (("min", 0), ("median", len(summary.ranks) // 2), ("max", -1)):
-        cells = (_cell(head, some[at][0]) for head, some in by_column.items())
-        found.append((f"{name} of {counted(len(summary.ranks), 'rank')}", *cells))
-    most = (f"{some[-1][1]}" if some[-1][0] > some[0][0] else "–" for some in by_column.values())
-    return [*found, ("rank that has the max", *most)]
+def _distribution(out: Console, summary: RanksSummary, shown: Sequence[RankFigures]) -> None:
+    """Print the minimum, the median and the maximum of each column as a row, and the rank that has the maximum.
+
+    shown: the ranks with a column of their own.
+    """
+    rows = []
+    for head, of in COLUMNS.items():
+        found = sorted((of(one), one.rank) for one in summary.ranks)
+        least, most = found[0][0], found[-1][0]
+        cells = [_cell(head, value) for value in (least, found[len(found) // 2][0], most)]
+        if head not in OPTIONAL or most:
+            own = [_cell(head, of(one)) for one in shown]
+            rows.append((head, *own, *cells, f"{found[-1][1]}" if most > least else "–"))
+    heads = (f"window of {counted(len(summary.ranks), 'rank')}, ms", *(f"rank {one.rank}" for one in shown))
+    print_columns(out, (*heads, "min", "median", "max", "rank that has the max"), rows)
 
 
 def _steps(out: Console, summary: RanksSummary, view: View) -> None:
@@ -382,7 +393,7 @@ def _steps(out: Console, summary: RanksSummary, view: View) -> None:
             rows.append((Name(f"{phase}, rank {one.rank}"), *map(_ms, figures)))
     if rows:
         out.print()
-        _print(out, ("phase, ms (each a median)", *heads[1:]), rows)
+        _print(out, ("phase median, ms", *heads[1:]), rows)
 
 
 def _slow_and_waiting(summary: RanksSummary) -> list[RankFigures]:
@@ -410,16 +421,28 @@ def _shown_phases(summary: RanksSummary, view: View) -> list[str]:
 
 # Columns that are left out if they are empty for all ranks. The last three are empty in runs without collectives, and
 # in those without sends and receives.
-OPTIONAL = ("hidden", "copies", "not launched", "waited", "arrived last", "message waits")
+ON_WAITS = ("waited", "arrived last", "message waits")
+OPTIONAL = ("hidden", "copies", "not launched", *ON_WAITS)
 
 
-def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without the optional columns that are empty for all ranks."""
+def _print(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], second: str = "") -> None:
+    """Print a table without the optional columns that are empty for all ranks.
+
+    second: the title of a second table, for the columns on waits if one table is too wide for all columns.
+    """
     kept = [
         number for number, head in enumerate(heads)
         if head not in OPTIONAL or any(row[number] not in ("0", "0.0", "–") for row in rows)
     ]  # fmt: skip
-    print_columns(out, [heads[number] for number in kept], [[row[number] for number in kept] for row in rows])
+    tables = [kept]
+    if second and table_width([[row[at] for at in kept] for row in (heads, *rows)]) > out.width:
+        waits = [at for at in kept if heads[at] in ON_WAITS]
+        tables = [[at for at in kept if at not in waits], [0, *waits]]
+    for number, columns in enumerate(tables):
+        if number:
+            out.print()
+        told = [second if number and not at else heads[at] for at in columns]
+        print_columns(out, told, [[row[at] for at in columns] for row in rows])
 
 
 FIGURES = (
@@ -493,7 +516,7 @@ def _collectives(out: Console, summary: RanksSummary, view: View) -> None:
             f"{one.count:,}",
             duration(one.longest_wait_us),
             duration(one.transfer_us),
-            f"{one.bus_gb_s:,.3g}" if one.bus_gb_s else "–",
+            _rate(one.bus_gb_s),
             percent(one.of_best),
         )
         for one in shown
@@ -526,10 +549,16 @@ def _groups(out: Console, summary: RanksSummary, view: View) -> None:
     paragraph(out, "wait: of a rank, on average, per step; transfer: of a group, per step", "  ", "  ")
     for one in kinds:
         worst, told = one.worst, one.name if one.groups == 1 else f"{one.name}, ranks {_range(one.worst.ranks)}"
-        if worst.waited_us:
+        if not findings.waits_much(summary, worst):
+            continue
+        if worst.late == (worst.last,):
             most = f"{worst.for_last_us / worst.waited_us:.0%} of the waiting is for rank {worst.last}"
             last = f"which is last in {worst.times_last:,} of {counted(worst.collectives, 'collective')}"
             paragraph(out, plain(f"{told}: {most}, {last}"), "  ", "    ")
+        elif worst.late:
+            late = f"{counted(len(worst.late), 'rank')} of {len(worst.ranks):,}"
+            arrive = "arrives" if len(worst.late) == 1 else "arrive"
+            paragraph(out, plain(f"{told}: {late} {arrive} late: {_range(worst.late)}"), "  ", "    ")
     out.print()
     if not view.all:
         return
@@ -555,6 +584,11 @@ def _range(ranks: Sequence[int]) -> str:
     return findings.listed(ranks, most=4)
 
 
+def _rate(gb_s: float | None) -> str:
+    """Return a bandwidth in GB/s without its unit. That of a few bytes says nothing."""
+    return "–" if not gb_s else "<0.01" if gb_s < 0.01 else f"{gb_s:,.3g}"
+
+
 def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
     """Print all kinds of one rank's collectives, with the rank's waits."""
     same: dict[tuple, list[tuple]] = defaultdict(list)
@@ -575,11 +609,11 @@ def _collectives_of(out: Console, summary: RanksSummary, rank: int) -> None:
                 f"{len(some):,}",
                 _ms(sum(us for _, us in some)),
                 _ms(sum(one.transfer_us for one, _ in some)),
-                f"{median(rates):,.3g}" if rates else "–",
+                _rate(median(rates) if rates else None),
                 f"rank {whom}" if us else "–",
             )
         )
-    heads = (f"collectives of rank {rank}", "message", "count", "waited, ms", "transfer, ms", "bus GB/s", "mostly for")
+    heads = ("collectives, ms", "message", "count", "waited", "transfer", "bus GB/s", "mostly for")
     print_columns(out, heads, rows)
 
 

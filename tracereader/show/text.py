@@ -193,6 +193,12 @@ def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)]
 
 
+def table_width(lines: Sequence[Sequence[str]]) -> int:
+    """Return the columns of a terminal that a table takes: its heads and its rows."""
+    widths = _widths(lines[0], lines[1:])
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
 def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
     padded = []
     for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):

@@ -21,6 +21,8 @@ HTTP = re.compile("https?://", re.I)
 CHUNK = 1 << 22  # bytes that a download holds in memory
 # Pauses between the attempts of a request.
 PAUSES_S = (0.5, 1.0, 2.0)
+# The packages of these stores repeat a failed request themselves, gcsfs for more than half a minute.
+REPEATED_BY_PACKAGE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 # The time limits for a silent server and for a connection. aiohttp's default limits the whole download.
 SILENT_S, CONNECT_S = 60, 15
 # HTTP statuses from 400 to 499 after which another attempt may succeed.
@@ -38,6 +40,9 @@ _AZURE = re.compile("abfss?|az", re.I)
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)://(.*)", re.S)
 # By a trace's name, which may be printed and stored: its URL as given, with its credentials.
 _addresses: dict[str, str] = {}
+# The servers that could not be reached in any attempt. They are asked once for the other ranks, of which there may be a
+# thousand.
+_gone: set[str] = set()
 T = TypeVar("T")
 
 
@@ -192,7 +197,7 @@ def _announced(source: BinaryIO) -> int | None:
 
 def _filesystem(address: str) -> tuple[object, str]:
     """Return fsspec's file system for a URL, and the path in that file system. Raises OSError."""
-    protocol = address.partition("://")[0].rpartition("::")[2].lower()
+    protocol = _protocol(address)
     try:
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
@@ -219,21 +224,32 @@ def _filesystem(address: str) -> tuple[object, str]:
         raise _Refused(f"fsspec knows no protocol {protocol}://") from problem
 
 
+def _protocol(address: str) -> str:
+    return address.partition("://")[0].rpartition("::")[2].lower()
+
+
 def _missing(protocol: str, package: str) -> _Missing:
     return _Missing(f"a package for {protocol}:// is missing; this command installs it: {install_command(package)}")
 
 
 def _tried(address: str, ask: Callable[[], T]) -> T:
     """Return the result of `ask`. It is repeated after temporary failures. Raises OSError, without credentials."""
-    for pause in (*PAUSES_S, None):
+    server = "/".join(address.split("/")[:3])
+    pauses = () if _protocol(address) in REPEATED_BY_PACKAGE or server in _gone else PAUSES_S
+    for pause in (*pauses, None):
         try:
-            return ask()
+            found = ask()
+            _gone.discard(server)
+            return found
         except (FileNotFoundError, IsADirectoryError) as problem:
             raise type(problem)(without_credentials(address)) from None
         except _Refused:
             raise
         except Exception as problem:
             if pause is None or _is_final(problem):
+                kind = type(problem).__name__
+                if "Connect" in kind and "Reset" not in kind:
+                    _gone.add(server)
                 raise OSError(_told(problem, address)) from None
         time.sleep(pause)
     raise AssertionError("the last try returns or raises")
@@ -267,8 +283,10 @@ def _told(problem: Exception, address: str) -> str:
         return "access is denied"
     if isinstance(problem, TimeoutError) or "Timeout" in type(problem).__name__:
         return "the server did not answer in time"
+    if "Payload" in type(problem).__name__:
+        return "the server ended its answer too early"
     said = " ".join((getattr(problem, "strerror", None) or str(problem)).split())
-    said = re.sub(r"[a-zA-Z][\w+.-]*://\S*", lambda url: without_credentials(url[0]), said)
+    said = re.sub(r"[a-zA-Z][\w+.-]*://[^\s\"']*", lambda url: without_credentials(url[0]), said)
     pieces = re.split(r"[:/@?&=#]+", address)
     hidden = [one for one in pieces if len(one) > 3 and one not in without_credentials(address)]
     if not said or any(one in said for one in hidden):

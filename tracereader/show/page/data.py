@@ -33,7 +33,7 @@ NAME_IN_A_SLICE = 48
 DEEPEST_MODULE = 100
 # A path of a file with at least two folders.
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}")
-PATHS_NAMED = 3
+NAMED = 3  # paths or hosts that are named; of the others the number is given
 
 
 def figures(
@@ -331,14 +331,20 @@ def described(slices: dict, decoded: dict[str, str], pieces: Sequence[dict], ste
 
 def holds(hosts: Iterable[str | None], slices: dict) -> list[str]:
     """Return descriptions of content that the user may not want to share: host names, and paths in the slices."""
-    found = [f"the host name {host}" for host in dict.fromkeys(hosts) if host]
+    names = [host for host in dict.fromkeys(hosts) if host]
+    found = [f"the host name {host}" for host in names] if len(names) == 1 else []
+    if len(names) > 1:
+        found = [f"{counted(len(names), 'host name')}: {_first(names)}"]
     texts = [*slices["names"], *map(str, slices["arguments"])]
     paths = dict.fromkeys(path for text in texts for path in PATH.findall(text))
     if paths:
-        named = ", ".join(list(paths)[:PATHS_NAMED])
-        more = f" and {len(paths) - PATHS_NAMED:,} more" if len(paths) > PATHS_NAMED else ""
-        found.append(f"{counted(len(paths), 'file path')}: {named}{more}")
+        found.append(f"{counted(len(paths), 'file path')}: {_first(list(paths))}")
     return found
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def numbers_of_pieces(trace: Trace, summary: Summary) -> dict[int, int]:

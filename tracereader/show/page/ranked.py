@@ -77,6 +77,8 @@ def page(
         "heat": _heat(summary),
         "matched": [_collective(one) for one in summary.matched],
         "unmatched": summary.unmatched,
+        "pairs": msgspec.to_builtins(summary.pairs),
+        "unmatched_messages": summary.unmatched_messages,
         "kinds": msgspec.to_builtins(summary.kinds),
     }
     return figures, slices, chunks

@@ -4,7 +4,7 @@ const SECTIONS = [
   ["overview", "Overview"], ["try", "Try first"], ["timeline", "Timeline"], ["guesses", "Predictions"], ["time", "Time"],
   ["step-list", "Steps"], ["kernels", "Kernels"], ["roofline", "Roofline"], ["ops", "CPU ops"], ["modules", "Modules"],
   ["memory", "Memory"], ["patterns", "Patterns"], ["predicted", "Predicted"], ["heat", "Ranks by steps"], ["rank-list", "Ranks"],
-  ["collectives", "Collectives"], ["changes", "What changed"],
+  ["collectives", "Collectives"], ["messages", "Messages"], ["changes", "What changed"],
 ];
 
 function tracePage(data, root) {

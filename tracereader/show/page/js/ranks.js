@@ -23,7 +23,7 @@ function ranksPage(data, root) {
     place.scrollIntoView({behavior: "smooth"});
   };
   const parts = [ranksOverview(data), data.opportunities && opportunities({...data, hasTimeline: false}, () => {}),
-    data.hasTimeline && place, heatSection(data, goToStep), rankSteps(data), rankTable(data), collectivesSection(data, goTo), about(data)];
+    data.hasTimeline && place, heatSection(data, goToStep), rankSteps(data), rankTable(data), collectivesSection(data, goTo), messagesSection(data), about(data)];
   fill(root, [bar(data, parts), el("main", {}, parts)]);
   withTimeline(data, place, {
     note: data.drawn === null ? "All ranks are on one clock."
@@ -101,5 +101,26 @@ function collectivesSection(data, goTo) {
       {key: "lead_us", title: `behind the one before ${unit.name}`, number: true, text: row => inUnit(row.lead_us, unit)},
       {key: "transfer_us", title: `transfer ${unit.name}`, number: true, text: row => inUnit(row.transfer_us, unit)},
       {key: "bus_gb_s", title: "bus GB/s", number: true, text: row => rate(row.bus_gb_s, "").trim()},
+    ]}).node);
+}
+
+function messagesSection(data) {
+  if (!data.pairs.length) return null;
+  const steps = Math.max(1, data.steps.length);
+  const keys = [["receiver_waited_us", "receiver waits"], ["sender_waited_us", "sender waits"], ["transfer_us", "transfer"]];
+  const rows = data.pairs.map(one => ({...one, ...Object.fromEntries(keys.map(([key]) => [key, one[key] / steps])),
+    name: `rank ${one.source} to ${one.destination} ${one.description}`}));
+  const unit = columnUnit(rows.flatMap(row => keys.map(([key]) => row[key])));
+  const count = rows.reduce((sum, row) => sum + row.messages, 0);
+  return section("messages", "Messages", `${counted(count, "message")} matched between ${counted(rows.length, "pair")} of ranks`
+    + `${data.unmatched_messages ? `; ${whole(data.unmatched_messages)} sends and receives not matched` : ""}. `
+    + "Waits count while the rank computes nothing. Times are per step.",
+    table({id: "messages-table", rows, sort: "receiver_waited_us", filter: "pairs by their ranks or group", columns: [
+      {key: "source", title: "from", number: true, text: row => `rank ${row.source}`},
+      {key: "destination", title: "to", number: true, text: row => `rank ${row.destination}`},
+      {key: "description", title: "group", text: row => row.description || NONE},
+      {key: "bytes", title: "size", number: true, text: row => bytes(row.bytes)},
+      {key: "messages", title: "count", number: true, text: row => whole(row.messages)},
+      ...keys.map(([key, title]) => ({key, title: `${title} ${unit.name}`, number: true, text: row => inUnit(row[key], unit)})),
     ]}).node);
 }
