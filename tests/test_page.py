@@ -811,6 +811,20 @@ def test_the_page_of_ranks_has_the_changes_of_json(pages, capsys):
     ]
 
 
+def test_a_pipelines_page_begins_with_its_regime_and_has_the_waits_for_messages(chromium, pages, capsys):
+    stages = sorted((ROOT / "tests/traces/h200-x4/pipeline_few").glob("*.json.gz"))
+    measured = json_of(capsys, *stages)
+    browser = shown(chromium, pages(*stages))
+    assert measured["straggler"] is None and text(browser, "#regime") == "Communication-bound"
+    assert text(browser, "#heat-scale") == "All cells: 60.1 ms to 60.2 ms.", "steps that are alike look alike"
+    heat = json.loads(block(pages(*stages), "figures"))["heat"]
+    for rank, waited in zip(heat["ranks"], heat["waited_us"], strict=True):
+        for step, us in zip(measured["steps"], waited, strict=True):
+            mine = [one for one in measured["messages"] if rank in one["ranks"] and one["step"] == step]
+            assert us == pytest.approx(sum(one["waits_us"][one["ranks"].index(rank)] for one in mine), abs=0.01)
+            assert us > 0
+
+
 def test_the_heat_map_has_each_ranks_steps_and_waits(chromium, pages, capsys):
     measured = json_of(capsys, *RANKS)
     browser = shown(chromium, pages(*RANKS))

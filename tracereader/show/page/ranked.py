@@ -54,7 +54,7 @@ def page(
         packing.add("CPU", f"rank {one.rank}{host}", rows[one.rank], zero)
     slices, chunks = packing.packed({"steps": _steps(summary.steps, collectives, rows, lanes, zero), "zero": zero})
     slices = data.described(slices, {}, [], "")
-    straggler = findings.straggler(summary)
+    straggler, regime = findings.straggler(summary), findings.regime(summary)
     beside = summary.steps[:STEPS_BESIDE] if len(summary.ranks) <= RANKS_BESIDE else ()
     figures = {
         "page": "ranks",
@@ -64,7 +64,8 @@ def page(
         "device": summary.device,
         "on_gpu": summary.on_gpu,
         "world_size": summary.world_size,
-        "in_short": [*map(": ".join, filter(None, [findings.regime(summary)])), *findings.sentences(summary)],
+        "regime": regime[0] if regime else None,
+        "in_short": [*([": ".join(regime)] if regime else []), *findings.sentences(summary)],
         "straggler": straggler.rank if straggler else None,
         "opportunities": None if found is None else data.proposed(found),
         "missing": summary.missing,
@@ -99,7 +100,7 @@ def _collective(one: Collective) -> dict:
 
 
 def _heat(summary: RanksSummary) -> dict | None:
-    """Return by rank and step the step's time, and the sum of the rank's waits in the step's collectives."""
+    """Return by rank and step the step's time, and the sum of the rank's waits in its collectives and messages."""
     steps = {name: place for place, name in enumerate(summary.steps)}
     if not steps:
         return None
@@ -109,7 +110,8 @@ def _heat(summary: RanksSummary) -> dict | None:
         for step in one.steps:
             if step.name in steps:
                 times[one.rank][steps[step.name]] = round(step.us, 3)
-    for one in summary.matched:
+    communication = [*summary.matched, *summary.messages]
+    for one in communication:
         place = steps.get(one.step)
         for rank, us in zip(one.ranks, one.waits_us, strict=True):
             if place is not None:
@@ -117,7 +119,7 @@ def _heat(summary: RanksSummary) -> dict | None:
     return {
         "ranks": list(times),
         "us": list(times.values()),
-        "waited_us": [[round(us, 3) for us in some] for some in waits.values()] if summary.matched else None,
+        "waited_us": [[round(us, 3) for us in some] for some in waits.values()] if communication else None,
     }
 
 

@@ -76,11 +76,13 @@ class HeatMap {
     context.fillRect(0, 0, width, height);
     const known = layer.values.flat().filter(one => one !== null);
     const most = known.reduce((a, b) => Math.max(a, b), 0), least = layer.low ?? known.reduce((a, b) => Math.min(a, b), most);
-    this.scale.textContent = most > least ? `From ${time(least)} (pale) to ${time(most)} (full color).` : `All cells: ${time(most)}.`;
+    // Times that differ by less than a tenth look alike.
+    const pale = Math.min(least, 0.9 * most), alike = `All cells: ${time(least)}${most > least ? ` to ${time(most)}` : ""}.`;
+    this.scale.textContent = pale < least ? alike : `From ${time(least)} (pale) to ${time(most)} (full color).`;
     context.fillStyle = color(layer.color);
     layer.values.forEach((row, rank) => row.forEach((value, step) => {
       if (value === null) return;
-      context.globalAlpha = 0.08 + 0.92 * (most > least ? (value - least) / (most - least) : 0);
+      context.globalAlpha = 0.08 + 0.92 * (most > pale ? (value - pale) / (most - pale) : 0);
       context.fillRect(...this.box(rank, step, 1));
     }));
     context.globalAlpha = 1;
@@ -124,5 +126,5 @@ function heatSection(data, goTo) {
   const layers = [{name: "time per step", values: heat.us, color: "accent"}];
   if (heat.waited_us) layers.push({name: "waiting for other ranks", values: heat.waited_us, color: "idle-not-launched", low: 0});
   const map = new HeatMap({ranks: heat.ranks, steps, layers, pick: goTo});
-  return section("heat", "Ranks by steps", `${counted(heat.ranks.length, "rank")} and ${counted(steps.length, "step")}. Waiting is summed over the collectives of a step, from a rank's arrival to that of the last one.`, map.node);
+  return section("heat", "Ranks by steps", `${counted(heat.ranks.length, "rank")} and ${counted(steps.length, "step")}. Waiting is summed over the collectives and messages of a step, from a rank's start to that of the last rank.`, map.node);
 }

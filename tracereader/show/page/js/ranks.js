@@ -47,7 +47,7 @@ function nearest(slices, start, place) {
 function ranksOverview(data) {
   return el("section", {class: "comparison", id: "overview"},
     el("p", {class: "device"}, `${data.device} · ${counted(data.ranks.length, "rank")} of ${data.world_size}`),
-    el("h1", {id: "regime"}, data.straggler === null ? "No straggler" : `Rank ${data.straggler} is the straggler`),
+    el("h1", {id: "regime"}, data.straggler === null ? sentence(data.regime ?? "No straggler").replace(/\.$/, "") : `Rank ${data.straggler} is the straggler`),
     data.in_short.map(text => el("p", {}, sentence(text))),
     data.missing.length > 0 && el("p", {class: "warning"}, `Not read: ${counted(data.missing.length, "rank")}: ${data.missing.slice(0, 12).join(", ")}.`),
     Object.entries(data.not_read).map(([file, why]) => el("p", {class: "warning"}, `${file}: ${why}`)));
