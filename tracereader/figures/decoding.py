@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
-from tracereader.figures.gpu_work import GpuWork, asking_ops
+from tracereader.figures.gpu_work import GpuWork, asking_ops, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.figures.pace import pace
 from tracereader.figures.steps import StepFacts, first_start
@@ -194,8 +194,8 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
 def _signature(work: Sequence[Work]) -> list:
     found = []
     for one, op in zip(work, asking_ops(work), strict=True):
-        args = one.args
-        found.append((args.get("grid"), args.get("bytes"), op.inputs.recorded if op is not None else None))
+        args = launch_args(one)
+        found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
     return found
 
 

@@ -1,8 +1,11 @@
 """Each recorded step, measured on CPU and GPU, and the extra work of a long step."""
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -20,6 +23,7 @@ GPU_STANDS_OUT = 1.3
 LONG_ENOUGH_US = 2.0
 # With recorded ops, a sixth or more of the launches lie in an op. Python launches the others itself.
 IN_OPS = 0.05
+_start = attrgetter("start")
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
 
@@ -113,7 +117,9 @@ def ops_recorded(step: Step) -> bool:
     calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
     known: dict[int, bool] = {}  # by a slice's id, so that each path upwards is followed once
-    return not calls or sum(_lies_in_op(call, known) for call in calls) >= IN_OPS * len(calls)
+    inside = (None for call in calls if _lies_in_op(call, known))
+    enough = math.ceil(IN_OPS * len(calls))  # most launches lie in ops, so few of them decide
+    return len(list(islice(inside, enough))) == enough
 
 
 def _lies_in_op(call: Op, known: dict[int, bool]) -> bool:
@@ -135,7 +141,8 @@ def busy_us(work: Iterable[Work]) -> float:
     """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several."""
     by_device = defaultdict(list)
     for one in work:
-        by_device[one.device].append((one.start, one.end))
+        start = one.start
+        by_device[one.device].append((start, start + one.dur))
     return max((length(union(intervals)) / 1e3 for intervals in by_device.values()), default=0.0)
 
 
@@ -146,12 +153,12 @@ def first_start(step: Step) -> int | None:
 
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
     """Return the first start and the last end (ns) of some work."""
-    return min(one.start for one in work), max(one.end for one in work)
+    return min(map(_start, work)), max([one.start + one.dur for one in work])
 
 
 def label_of(step: Step) -> Op | None:
     """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
-    return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
+    return next(outermost(step.roots, lambda op: op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:
@@ -159,8 +166,9 @@ def self_us(op: Op) -> float:
     if not op.children:
         return op.dur / 1e3
     own = op.dur - sum([child.dur for child in op.children])
-    if op.children[-1].end > op.end:
-        own += sum(max(0, child.end - op.end) for child in op.children)
+    last, end = op.children[-1], op.start + op.dur
+    if last.start + last.dur > end:
+        own += sum(max(0, child.end - end) for child in op.children)
     return max(0, own) / 1e3
 
 
@@ -335,8 +343,7 @@ def compilations(step: Step) -> list[Op]:
 def _label_gap_us(step: Step) -> float | None:
     """Return the time (µs) from the annotation's start (or the step's) to the start of the first op in it."""
     label = label_of(step)
-    ops = label.walk() if label else step.walk()
-    first = next((op for op in ops if op.kind == "op"), None)
+    first = next(outermost([label] if label else step.roots, lambda op: op.kind == "op"), None)
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
@@ -400,7 +407,7 @@ def _self_by_name(step: Step) -> dict[str, _Own]:
     times = defaultdict(_Own)
     for op in step.walk():
         one = times[OUTSIDE_CALLS if op.name.startswith(STEP) else op.name]
-        one.us += self_us(op)
+        one.us += self_us(op) if op.children else op.dur / 1e3
         one.calls += 1
         one.kinds.add(op.kind)
     return dict(times)

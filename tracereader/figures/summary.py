@@ -133,7 +133,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def summed_us(self) -> float:
         """Return the summed times (µs) of that GPU work; overlapping activities count in full."""
-        return sum(one.us for one in self.gpu_work)
+        return sum([one.us for one in self.gpu_work])
 
     @property
     def busy_share(self) -> float | None:

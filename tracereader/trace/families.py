@@ -57,9 +57,14 @@ def _says(work: Work) -> KernelName:
     if not is_open and name.maker.startswith(NAMED_FOR_THEIR_JOB):
         return name
     if found := (_of_an_open_name(name, work) if is_open else _of_a_library(name, work)):
-        family, op = found
-        return KernelName(family, name.maker, {**name.parts, "known from": op})
+        return _known_from(work.name, *found)
     return name
+
+
+@functools.lru_cache(maxsize=100_000)
+def _known_from(kernel: str, family: str, op: str) -> KernelName:
+    name = decode(kernel)
+    return KernelName(family, name.maker, {**name.parts, "known from": op})
 
 
 def _of_an_open_name(name: KernelName, work: Work) -> tuple[str, str] | None:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from operator import attrgetter
+from itertools import chain, compress, count, islice
+from operator import attrgetter, eq
 from pathlib import Path
 
 import msgspec
@@ -90,11 +90,14 @@ class Op(_Slice, eq=False):
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
     work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
+    read_inputs: Inputs | None = None  # once they were asked for: see inputs
 
     @property
     def inputs(self) -> Inputs:
         """Return what torch recorded of the inputs, which is read faster than all arguments."""
-        return inputs_of(self.raw)
+        if self.read_inputs is None:
+            self.read_inputs = inputs_of(self.raw)
+        return self.read_inputs
 
     def walk(self) -> Iterator["Op"]:
         """Yield this op and all below it, in the order of their starts."""
@@ -363,11 +366,13 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             "node": (Work, nodes), "python": (Op, modules), "inside": (Phase, inside),
             "old op": (Op, old_ops)}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
-    track = (None, None)
+    track = pid = tid = None
+    intern = sys.intern  # otherwise the names of a trace take a quarter of its file's size
     frames: dict[tuple, list[Frame]] = {}
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
     kinds, not_known, taken = _kinds(events)
+    made = {cat: (kind, *made[kind]) for cat, kind in kinds.items() if kind in made}
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
@@ -382,11 +387,11 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             if event.ph in ("s", "f"):
                 events[number] = None
             continue
-        kind = kinds.get(event.cat)
-        if kind not in made:
-            if kind == "sync":
+        if (known := made.get(event.cat)) is None:
+            if kinds.get(event.cat) == "sync":
                 syncs.append(event)
             continue
+        kind, make, into = known
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
             zeroed += 1  # nothing happens at time zero
@@ -396,11 +401,10 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
         # The difference of two doubles so near each other is exact: its product is off by less than half.
         start, length = round((ts - zero) * 1000), round(dur * 1000)
-        if (event.pid, event.tid) != track:
-            track = (event.pid, event.tid)
+        if event.tid != tid or event.pid != pid:
+            pid, tid = track = event.pid, event.tid
             track = tracks.setdefault(track, track)
-        name = sys.intern(event.name)  # otherwise the names of a trace take a quarter of its file's size
-        make, into = made[kind]
+        name = intern(event.name)
         if kind == "python" and not name.startswith(MODULE):
             frames.setdefault(track, []).append(Frame(name, start, start + length))
         else:
@@ -543,19 +547,18 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
         by_track.setdefault(one.track, []).append(one)
     roots = []
     for track in by_track.values():
-        stack, ends = [], []
+        stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
         for one in track:
             start = one.start
-            while ends and ends[-1] <= start:
-                stack.pop()
-                ends.pop()
+            while last <= start and ends:
+                del stack[-1], ends[-1]
+                last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if ends and end > ends[-1]:
+            if end > last and ends:
                 if one.name.startswith(STEP):
                     # The annotation still open around prof.step() crosses, not the step that begins in it.
                     while ends and ends[-1] < end:
-                        stack.pop()
-                        ends.pop()
+                        del stack[-1], ends[-1]
                 else:
                     crossing[one.name] += 1
             if type(one) is Op:
@@ -569,6 +572,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
                     roots.append(one)
             stack.append(one)
             ends.append(end)
+            last = end
     roots.sort(key=_start)
     return roots
 
@@ -579,9 +583,9 @@ def _sort_by_start(slices: list) -> None:
     Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
     """
     slices.sort(key=_start)
-    equal = [place for place, (one, other) in enumerate(pairwise(map(_start, slices))) if one == other]
+    starts = list(map(_start, slices))
     reached = 0
-    for place in equal:
+    for place in compress(count(), map(eq, starts, islice(starts, 1, None))):
         if place < reached:
             continue
         start, reached = slices[place].start, place + 1
