@@ -247,7 +247,7 @@ def _cast(launching: Op) -> Op | None:
 def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
-    for op in step.walk():
+    for op in step.named(lambda name: name == "aten::to" or name in TAKES_WEIGHTS):
         if op.name == "aten::to" and (work := _cast_below(op)):
             pending.append((op, work))
         elif pending and op.name in TAKES_WEIGHTS:
@@ -299,6 +299,8 @@ def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
     """Return the pairs of copies of expanded tensors right before attention, and the heads that the tensors had."""
     found, heads = [], None
+    if not step.named(ATTENDS.__contains__):
+        return found, heads
     for siblings in _families(step):
         pending: list[tuple[Op, list[Work], Op]] = []
         expand = None

@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from operator import attrgetter
 from statistics import median
@@ -154,6 +154,12 @@ def first_start(step: Step) -> int | None:
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
     """Return the first start and the last end (ns) of some work."""
     return min(map(_start, work)), max([one.start + one.dur for one in work])
+
+
+def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
+    """Return the ops and calls with a wanted name that lie in no other one, in order."""
+    names = {op.name for op in step.named(wanted)}
+    return list(outermost(step.roots, lambda op: op.name in names)) if names else []
 
 
 def label_of(step: Step) -> Op | None:
@@ -331,13 +337,13 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
 
 def _compiled(step: Step) -> tuple[list[str], float]:
     """Return torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
-    ids = {match[1] for op in step.walk() if (match := COMPILE_ID.search(op.name))}
+    ids = {COMPILE_ID.search(op.name)[1] for op in step.named(COMPILE_ID.search)}
     return sorted(ids), sum(op.us for op in compilations(step))
 
 
 def compilations(step: Step) -> list[Op]:
     """Return the outermost slices of torch.compile's compilations in a step."""
-    return list(outermost(step.roots, lambda op: op.name.endswith(COMPILING)))
+    return outermost_named(step, lambda name: name.endswith(COMPILING))
 
 
 def _label_gap_us(step: Step) -> float | None:

@@ -229,6 +229,12 @@ def is_wait(call: Op) -> bool:
     return all(one.start + one.dur // 2 <= call.end for one in call.work)
 
 
+def waits_of(step: Step) -> list[Op]:
+    """Return the runtime calls of a step that return only after some GPU work has ended."""
+    calls = step.named(lambda name: "Synchronize" in name or "Memcpy" in name)
+    return [op for op in calls if op.kind == "runtime" and is_wait(op)]
+
+
 class _Builder:
     """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 

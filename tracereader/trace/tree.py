@@ -10,6 +10,7 @@ import gc
 import math
 import re
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,23 @@ class Step:
             if op.children:
                 stack.extend(reversed(op.children))
         return tuple(found)
+
+    def named(self, wanted: Callable[[str], object]) -> list[Op]:
+        """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""
+        places = sorted(chain.from_iterable(some for name, some in self._by_name.items() if wanted(name)))
+        return [self._ops[place] for place in places]
+
+    @cached_property
+    def _by_name(self) -> dict[str, array]:
+        """The places of the ops of each name among all ops."""
+        found: dict[str, array] = {}
+        for place, op in enumerate(self._ops):
+            name = op.name
+            if name in found:
+                found[name].append(place)
+            else:
+                found[name] = array("l", (place,))
+        return found
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
         """Yield every op with its depth, parents first."""
