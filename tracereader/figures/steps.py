@@ -204,11 +204,12 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median([us for us in busy if us] or [0.0])
+    asked = [one.start for one in trace.queries]
     facts = []
     before = usual_self = None
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
-        has_launch = [one for one in step.work if one.launch is not None]
-        first = min(has_launch, key=lambda one: one.launch.start, default=None)
+        has_launch = [(one.launch.start, one.start) for one in step.work if one.launch is not None]
+        launched, started = min(has_launch, default=(None, None))
         ratio = _ratio(trace, step, usual)
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
@@ -221,12 +222,12 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=launches(step),
+                launches=launches(step) if has_launch else 0,
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
-                launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
-                occupancy_queries=len(_within(trace.queries, step)),
+                launch_to_start_us=(started - launched) / 1e3 if has_launch else None,
+                occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
@@ -396,7 +397,7 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
 
 def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     """Return the slices that start in the step, in the order of their starts."""
-    first, last = (bisect.bisect_left(slices, time, key=lambda one: one.start) for time in (step.start, step.end))
+    first, last = (bisect.bisect_left(slices, time, key=_start) for time in (step.start, step.end))
     return slices[first:last]
 
 

@@ -15,6 +15,7 @@ from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
     is_wait,
+    may_wait,
     waits_of,
     with_cpu_time,
     with_durations,
@@ -76,7 +77,7 @@ def cuda_graph(case: Case) -> Proposal | None:
         or len({work.device for work in case.step.work}) > 1
     ):
         return None
-    if waits := [op for step in case.trace.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
+    if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
         return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains or single else _small_graph(case)
@@ -143,10 +144,13 @@ def _small_graph(case: Case) -> Proposal:
     )
 
 
-def _waits_before_a_launch(step: Step) -> list[Op]:
-    """Return the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
-    last = max((one.launch.start for one in step.work if one.launch), default=0)
-    return [op for op in waits_of(step) if op.start < last and not _copies_input(op)]
+def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
+    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
+    names = frozenset(filter(may_wait, case.trace.op_names))
+    for step in steps if names else ():
+        last = max([one.launch.start for one in step.work if one.launch], default=0)
+        calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
+        yield from (op for op in calls if is_wait(op) and not _copies_input(op))
 
 
 def _copies_input(call: Op) -> bool:

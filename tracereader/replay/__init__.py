@@ -43,7 +43,7 @@ from tracereader.replay.changes import (
     without_waits,
     without_work,
 )
-from tracereader.replay.graph import Graph, Reason, Refused, graph_of, is_wait, waits_of
+from tracereader.replay.graph import Graph, Reason, Refused, graph_of, is_wait, may_wait, waits_of
 
 __all__ = [
     "Graph",
@@ -54,6 +54,7 @@ __all__ = [
     "fused",
     "graph_of",
     "is_wait",
+    "may_wait",
     "overlapped",
     "spans_of",
     "waits_of",

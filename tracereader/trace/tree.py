@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,7 @@ KINDS = {
     "hardware_counters": "mark",
     "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
 }  # fmt: skip
+NO_SLICES = {"", "ac2g", "fwdbwd", "cpu_instant_event"}  # categories of Kineto's events that are not slices
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
@@ -386,11 +387,16 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
     tracks: dict[tuple, tuple] = {}
     track = pid = tid = None
     intern = sys.intern  # otherwise the names of a trace take a quarter of its file's size
-    frames: dict[tuple, list[Frame]] = {}
+    frames: dict[tuple, list[Frame]] = defaultdict(list)
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
     kinds, not_known, taken = _kinds(events)
-    made = {cat: (kind, *made[kind]) for cat, kind in kinds.items() if kind in made}
+    special = ("python", *WORK)  # their names decide, too
+    made = {
+        cat: (kind, made[kind][0], made[kind][1].append, kind not in special)
+        for cat, kind in kinds.items()
+        if kind in made
+    }
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
@@ -409,7 +415,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             if kinds.get(event.cat) == "sync":
                 syncs.append(event)
             continue
-        kind, make, into = known
+        kind, make, into, is_plain = known
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
             zeroed += 1  # nothing happens at time zero
@@ -423,12 +429,14 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             pid, tid = track = event.pid, event.tid
             track = tracks.setdefault(track, track)
         name = intern(event.name)
-        if kind == "python" and not name.startswith(MODULE):
-            frames.setdefault(track, []).append(Frame(name, start, start + length))
+        if is_plain:
+            into(make(name, kind, start, length, track, event.args))
+        elif kind == "python" and not name.startswith(MODULE):
+            frames[track].append(Frame(name, start, start + length))
         else:
             if make is Work and name in ("Memcpy", "Memset"):
                 name = _copy_in_words(event)
-            into.append(make(name, kind, start, length, track, event.args))
+            into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
@@ -484,7 +492,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         memory=_memory(memory, zero),
         queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
         op_names=frozenset(op.name for op in ops),
-        frames=frames,
+        frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
@@ -509,7 +517,8 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    strange = [event for event in events if event.ph == "X" and event.cat not in KINDS]
+    unknown = {event.cat for event in events} - KINDS.keys() - NO_SLICES
+    strange = [event for event in events if event.ph == "X" and event.cat in unknown] if unknown else ()
     if not strange:
         return KINDS, Counter(), Counter()
     devices = {
@@ -560,9 +569,9 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
     A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
     """
     _sort_by_start(slices)
-    by_track: dict[tuple, list] = {}
+    by_track = defaultdict(list)
     for one in slices:
-        by_track.setdefault(one.track, []).append(one)
+        by_track[one.track].append(one)
     roots = []
     for track in by_track.values():
         stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
