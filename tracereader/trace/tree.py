@@ -23,32 +23,21 @@ import msgspec
 
 from tracereader import progress
 from tracereader.trace.decoded import decoded, decoded_as
-from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
+from tracereader.trace.document import (
+    DEFAULT_LIMIT,
+    KINDS,
+    LARGEST,
+    MISSING,
+    NO_SLICES,
+    Document,
+    Event,
+    TraceError,
+    load,
+)
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
-# What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
-KINDS = {
-    "user_annotation": "label",
-    "cpu_op": "op", "Operator": "old op",  # annotations, too, before torch 1.11
-    "python_function": "python",
-    "cuda_runtime": "runtime", "cuda_driver": "runtime", "Runtime": "runtime", "hip_runtime": "runtime",
-    "xpu_runtime": "runtime", "xpu_driver": "runtime",
-    "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
-    "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
-    "overhead": "overhead",
-    "mtia_runtime": "runtime", "glow_runtime": "runtime", "privateuse1_runtime": "runtime",
-    "privateuse1_driver": "runtime",
-    "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
-    # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
-    "graph_host_node": "node", "graph_event_node": "node",
-    # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
-    "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
-    "hardware_counters": "mark",
-    "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
-}  # fmt: skip
-NO_SLICES = {"", "ac2g", "fwdbwd", "cpu_instant_event"}  # categories of Kineto's events that are not slices
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
@@ -517,7 +506,7 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    unknown = {event.cat for event in events} - KINDS.keys() - NO_SLICES
+    unknown = {event.cat for event in events}.difference(KINDS, NO_SLICES)
     strange = [event for event in events if event.ph == "X" and event.cat in unknown] if unknown else ()
     if not strange:
         return KINDS, Counter(), Counter()
