@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.captures import Captures
+from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
 from tracereader.figures.gpu_work import nearest_roofs
 from tracereader.figures.pace import on_busiest_stream, window
@@ -43,11 +43,10 @@ class Regime(msgspec.Struct, frozen=True):
     after_first: bool
 
 
-def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts], caught: Captures | None) -> Regime:
+def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts]) -> Regime:
     """Return the regime of a trace.
 
     usual: the typical step. step: the step to report. parts: the GPU's time by device in the window of the steps.
-    caught: the captures in the step.
     """
     counted, start, end = window(trace, usual)
     wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
@@ -55,7 +54,7 @@ def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts], cau
     steady, us = gpu_time(parts, begin, stop), (stop - begin) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
         steady = gpu_time(parts, start, end)
-    return Regime(_waits_for(trace, steady, us, step, caught), steady, us, wide_start)
+    return Regime(_waits_for(trace, steady, us, step), steady, us, wide_start)
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
@@ -82,16 +81,14 @@ def _own_start(trace: Trace, step: Step) -> int:
     return max(step.start, min(first.start, earlier))
 
 
-def _waits_for(
-    trace: Trace, steady: GpuTime | None, steady_us: float, step: Step, caught: Captures | None
-) -> str | None:
+def _waits_for(trace: Trace, steady: GpuTime | None, steady_us: float, step: Step) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". It is decided from
     step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
-    if idle and _captures(caught, step):
+    if idle and _captures(captures(step.roots, trace.op_names), step):
         return "capture"
     if steady is None:
         return "cpu-only"

@@ -4,8 +4,9 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from statistics import median
 
 import msgspec
@@ -360,8 +361,8 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         overheads[one.name] += one.us
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
-    first_calls = Counter({name: mine.us for name, mine in own.items() if name not in usual_self})
-    slower = first_calls + Counter({name: mine.us - theirs.us for name, (mine, theirs) in both.items()})
+    first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
+    slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
     more_calls = {
         name: (mine.calls, theirs.calls, (mine.calls - theirs.calls) * theirs.us / theirs.calls)
@@ -377,9 +378,9 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     return Excess(
         us=step.us - usual.us,
         before_first_op_us=gap_excess,
-        first_calls=dict(first_calls.most_common(8)),
-        overheads=dict(overheads.most_common(8)),
-        slower=dict(slower.most_common(8)),
+        first_calls=_largest(first_calls),
+        overheads=_largest(overheads),
+        slower=_largest({name: us for name, us in slower.items() if us > 0}),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
         more_calls=more_calls,
         runtime=[name for name in more_calls if own[name].kinds == {"runtime"}],
@@ -393,6 +394,10 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         if high is not None
         else 0.0,
     )
+
+
+def _largest(us: dict[str, float]) -> dict[str, float]:
+    return dict(nlargest(8, us.items(), key=itemgetter(1)))
 
 
 def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:

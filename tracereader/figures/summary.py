@@ -190,8 +190,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         msgspec.structs.replace(row, layer=layers.get(id(one)))
         for row, one in zip(gpu_work(trace, step), step.work, strict=True)
     )
-    caught = captures(step.roots, trace.op_names)
-    regime = regime_of(trace, usual, step, parts, caught)
+    regime = regime_of(trace, usual, step, parts)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     return Summary(
         source=source(trace),
@@ -210,7 +209,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         after_first=regime.after_first,
         waits_for=regime.waits_for,
         families=families(trace.work, start, end),
-        captures=caught,
+        captures=captures(step.roots, trace.op_names),
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),

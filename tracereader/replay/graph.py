@@ -599,13 +599,16 @@ def _boundaries(roots: dict[tuple, list[Op]], ends: Iterable[tuple[int, tuple]])
     """Return the times at which threads that run ops leave and enter an outermost op or call, in order.
 
     ends: the steps' ends with their threads, which are among them. A step may end with the wait for another thread.
+    Empty if a single thread runs ops, because it waits for no other one.
     """
+    by_track = {track: list(outermost(some, lambda op: op.kind != "label")) for track, some in roots.items()}
+    by_track = {track: own for track, own in by_track.items() if any(op.kind == "op" for op in own)}
+    if len(by_track) < 2:
+        return []
     found = []
-    for track, some in roots.items():
-        own = list(outermost(some, lambda op: op.kind != "label"))
-        if any(op.kind == "op" for op in own):
-            found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
-            found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
+    for track, own in by_track.items():
+        found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
+        found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
     return sorted(found, key=lambda edge: edge[:2])
 
 

@@ -467,6 +467,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             "read the trace of each rank"
         )
     steps, outside = _steps(marks, roots, work)
+    op_names = frozenset([op.name for op in ops])
+    asking = {name for name in op_names if "Occupancy" in name}
     return Trace(
         path=path,
         zero_us=zero,
@@ -479,8 +481,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         outside=outside,
         spans=tuple(spans),
         memory=_memory(memory, zero),
-        queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
-        op_names=frozenset(op.name for op in ops),
+        queries=tuple([op for op in ops if op.name in asking and op.kind == "runtime"] if asking else ()),
+        op_names=op_names,
         frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
