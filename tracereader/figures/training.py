@@ -136,9 +136,10 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
     inside = _ids(again)  # another op's forward: the first backward recomputes everything that was dropped
     gpu, pieces = Counter(), Counter()
+    starts = {start for _, start in trace.forward_of}
     for one in step.work:
         for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
-            forward = trace.forward_of.get((op.track, op.start))
+            forward = trace.forward_of.get((op.track, op.start)) if op.start in starts else None
             if forward is not None:
                 name = names.get(forward)
                 if name is not None:

@@ -242,8 +242,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
         for label in _labels(step, tuple(names)):
             if label.name not in names:
                 continue
-            calls = {id(op) for op in label.walk()}
-            work = [one for one in step.work if one.launch is not None and id(one.launch) in calls]
+            work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)
             if not work:
                 continue
             by_op = Counter()
