@@ -296,15 +296,15 @@ def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """Return the work of all steps by name, the costliest first."""
-    times, alike = defaultdict(list), defaultdict(int)
+    alike = defaultdict(list)
     for step in trace.steps:
         for one, op in zip(step.work, asking_ops(step.work), strict=True):
-            times[one.name].append(one.dur)
-            alike[one.name, families.says(one).family, _asking(one, op)] += one.dur
-    by_family, by_op = defaultdict(Counter), defaultdict(Counter)
-    for (name, family, op), ns in alike.items():
-        by_family[name][family] += ns
-        by_op[name][op] += ns
+            alike[one.name, families.says(one).family, _asking(one, op)].append(one.dur)
+    times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
+    for (name, family, op), durations in alike.items():
+        times[name] += durations
+        by_family[name][family] += sum(durations)
+        by_op[name][op] += sum(durations)
     total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
@@ -361,8 +361,10 @@ def _asking(one: Work, op: Op | None) -> str:
     """The name of what asked for an activity: the op; of a CUDA graph whose capture is not known, the annotation that
     the capture gave to it.
     """
-    annotation = one.annotation if one.recorded is None and one.from_graph else None
-    return annotation or (op.name if op else "")
+    launch, name = one.launch, "" if op is None else op.name
+    if one.recorded is None and launch is not None and "GraphLaunch" in launch.name:
+        return one.annotation or name
+    return name
 
 
 def _queries_before(work: Sequence[Work]) -> dict[int, int]:

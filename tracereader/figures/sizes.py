@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -77,14 +77,14 @@ def sizes_of(
 
 def _only_kernel(work: Work, op: Op) -> bool:
     # If an op has several kernels, the shapes do not show which of them each one reads and writes.
-    return all([one is work for one in _asked_by(op, work) if one.kind != "memset"])
+    return not any(one is not work and one.kind != "memset" for one in _asked_by(op, work))
 
 
-def _asked_by(op: Op, work: Work) -> Sequence[Work]:
+def _asked_by(op: Op, work: Work) -> Iterable[Work]:
     """Return the activities that an op's own calls launched; for a captured op, those of this work's replay."""
     if work.recorded is not None:
         return work.recorded.together
-    return [one for call in op.children if call.work for one in call.work]
+    return (one for call in op.children if call.work for one in call.work)
 
 
 def _convolves(work: Work) -> bool:

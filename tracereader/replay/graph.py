@@ -142,7 +142,7 @@ class Graph:
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
                 start = ends[before] + lag
-                if start < starts[before]:  # it overlaps the node before it, which has become shorter
+                if lag < 0 and start < starts[before]:  # it overlaps the node before it, which has become shorter
                     start = starts[before]
                 if via >= 0 and (other := ends[via] + delay) > start:
                     start = other

@@ -163,7 +163,11 @@ class Work(_Slice, eq=False):
     @property
     def annotation(self) -> str | None:
         """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
-        return annotation_of(self.args) if self.from_graph and b'"graph node id"' in bytes(self.raw) else None
+        if not self.from_graph:
+            return None
+        raw = bytes(self.raw)
+        may_have_one = b'"graph node id"' in raw and (b'"name"' in raw or b'"annotation"' in raw)
+        return annotation_of(self.args) if may_have_one else None
 
 
 class Recorded(msgspec.Struct, eq=False):
