@@ -59,13 +59,16 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
     """Return each step's work on the busiest stream of all steps; all of its work if a step has none there."""
+    everything = [step.work for step in steps]
+    if len({one.track for work in everything for one in work}) == 1:
+        return everything
     busy: dict[tuple, int] = defaultdict(int)
     for step in steps:
         for one in step.work:
             busy[one.track] += one.dur
     busiest = max(busy, key=busy.__getitem__)
     found = [[one for one in step.work if one.track == busiest] for step in steps]
-    return found if all(found) else [step.work for step in steps]
+    return found if all(found) else everything
 
 
 def on_its_thread(step: Step) -> tuple[tuple, int, int]:

@@ -133,7 +133,8 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     if not trace.forward_of:
         return ()
     # If several ops start at one time, autograd keeps the number of the outermost one: aten::linear has none.
-    names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
+    begun = {start for _, start in trace.forward_of.values()}
+    names = {(op.track, op.start): op.name for op in reversed(ops) if op.start in begun and op.kind == "op"}
     inside = _ids(again)  # another op's forward: the first backward recomputes everything that was dropped
     gpu, pieces = Counter(), Counter()
     starts = {start for _, start in trace.forward_of}
