@@ -280,7 +280,7 @@ class Step:
             if name in found:
                 found[name].append(place)
             else:
-                found[name] = array("l", (place,))
+                found[name] = array("I", (place,))
         return found
 
     def dispatch(self) -> Iterator[tuple[Op, int]]:
