@@ -69,11 +69,11 @@ class Parts:
     by_family: dict[str, Intervals] = field(default_factory=dict)
 
     def between(self, start: int, end: int) -> GpuTime:
-        """Return the device's time between two stamps (ns) of the window."""
-        parts = (self.compute, self.exposed_communication, self.exposed_copy, self.not_launched, self.launched,
-                 self.unknown)  # fmt: skip
-        compute, communication, copy, *idle = (length_between(one, start, end) for one in parts)
+        """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
+        parts = (self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown)
+        communication, copy, *idle = (length_between(one, start, end) for one in parts)
         by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
+        compute = by_family.total()
         return GpuTime(
             busy_us=(compute + communication + copy) / 1e3,
             compute_us=compute / 1e3,
