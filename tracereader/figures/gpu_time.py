@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, gaps, length, length_between, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, length_between, minus, union
 from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -131,7 +131,7 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
             if stop > begin and stop > reached:
                 by_family[family].append((begin if begin > reached else reached, stop))
                 reached = stop
-    compute, communication, copy = union(compute), union(communication), union(copy)
+    compute, communication, copy = joined(compute), joined(communication), joined(copy)
     not_copy = union([*compute, *communication]) if communication else compute
     idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter(work if after is None else [*work, after])

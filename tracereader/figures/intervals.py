@@ -11,9 +11,14 @@ _begin, _end = itemgetter(0), itemgetter(1)
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
     """Return the union of the intervals."""
+    return joined(sorted(intervals))
+
+
+def joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """Return the union of intervals that are in the order of their starts."""
     merged: Intervals = []
     start = end = None
-    for one_start, one_end in sorted(intervals):
+    for one_start, one_end in intervals:
         if end is None or one_start > end:
             if end is not None:
                 merged.append((start, end))
