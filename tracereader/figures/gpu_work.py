@@ -333,7 +333,7 @@ def mostly(by_op: Counter) -> str:
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
     """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
-    found: dict[int, Op | None] = {}  # by a call's id, so that each path upwards is followed once
+    found: dict[int, Op | None] = {}  # so that each path upwards is followed once
     asking = []
     for one in work:
         op = one.launch if one.recorded is None else one.asked
@@ -345,6 +345,7 @@ def asking_ops(work: Sequence[Work]) -> list[Op | None]:
 
 
 def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
+    """Return what encloses a call that lies in another call. found: the results so far, by the ids of calls."""
     way = []
     while op is not None and op.kind == "runtime":
         key = id(op)
