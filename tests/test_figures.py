@@ -16,6 +16,7 @@ from references import H200, OTHERS, REFERENCES, ROOT
 from tracereader import cli, expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
+from tracereader.figures.intervals import Lengths, length_between
 from tracereader.figures.occupancy import occupancy
 from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
@@ -47,6 +48,20 @@ def covered(spans):
     edges = sorted(change)
     inside = itertools.accumulate(change[edge] for edge in edges)
     return sum(right - left for (left, right), depth in zip(itertools.pairwise(edges), inside, strict=False) if depth)
+
+
+@pytest.mark.parametrize("path", [*REFERENCES[::9], *OTHERS[::3]], ids=lambda path: path.stem)
+def test_ops_of_a_name_keep_their_order(path):
+    for step in read(path).steps:
+        for wanted in (lambda name: name.startswith("aten::"), "aten::mm".__eq__, lambda name: False):
+            assert step.named(wanted) == [op for op in step.walk() if wanted(op.name)]
+
+
+def test_the_length_between_two_times_is_the_same_both_ways():
+    intervals = [(0, 2), (5, 6), (6, 9), (20, 30)]
+    for start, stop in itertools.combinations_with_replacement(range(-1, 33), 2):
+        expected = sum(left <= time < right for time in range(start, stop) for left, right in intervals)
+        assert length_between(intervals, start, stop) == Lengths(intervals).between(start, stop) == expected
 
 
 def about(value):

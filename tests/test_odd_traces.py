@@ -9,12 +9,13 @@ from raw_events import event
 
 from tracereader import cli, interrupts, machine
 from tracereader.figures import summarize
+from tracereader.figures.gpu_work import LaunchArgs, launch_args
 from tracereader.figures.hardware import peaks_of
 from tracereader.figures.reading import head
 from tracereader.figures.source import TraceWarning
 from tracereader.findings.ranks import ms
 from tracereader.findings.steps import waiting
-from tracereader.trace import read
+from tracereader.trace import document, read
 
 
 def launched(ts, number, device=0, tid=1):
@@ -32,6 +33,33 @@ def written(tmp_path):
         return tmp_path / "made.json"
 
     return write
+
+
+@pytest.mark.parametrize("odd", [{"ph": "?"}, {"cat": "unheard_of"}])
+def test_an_unknown_phase_or_category_changes_no_other_event(written, odd):
+    usual = [event("aten::add", "cpu_op", 0, 10), *launched(2, 1)]
+    plain, mixed = read(written(*usual)), read(written(*usual, event("odd", "cpu_op", 4, 1) | odd))
+    found = [[(op.name, op.start, op.dur) for op in trace.steps[0].walk()] for trace in (plain, mixed)]
+    assert found[0] == found[1]
+    assert [(one.name, one.start, one.dur) for one in mixed.work] == [("k", 5000, 10000)]
+
+
+def test_events_share_the_strings_of_their_phases_and_categories(tmp_path):
+    events = [one for number in range(100) for one in launched(20 * number, number)]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    read_events = document.load(tmp_path / "t.json", 10**9).events
+    assert len({id(one.ph) for one in read_events}) == 1
+    assert len({id(one.cat) for one in read_events}) == 2
+
+
+def test_gpu_work_with_equal_arguments_shares_them(written):
+    args = {"grid": [4, 1, 1], "block": [128, 1, 1], "registers per thread": 32, "shared memory": 1024}
+    kernels = [event("k", "kernel", 10 * number, 5, 7, correlation=number, **args) for number in range(3)]
+    odd = event("k", "kernel", 40, 5, 7, **args | {"grid": [4, -1, 1], "shared memory": "much"})
+    first, *others, last = map(launch_args, read(written(*kernels, odd)).work)
+    assert first == LaunchArgs(32, 1024, None, None, [4, 1, 1], [128, 1, 1])
+    assert all(one is first for one in others)
+    assert last == first._replace(grid=None, shared=None)
 
 
 def test_an_annotation_of_another_thread_takes_no_work_from_the_phases(written):

@@ -24,6 +24,8 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     labels = {label.name for label in phases(step)}
     if len(labels) > 1 and not all(map(is_torchs_own, labels)):
         return ()
+    if not step.named(lambda name: name.startswith(AUTOGRAD)):
+        return ()
     spans = _spans(trace, step)
     if not spans[BACKWARD] or not spans[FORWARD]:
         return ()

@@ -77,8 +77,9 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
 def cloned_inputs(step: Step) -> dict[str, list[Op]]:
     """Return the clones that ops work on in place, by the name of the op that preserves its input."""
     found: dict[str, list[Op]] = {}
-    for op in step.walk():
-        if op.kind == "op" and op.children and (clone := _clone_of(op)):
+    cloning = {id(clone.parent) for clone in step.named("aten::clone".__eq__)}
+    for op in step.walk() if cloning else ():
+        if id(op) in cloning and op.kind == "op" and (clone := _clone_of(op)):
             found.setdefault(op.name, []).append(clone)
     return found
 
@@ -129,8 +130,8 @@ def triangles(step: Step, in_sdpa: bool = True) -> list[list[Op]]:
     in_sdpa: include the masks that SDPA's math backend makes itself.
     """
     found, places = [], {}
-    for op in step.walk():
-        if op.kind != "op" or op.name not in ("aten::tril", "aten::triu"):
+    for op in step.named(("aten::tril", "aten::triu").__contains__):
+        if op.kind != "op":
             continue
         if not in_sdpa and op.parent and op.parent.name == SDPA_MATH:
             continue

@@ -18,8 +18,10 @@ class Captures(msgspec.Struct, frozen=True):
     us: float
 
 
-def captures(roots: Sequence[Op]) -> Captures | None:
-    """Return the captures in the slices below some roots; None if there are none."""
+def captures(roots: Sequence[Op], names: Iterable[str]) -> Captures | None:
+    """Return the captures in the slices below some roots; None if there are none. names: those of all slices there."""
+    if not any(map(EDGE.search, names)):
+        return None
     ops = [op for root in roots for op in root.walk()]
     edges = [op for op in ops if op.kind == "runtime" and EDGE.search(op.name)]
     if not edges:

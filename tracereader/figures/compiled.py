@@ -22,7 +22,8 @@ def compiled(trace: Trace) -> Compiled:
     """Return torch.compile's records in a trace's steps."""
     graphs = graphs_in(trace.op_names)
     looks = any(name.startswith(LOOKUP) for name in trace.op_names)
-    calls = [Counter(op.name for op in one.walk()) for one in trace.steps] if graphs or looks else []
+    counted = {name for name in trace.op_names if name.startswith(LOOKUP) or GRAPH.search(name)}
+    calls = [Counter([op.name for op in one.walk() if op.name in counted]) for one in trace.steps] if counted else []
     return Compiled(
         graphs=graphs,
         graphs_of_steps=[graphs_in(names) for names in calls] if graphs else [],

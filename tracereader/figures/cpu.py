@@ -85,25 +85,25 @@ def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
         while op is not None and id(op) not in below:
             below.add(id(op))
             op = op.parent
-    return tuple(
-        Call(
-            name=op.name,
-            kind=op.kind,
-            depth=depth,
-            us=op.us,
-            self_us=self_us(op),
-            layer=layers.get(id(op)),
-            launched=[one.name for one in op.work] if op.work else [],
-            reaches_gpu=id(op) in below,
-        )
-        for op, depth in step.dispatch()
-    )
+    chain, nothing = [], []
+    for op, depth in step.dispatch():
+        key, us = id(op), op.dur / 1e3
+        own = self_us(op) if op.children else us
+        launched = [one.name for one in op.work] if op.work else nothing
+        chain.append(Call(op.name, op.kind, depth, us, own, layers.get(key), launched, key in below))
+    return tuple(chain)
 
 
 def _times(chain: tuple[Call, ...], kind: str) -> dict[str, OpTimes]:
-    found: dict[str, tuple] = {}
+    found: dict[str, list] = {}
     for call in chain:
         if call.kind == kind:
-            calls, total, own, reaches = found.get(call.name, (0, 0, 0, False))
-            found[call.name] = calls + 1, total + call.us, own + call.self_us, reaches or call.reaches_gpu
-    return {name: OpTimes(*values) for name, values in found.items()}
+            name = call.name
+            if name not in found:
+                found[name] = [0, 0, 0, False]
+            sums = found[name]
+            sums[0] += 1
+            sums[1] += call.us
+            sums[2] += call.self_us
+            sums[3] |= call.reaches_gpu
+    return {name: OpTimes(*sums) for name, sums in found.items()}

@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
-from tracereader.figures.gpu_work import GpuWork, asking_ops
+from tracereader.figures.gpu_work import GpuWork, asking_ops, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.figures.pace import pace
 from tracereader.figures.steps import StepFacts, first_start
@@ -194,8 +194,8 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
 def _signature(work: Sequence[Work]) -> list:
     found = []
     for one, op in zip(work, asking_ops(work), strict=True):
-        args = one.args
-        found.append((args.get("grid"), args.get("bytes"), op.inputs.recorded if op is not None else None))
+        args = launch_args(one)
+        found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
     return found
 
 
@@ -247,7 +247,7 @@ def _cast(launching: Op) -> Op | None:
 def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
-    for op in step.walk():
+    for op in step.named(lambda name: name == "aten::to" or name in TAKES_WEIGHTS):
         if op.name == "aten::to" and (work := _cast_below(op)):
             pending.append((op, work))
         elif pending and op.name in TAKES_WEIGHTS:
@@ -299,6 +299,8 @@ def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
     """Return the pairs of copies of expanded tensors right before attention, and the heads that the tensors had."""
     found, heads = [], None
+    if not step.named(ATTENDS.__contains__):
+        return found, heads
     for siblings in _families(step):
         pending: list[tuple[Op, list[Work], Op]] = []
         expand = None

@@ -4,12 +4,11 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, gaps, length, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, length_between, minus, union
 from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -69,17 +68,12 @@ class Parts:
     device: int | str = 0
     by_family: dict[str, Intervals] = field(default_factory=dict)
 
-    @cached_property
-    def _lengths(self) -> tuple[list[Lengths], dict[str, Lengths]]:
-        parts = (self.compute, self.exposed_communication, self.exposed_copy, self.not_launched, self.launched,
-                 self.unknown)  # fmt: skip
-        return [Lengths(one) for one in parts], {family: Lengths(some) for family, some in self.by_family.items()}
-
     def between(self, start: int, end: int) -> GpuTime:
-        """Return the device's time between two stamps (ns) of the window."""
-        parts, families = self._lengths
-        compute, communication, copy, *idle = (one.between(start, end) for one in parts)
-        by_family = Counter({family: one.between(start, end) for family, one in families.items()})
+        """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""
+        parts = (self.exposed_communication, self.exposed_copy, self.not_launched, self.launched, self.unknown)
+        communication, copy, *idle = (length_between(one, start, end) for one in parts)
+        by_family = Counter({family: length_between(some, start, end) for family, some in self.by_family.items()})
+        compute = by_family.total()
         return GpuTime(
             busy_us=(compute + communication + copy) / 1e3,
             compute_us=compute / 1e3,
@@ -137,7 +131,7 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
             if stop > begin and stop > reached:
                 by_family[family].append((begin if begin > reached else reached, stop))
                 reached = stop
-    compute, communication, copy = union(compute), union(communication), union(copy)
+    compute, communication, copy = joined(compute), joined(communication), joined(copy)
     not_copy = union([*compute, *communication]) if communication else compute
     idle = {"not_launched": [], "launched": [], "unknown": []}
     starts = iter(work if after is None else [*work, after])
@@ -182,9 +176,10 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
     """Return the summed GPU time between two stamps (ns) by family of kernel, the largest first."""
     times, pieces = defaultdict(int), defaultdict(int)
     for one in work:
-        if one.start < end and one.end > start:
+        begin, stop = one.start, one.start + one.dur
+        if begin < end and stop > start:
             family = says(one).family
-            times[family] += min(one.end, end) - max(one.start, start)
+            times[family] += (stop if stop < end else end) - (begin if begin > start else start)
             pieces[family] += 1
     total = sum(times.values())
     return tuple(
@@ -207,20 +202,19 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     number = trace.steps.index(step)
     first, end = spanned(step.work)
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
-    before = [one.end for one in trace.work if one.start < first]
+    before = [one.end for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
     reached = max(before + [step.start] * (not number), default=step.start)
     roots, outside = roots_by_track(trace.steps[max(0, number - 1) : number + 1]), outside_ops(step)
     idle: Counter = Counter()
     between: dict[tuple, Intervals] = defaultdict(list)
-    for one in trace.work:
-        if not first <= one.start <= end:
-            continue
-        if one.start > reached and one.launch is not None:
+    for one in trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]:
+        start = one.start
+        if start > reached and one.launch is not None:
             track = one.launch.track
-            returned = launched_by(one, reached, one.start)
+            returned = launched_by(one, reached, start)
             if returned > reached:
                 cut_up(roots[track], reached, returned, idle, outside, between[track])
-        reached = max(reached, one.end)
+        reached = max(reached, start + one.dur)
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 
@@ -316,7 +310,8 @@ def cut_up(
         ops, at, end, name = pending.pop()
         for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
             op = ops[index]
-            begin, stop = op.start, op.start + op.dur
+            begin = op.start
+            stop = begin + op.dur
             if begin >= end:
                 break
             if stop <= at:
@@ -328,7 +323,11 @@ def cut_up(
                 at = begin
             if stop > end:
                 stop = end
-            pending.append((op.children, at, stop, name if op.kind == "label" else op.name))
+            inner = name if op.kind == "label" else op.name
+            if op.children or inner == outside:
+                pending.append((op.children, at, stop, inner))
+            else:
+                idle[inner] += stop - at
             at = stop
         if end > at:
             idle[name] += end - at

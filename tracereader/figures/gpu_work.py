@@ -1,7 +1,9 @@
 """Each GPU activity of a step: its time, the op that launched it, its sizes, and its rates."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -13,8 +15,11 @@ from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
 from tracereader.trace import Op, Step, Trace, Work, families, kernel_names
+from tracereader.trace.decoded import decoded, decoded_as
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
+
+NULL = msgspec.Raw(b"null")
 
 
 class GpuWork(msgspec.Struct, frozen=True):
@@ -78,6 +83,51 @@ class KernelTimes(msgspec.Struct, frozen=True):
     high_us: float
 
 
+class LaunchArgs(NamedTuple):
+    """The arguments of a GPU activity that its launch determines. Activities with equal ones share one.
+
+    reported: the occupancy (%) that the profiler reports, unchecked.
+    """
+
+    registers: int | None
+    shared: int | None
+    bytes: int | None  # that a copy copies
+    reported: object
+    grid: list[int] | None
+    block: list[int] | None
+
+
+class _Raw(msgspec.Struct, gc=False):
+    registers: msgspec.Raw = msgspec.field(name="registers per thread", default=NULL)
+    shared: msgspec.Raw = msgspec.field(name="shared memory", default=NULL)
+    bytes: msgspec.Raw = NULL
+    reported: msgspec.Raw = msgspec.field(name="est. achieved occupancy %", default=NULL)
+    grid: msgspec.Raw = NULL
+    block: msgspec.Raw = NULL
+
+
+_raw = msgspec.json.Decoder(_Raw)
+
+
+def launch_args(one: Work) -> LaunchArgs:
+    """Return the arguments of a GPU activity's launch."""
+    raw = decoded_as(_raw, one.raw)
+    if raw is None:
+        args = one.args
+        return _checked([args.get(field.encode_name) for field in msgspec.structs.fields(_Raw)])
+    return _shared_args(*map(bytes, msgspec.structs.astuple(raw)))
+
+
+@lru_cache(4096)  # a trace has a hundred times as many activities as different launches
+def _shared_args(*values: bytes) -> LaunchArgs:
+    return _checked([decoded(value) for value in values])
+
+
+def _checked(values: Sequence[object]) -> LaunchArgs:
+    *counts, reported, grid, block = values
+    return LaunchArgs(*map(count_of, counts), reported, extents(grid), extents(block))
+
+
 def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
     """Return the GPU work of the step, in order."""
     durations = defaultdict(list)
@@ -89,18 +139,29 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
                 shared.add(key)
     queries = _queries_before(chosen.work)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
+    known: dict[tuple, tuple[LaunchArgs, Occupancy | None]] = {}  # many activities have equal arguments
+
+    def occupied(one: Work, launch: LaunchArgs) -> Occupancy | None:
+        key = one.device, id(launch)
+        if key not in known:
+            device = trace.device_properties.get(one.device, {})
+            known[key] = launch, occupancy(device, launch.registers, launch.shared, launch.block, launch.reported)
+        return known[key][1]
+
     return tuple(
-        _measured(
-            one,
-            op,
-            [dur / 1e3 for dur in durations[key]],
-            key not in shared,
-            queries.get(id(one.launch), 0),
-            peaks,
-            trace.device_properties.get(one.device, {}),
-            facts,
-        )
-        for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
+        [
+            _measured(
+                one,
+                op,
+                [dur / 1e3 for dur in durations[key]],
+                key not in shared,
+                queries.get(id(one.launch), 0),
+                peaks,
+                occupied,
+                facts,
+            )
+            for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
+        ]
     )
 
 
@@ -117,7 +178,7 @@ def nearest_roofs(trace: Trace, chosen: Step) -> tuple[float, Iterator[tuple[flo
     entries = zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
     timed = [(median(durations[key]), one, op) for (key, one), op in entries]
     timed.sort(key=lambda entry: -entry[0])
-    rates = ((us, _rates(one, op, one.args, families.says(one), peaks, facts)) for us, one, op in timed)
+    rates = ((us, _rates(one, op, launch_args(one), families.says(one), peaks, facts)) for us, one, op in timed)
     return sum(us for us, *_ in timed), ((us, one.roof, one.of_roof) for us, one in rates)
 
 
@@ -139,14 +200,17 @@ class _Rates(NamedTuple):
     of_roof: float | None
 
 
-def _rates(one: Work, op: Op | None, args: dict, says: KernelName, peaks: Peaks | None, facts: RunFacts) -> _Rates:
+def _rates(
+    one: Work, op: Op | None, launch: LaunchArgs, says: KernelName, peaks: Peaks | None, facts: RunFacts
+) -> _Rates:
     """Return an activity's sizes and rates, and the peak that it is closer to."""
     # Sizes and rates are those of this activity. Another step may have another size here.
-    shape, moved, types = sizes_of(one, op, args, says, facts)
+    shape, moved, types = sizes_of(one, op, launch.bytes, says, facts)
     flops = shape.flops if shape else None
-    tflops, gb_s = (
-        amount / one.us * scale if amount and one.dur else None for amount, scale in ((flops, 1e-6), (moved, 1e-3))
-    )
+    if not flops and not moved:
+        return _Rates(shape, flops, None, moved, None, None, None)
+    us = one.dur / 1e3
+    tflops, gb_s = flops / us * 1e-6 if flops and us else None, moved / us * 1e-3 if moved and us else None
     # Attention with an unrecorded mask gets no share of a peak, because a causal mask halves its FLOPs. A copy over the
     # bus gets none either, because it is never limited by the GPU's memory bandwidth.
     mask_unknown = isinstance(shape, Attention) and shape.causal is None
@@ -167,21 +231,20 @@ def _measured(
     alone: bool,
     queries: int,
     peaks: Peaks | None,
-    device: dict,
+    occupied: Callable[[Work, LaunchArgs], Occupancy | None],
     facts: RunFacts,
 ) -> GpuWork:
-    args, says = one.args, families.says(one)
-    shape, flops, tflops, moved, gb_s, roof, of_roof = _rates(one, op, args, says, peaks, facts)
-    registers, shared = count_of(args.get("registers per thread")), count_of(args.get("shared memory"))
-    block = extents(args.get("block"))
+    launch, says = launch_args(one), families.says(one)
+    shape, flops, tflops, moved, gb_s, roof, of_roof = _rates(one, op, launch, says, peaks, facts)
+    several = len(times) > 1
     return GpuWork(
         name=one.name,
         kind=one.kind,
         asked_by=_asking(one, op),
-        us=median(times),
-        mean_us=fmean(times),
-        low_us=min(times),
-        high_us=max(times),
+        us=median(times) if several else times[0],
+        mean_us=fmean(times) if several else times[0],
+        low_us=min(times) if several else times[0],
+        high_us=max(times) if several else times[0],
         steps=len(times),
         ran_alone=alone,
         launched_by=one.launch.name if one.launch else "",
@@ -199,24 +262,25 @@ def _measured(
         gb_s=gb_s,
         roof=roof,
         of_roof=of_roof,
-        registers=registers,
-        shared_memory=shared,
-        grid=extents(args.get("grid")),
-        block=block,
-        occupancy=occupancy(device, registers, shared, block, args.get("est. achieved occupancy %")),
+        registers=launch.registers,
+        shared_memory=launch.shared,
+        grid=launch.grid,
+        block=launch.block,
+        occupancy=occupied(one, launch),
     )
 
 
 def _overlapping(work: Sequence[Work]) -> set[int]:
-    """Return the ids of activities that overlap with another one on the same device."""
+    """Return the ids of activities that overlap with another one on the same device. work: by start."""
     found, longest = set(), {}
-    for one in sorted(work, key=lambda one: one.start):
-        before = longest.get(one.device)
-        if before is not None and one.start < before.end:
+    for one in work:
+        end = one.start + one.dur
+        before, until = longest.get(one.device, (one, -math.inf))
+        if one.start < until:
             # Every other activity that still runs at this moment overlaps the one that ends last, and is marked.
             found |= {id(one), id(before)}
-        if before is None or one.end > before.end:
-            longest[one.device] = one
+        if end > until:
+            longest[one.device] = one, end
     return found
 
 
@@ -232,15 +296,15 @@ def numbered(work: Sequence[Work]) -> Iterator[tuple[tuple[str, int], Work]]:
 
 def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """Return the work of all steps by name, the costliest first."""
-    times, alike = defaultdict(list), defaultdict(int)
+    alike = defaultdict(list)
     for step in trace.steps:
         for one, op in zip(step.work, asking_ops(step.work), strict=True):
-            times[one.name].append(one.dur)
-            alike[one.name, families.says(one).family, _asking(one, op)] += one.dur
-    by_family, by_op = defaultdict(Counter), defaultdict(Counter)
-    for (name, family, op), ns in alike.items():
-        by_family[name][family] += ns
-        by_op[name][op] += ns
+            alike[one.name, families.says(one).family, _asking(one, op)].append(one.dur)
+    times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
+    for (name, family, op), durations in alike.items():
+        times[name] += durations
+        by_family[name][family] += sum(durations)
+        by_op[name][op] += sum(durations)
     total = sum(map(sum, times.values()))
     found = []
     for name, durations in times.items():
@@ -269,30 +333,39 @@ def mostly(by_op: Counter) -> str:
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
     """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
-    found: dict[int, Op | None] = {}  # by a call's id, so that each path upwards is followed once
+    found: dict[int, Op | None] = {}  # so that each path upwards is followed once
     asking = []
     for one in work:
         op = one.launch if one.recorded is None else one.asked
-        way = []
-        while op is not None and op.kind == "runtime":
-            key = id(op)
-            if key in found:
-                op = found[key]
-                break
-            way.append(key)
-            op = op.parent
-        for key in way:
-            found[key] = op
+        if op is not None and op.kind == "runtime":
+            above = op.parent
+            op = above if above is None or above.kind != "runtime" else _above_calls(op, found)
         asking.append(op)
     return asking
+
+
+def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
+    """Return what encloses a call that lies in another call. found: the results so far, by the ids of calls."""
+    way = []
+    while op is not None and op.kind == "runtime":
+        key = id(op)
+        if key in found:
+            op = found[key]
+            break
+        way.append(key)
+        op = op.parent
+    found.update(dict.fromkeys(way, op))
+    return op
 
 
 def _asking(one: Work, op: Op | None) -> str:
     """The name of what asked for an activity: the op; of a CUDA graph whose capture is not known, the annotation that
     the capture gave to it.
     """
-    annotation = one.annotation if one.recorded is None else None
-    return annotation or (op.name if op else "")
+    launch, name = one.launch, "" if op is None else op.name
+    if one.recorded is None and launch is not None and "GraphLaunch" in launch.name:
+        return one.annotation or name
+    return name
 
 
 def _queries_before(work: Sequence[Work]) -> dict[int, int]:

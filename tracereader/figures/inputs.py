@@ -15,15 +15,10 @@ READ = {**INPUTS, "aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbm
 def inputs_of(step: Step) -> dict[str, dict[str, int]]:
     """Return the number of calls by op and by description of the inputs. Only calls with recorded tensors count."""
     found = defaultdict(Counter)
-    known: dict[tuple[str, Inputs], str] = {}  # most ops of a step repeat the inputs of another one
-    for op in step.walk():
-        if op.kind != "op":
-            continue
-        key = op.name, op.inputs
-        if (words := known.get(key)) is None:
-            words = known[key] = _words(*key)
-        if words:
-            found[op.name][words] += 1
+    # Most ops of a step repeat the inputs of another one.
+    for (name, inputs), calls in Counter([(op.name, op.inputs) for op in step.walk() if op.kind == "op"]).items():
+        if words := _words(name, inputs):
+            found[name][words] += calls
     return {name: dict(calls) for name, calls in found.items()}
 
 

@@ -3,15 +3,22 @@
 import bisect
 from collections.abc import Iterable
 from itertools import accumulate
+from operator import itemgetter
 
 Intervals = list[tuple[int, int]]  # disjoint, in order
+_begin, _end = itemgetter(0), itemgetter(1)
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
     """Return the union of the intervals."""
+    return joined(sorted(intervals))
+
+
+def joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """Return the union of intervals that are in the order of their starts."""
     merged: Intervals = []
     start = end = None
-    for one_start, one_end in sorted(intervals):
+    for one_start, one_end in intervals:
         if end is None or one_start > end:
             if end is not None:
                 merged.append((start, end))
@@ -42,7 +49,17 @@ def minus(one: Intervals, other: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    return sum(end - start for start, end in intervals)
+    return sum([end - start for start, end in intervals])
+
+
+def length_between(intervals: Intervals, start: int, end: int) -> int:
+    """Return the length of the intervals between two times. Lengths answers many such questions faster."""
+    first = bisect.bisect_right(intervals, start, key=_end)
+    last = bisect.bisect_left(intervals, end, key=_begin)
+    if first >= last:
+        return 0
+    before, after = max(0, start - intervals[first][0]), max(0, intervals[last - 1][1] - end)
+    return length(intervals[first:last]) - before - after
 
 
 def clipped(intervals: Iterable[tuple[int, int]], start: int, end: int) -> Iterable[tuple[int, int]]:
@@ -73,7 +90,7 @@ class Lengths:
     def __init__(self, intervals: Intervals):
         self.starts = [start for start, _ in intervals]
         self.ends = [end for _, end in intervals]
-        self.before = list(accumulate((end - start for start, end in intervals), initial=0))
+        self.before = list(accumulate([end - start for start, end in intervals], initial=0))
 
     def between(self, start: int, end: int) -> int:
         return max(0, self._until(end) - self._until(start))

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median_high
 
 from tracereader.trace import Step, Trace, Work
@@ -10,13 +11,14 @@ from tracereader.trace import Step, Trace, Work
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
 # on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
 FAR_WIDER = 10
+_start = attrgetter("start")
 
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
     """Return the measured steps, and their first start and last end on both lanes (ns). usual: the typical step."""
     far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
     counted = trace.steps[far_wider:]
-    ends = [one.end for one in counted] + [one.end for step in counted for one in step.work]
+    ends = [one.end for one in counted] + [one.start + one.dur for step in counted for one in step.work]
     return counted, min(one.start for one in counted), max(ends)
 
 
@@ -40,7 +42,7 @@ def recorded_step_us(trace: Trace, usual: Step) -> float:
     marks = [on_its_thread(step) for step in steps]
     on_cpu = pace([start for _, start, _ in marks], marks[-1][2])
     work = on_busiest_stream(steps)
-    on_gpu = pace([min(one.start for one in some) for some in work], max(one.end for one in work[-1]))
+    on_gpu = pace([min(map(_start, some)) for some in work], max([one.end for one in work[-1]]))
     return max(on_cpu, on_gpu) / 1e3
 
 
@@ -57,13 +59,16 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
     """Return each step's work on the busiest stream of all steps; all of its work if a step has none there."""
+    everything = [step.work for step in steps]
+    if len({one.track for work in everything for one in work}) == 1:
+        return everything
     busy: dict[tuple, int] = defaultdict(int)
     for step in steps:
         for one in step.work:
             busy[one.track] += one.dur
     busiest = max(busy, key=busy.__getitem__)
     found = [[one for one in step.work if one.track == busiest] for step in steps]
-    return found if all(found) else [step.work for step in steps]
+    return found if all(found) else everything
 
 
 def on_its_thread(step: Step) -> tuple[tuple, int, int]:
@@ -72,8 +77,10 @@ def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     if mark is not None:
         return mark.track, step.start, step.end
     # In a trace without steps the profiler's last synchronization does not count.
-    launched = max((one.launch.end for one in step.work if one.launch is not None), default=step.start)
+    launched = max([one.launch.end for one in step.work if one.launch is not None], default=step.start)
     if not step.roots:
         return (), step.start, step.end
     own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots
-    return max(own, key=lambda op: op.end).track, min(op.start for op in own), max(op.end for op in own)
+    ends = [op.start + op.dur for op in own]
+    end = max(ends)
+    return own[ends.index(end)].track, min(map(_start, own)), end

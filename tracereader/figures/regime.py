@@ -88,7 +88,7 @@ def _waits_for(trace: Trace, steady: GpuTime | None, steady_us: float, step: Ste
     step to step, without a first step that stands out, which would hide the behavior of the others.
     """
     idle = steady is None or steady.idle_us > MUCH_IDLE * steady_us
-    if idle and _captures(captures(step.roots), step):
+    if idle and _captures(captures(step.roots, trace.op_names), step):
         return "capture"
     if steady is None:
         return "cpu-only"

@@ -3,7 +3,8 @@
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
+from operator import eq
 from statistics import median
 
 import msgspec
@@ -18,9 +19,10 @@ IN_EVERY_LAYER = ("GEMM", "attention", "convolution")
 # Inductor names a kernel after all the ops that it fuses and adds a number. The ops differ from layer to layer
 # (…_add_embedding_…_7, …_add_…_12) although the kernels are of one kind.
 INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
-# The numbers of consecutive activities that are compared when looking for the distance to the next equal ones, and the
-# number of most common distances that are tried. An activity that occurs once per layer gives the layer's length.
-TOGETHER, TRIED = (1, 2, 4, 8, 16), 6
+# Sequences of 1, 2, 4, and so on up to this number of activities are compared when looking for the distance to the next
+# equal ones; and the number of most common distances that are tried. An activity that occurs once per layer gives the
+# layer's length.
+TOGETHER, TRIED = 16, 6
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 
 
@@ -210,25 +212,29 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
 def _distances(kinds: Sequence[int]) -> list[int]:
     """Return the most common distances between equal nodes, which are the lengths to try."""
     found = set()
-    for together in TOGETHER:
-        last: dict[Hashable, int] = {}
-        distances: Counter = Counter()
-        for place, group in enumerate(zip(*(kinds[offset:] for offset in range(together)), strict=False)):
+    groups, together = list(kinds), 1  # groups: a number for each sequence of `together` nodes
+    while True:
+        last: dict[int, int] = {}
+        distances = []
+        for place, group in enumerate(groups):
             if group in last:
-                distances[place - last[group]] += 1
+                distances.append(place - last[group])
             last[group] = place
-        found.update(distance for distance, _ in distances.most_common(TRIED))
-    return sorted(found)
+        found.update(distance for distance, _ in Counter(distances).most_common(TRIED))
+        if together == TOGETHER:
+            return sorted(found)
+        numbers: dict[tuple[int, int], int] = {}
+        groups = [numbers.setdefault(pair, len(numbers)) for pair in zip(groups, groups[together:], strict=False)]
+        together *= 2
 
 
 def _periodic(kinds: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
     """Yield start and end of each run whose nodes equal those one period later, for at least two periods in a row."""
-    start = None
-    for place in range(len(kinds) - period + 1):
-        same = place + period < len(kinds) and kinds[place] == kinds[place + period]
-        if same and start is None:
-            start = place
-        elif not same and start is not None:
-            if place - start >= (LEAST_TIMES - 1) * period:
-                yield start, place + period
-            start = None
+    same = bytes(map(eq, kinds, islice(kinds, period, None)))
+    start = same.find(1)
+    while start >= 0:
+        end = same.find(0, start)
+        end = len(same) if end < 0 else end
+        if end - start >= (LEAST_TIMES - 1) * period:
+            yield start, end + period
+        start = same.find(1, end)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -43,11 +43,13 @@ class Product(msgspec.Struct, frozen=True):
 
 
 def sizes_of(
-    work: Work, op: Op | None, args: dict, says: KernelName, facts: RunFacts
+    work: Work, op: Op | None, size: int | None, says: KernelName, facts: RunFacts
 ) -> tuple[Product | Attention | Convolution | None, int | None, str]:
-    """Return the sizes of a GEMM, an attention kernel or a convolution, the bytes that it has to move, and its type."""
+    """Return the sizes of a GEMM, an attention kernel or a convolution, the bytes that it has to move, and its type.
+
+    size: the bytes that a copy copies.
+    """
     if work.kind == "memcpy":
-        size = count_of(args.get("bytes"))
         within = says.parts.get("does") == kernel_names.COPIES["DtoD"]
         return None, size and size * (2 if within else 1), ""
     if op is None:
@@ -75,15 +77,14 @@ def sizes_of(
 
 def _only_kernel(work: Work, op: Op) -> bool:
     # If an op has several kernels, the shapes do not show which of them each one reads and writes.
-    return all(one is work for one in _asked_by(op, work) if one.kind != "memset")
+    return not any(one is not work and one.kind != "memset" for one in _asked_by(op, work))
 
 
-def _asked_by(op: Op, work: Work) -> Iterator[Work]:
-    """Yield the activities that an op's own calls launched; for a captured op, those of this work's replay."""
+def _asked_by(op: Op, work: Work) -> Iterable[Work]:
+    """Return the activities that an op's own calls launched; for a captured op, those of this work's replay."""
     if work.recorded is not None:
-        yield from work.recorded.together
-    else:
-        yield from (one for call in op.children for one in call.work)
+        return work.recorded.together
+    return (one for call in op.children if call.work for one in call.work)
 
 
 def _convolves(work: Work) -> bool:

@@ -1,6 +1,7 @@
 """The source of a trace: the file, the devices, the rank, and defects of the trace itself."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -125,5 +126,6 @@ def _launches(trace: Trace) -> bool:
     if not any("Launch" in name for name in trace.op_names):
         return False
     roots = [*(root for step in trace.steps for root in step.roots), *trace.outside]
-    found = captures(roots)
-    return sum(is_launch(op) for root in roots for op in root.walk()) > (found.launches if found else 0)
+    found = captures(roots, trace.op_names)
+    least = found.launches if found else 0
+    return any(islice((True for root in roots for op in root.walk() if is_launch(op)), least, None))

@@ -1,8 +1,12 @@
 """Each recorded step, measured on CPU and GPU, and the extra work of a long step."""
 
 import bisect
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
+from itertools import islice
+from operator import attrgetter, itemgetter
 from statistics import median
 
 import msgspec
@@ -20,6 +24,7 @@ GPU_STANDS_OUT = 1.3
 LONG_ENOUGH_US = 2.0
 # With recorded ops, a sixth or more of the launches lie in an op. Python launches the others itself.
 IN_OPS = 0.05
+_start = attrgetter("start")
 # The name for a step's own self time, because "ProfilerStep#3" differs in each step.
 OUTSIDE_CALLS = "outside every call"
 
@@ -113,7 +118,9 @@ def ops_recorded(step: Step) -> bool:
     calls = {id(one.launch): one.launch for one in step.work if one.launch is not None}
     calls = [call for call in calls.values() if "GraphLaunch" not in call.name]
     known: dict[int, bool] = {}  # by a slice's id, so that each path upwards is followed once
-    return not calls or sum(_lies_in_op(call, known) for call in calls) >= IN_OPS * len(calls)
+    inside = (None for call in calls if _lies_in_op(call, known))
+    enough = math.ceil(IN_OPS * len(calls))  # most launches lie in ops, so few of them decide
+    return len(list(islice(inside, enough))) == enough
 
 
 def _lies_in_op(call: Op, known: dict[int, bool]) -> bool:
@@ -135,7 +142,8 @@ def busy_us(work: Iterable[Work]) -> float:
     """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several."""
     by_device = defaultdict(list)
     for one in work:
-        by_device[one.device].append((one.start, one.end))
+        start = one.start
+        by_device[one.device].append((start, start + one.dur))
     return max((length(union(intervals)) / 1e3 for intervals in by_device.values()), default=0.0)
 
 
@@ -146,12 +154,18 @@ def first_start(step: Step) -> int | None:
 
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
     """Return the first start and the last end (ns) of some work."""
-    return min(one.start for one in work), max(one.end for one in work)
+    return min(map(_start, work)), max([one.start + one.dur for one in work])
+
+
+def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
+    """Return the ops and calls with a wanted name that lie in no other one, in order."""
+    names = {op.name for op in step.named(wanted)}
+    return list(outermost(step.roots, lambda op: op.name in names)) if names else []
 
 
 def label_of(step: Step) -> Op | None:
     """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
-    return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
+    return next(outermost(step.roots, lambda op: op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:
@@ -159,8 +173,9 @@ def self_us(op: Op) -> float:
     if not op.children:
         return op.dur / 1e3
     own = op.dur - sum([child.dur for child in op.children])
-    if op.children[-1].end > op.end:
-        own += sum(max(0, child.end - op.end) for child in op.children)
+    last, end = op.children[-1], op.start + op.dur
+    if last.start + last.dur > end:
+        own += sum(max(0, child.end - end) for child in op.children)
     return max(0, own) / 1e3
 
 
@@ -190,11 +205,12 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
     usual_busy = median([us for us in busy if us] or [0.0])
+    asked = [one.start for one in trace.queries]
     facts = []
     before = usual_self = None
     for step, gap, gpu_us, stretch in zip(trace.steps, gaps, busy, stretches, strict=True):
-        has_launch = [one for one in step.work if one.launch is not None]
-        first = min(has_launch, key=lambda one: one.launch.start, default=None)
+        has_launch = [(one.launch.start, one.start) for one in step.work if one.launch is not None]
+        launched, started = min(has_launch, default=(None, None))
         ratio = _ratio(trace, step, usual)
         wide = ratio >= STANDS_OUT
         compiled, compile_us = _compiled(step) if compiles else ([], 0.0)
@@ -207,12 +223,12 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
                 name=step.name,
                 cpu_us=step.us,
                 label_to_first_op_us=gap,
-                launches=launches(step),
+                launches=launches(step) if has_launch else 0,
                 gpu_busy_us=gpu_us,
                 gpu_span_us=(end - start) / 1e3,
                 gpu_idle_share=_idle_share(when_busy, step, *stretch) if stretch else None,
-                launch_to_start_us=(first.start - first.launch.start) / 1e3 if first else None,
-                occupancy_queries=len(_within(trace.queries, step)),
+                launch_to_start_us=(started - launched) / 1e3 if has_launch else None,
+                occupancy_queries=bisect.bisect_left(asked, step.end) - bisect.bisect_left(asked, step.start),
                 idle_before_us=(step.start - before.end) / 1e3 if before else None,
                 compiled=compiled,
                 compile_us=compile_us,
@@ -323,20 +339,19 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
 
 def _compiled(step: Step) -> tuple[list[str], float]:
     """Return torch.compile's compilations in a step, and the time (µs) of its outermost slices."""
-    ids = {match[1] for op in step.walk() if (match := COMPILE_ID.search(op.name))}
+    ids = {COMPILE_ID.search(op.name)[1] for op in step.named(COMPILE_ID.search)}
     return sorted(ids), sum(op.us for op in compilations(step))
 
 
 def compilations(step: Step) -> list[Op]:
     """Return the outermost slices of torch.compile's compilations in a step."""
-    return list(outermost(step.roots, lambda op: op.name.endswith(COMPILING)))
+    return outermost_named(step, lambda name: name.endswith(COMPILING))
 
 
 def _label_gap_us(step: Step) -> float | None:
     """Return the time (µs) from the annotation's start (or the step's) to the start of the first op in it."""
     label = label_of(step)
-    ops = label.walk() if label else step.walk()
-    first = next((op for op in ops if op.kind == "op"), None)
+    first = next(outermost([label] if label else step.roots, lambda op: op.kind == "op"), None)
     return (first.start - (label.start if label else step.start)) / 1e3 if first else None
 
 
@@ -346,8 +361,8 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
         overheads[one.name] += one.us
     own = _self_by_name(step)
     both = {name: (mine, usual_self[name]) for name, mine in own.items() if name in usual_self}
-    first_calls = Counter({name: mine.us for name, mine in own.items() if name not in usual_self})
-    slower = first_calls + Counter({name: mine.us - theirs.us for name, (mine, theirs) in both.items()})
+    first_calls = {name: mine.us for name, mine in own.items() if name not in usual_self}
+    slower = first_calls | {name: mine.us - theirs.us for name, (mine, theirs) in both.items()}
     gone = sum(theirs.us for name, theirs in usual_self.items() if name not in own)
     more_calls = {
         name: (mine.calls, theirs.calls, (mine.calls - theirs.calls) * theirs.us / theirs.calls)
@@ -363,9 +378,9 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     return Excess(
         us=step.us - usual.us,
         before_first_op_us=gap_excess,
-        first_calls=dict(first_calls.most_common(8)),
-        overheads=dict(overheads.most_common(8)),
-        slower=dict(slower.most_common(8)),
+        first_calls=_largest(first_calls),
+        overheads=_largest(overheads),
+        slower=_largest({name: us for name, us in slower.items() if us > 0}),
         less_us=gone + sum(max(0.0, theirs.us - mine.us) for mine, theirs in both.values()),
         more_calls=more_calls,
         runtime=[name for name in more_calls if own[name].kinds == {"runtime"}],
@@ -381,9 +396,13 @@ def _excess(trace: Trace, step: Step, usual: Step, gap_excess: float, usual_self
     )
 
 
+def _largest(us: dict[str, float]) -> dict[str, float]:
+    return dict(nlargest(8, us.items(), key=itemgetter(1)))
+
+
 def _within(slices: Sequence[Op], step: Step) -> Sequence[Op]:
     """Return the slices that start in the step, in the order of their starts."""
-    first, last = (bisect.bisect_left(slices, time, key=lambda one: one.start) for time in (step.start, step.end))
+    first, last = (bisect.bisect_left(slices, time, key=_start) for time in (step.start, step.end))
     return slices[first:last]
 
 
@@ -400,7 +419,7 @@ def _self_by_name(step: Step) -> dict[str, _Own]:
     times = defaultdict(_Own)
     for op in step.walk():
         one = times[OUTSIDE_CALLS if op.name.startswith(STEP) else op.name]
-        one.us += self_us(op)
+        one.us += self_us(op) if op.children else op.dur / 1e3
         one.calls += 1
         one.kinds.add(op.kind)
     return dict(times)

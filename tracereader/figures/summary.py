@@ -21,7 +21,7 @@ from tracereader.figures.decoding import (
     unneeded,
     weight_reads,
 )
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, families, gpu_time, idle_in, parts_by_device
+from tracereader.figures.gpu_time import FamilyTime, GpuTime, Parts, families, gpu_time, idle_in, parts_by_device
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
@@ -133,7 +133,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def summed_us(self) -> float:
         """Return the summed times (µs) of that GPU work; overlapping activities count in full."""
-        return sum(one.us for one in self.gpu_work)
+        return sum([one.us for one in self.gpu_work])
 
     @property
     def busy_share(self) -> float | None:
@@ -192,7 +192,6 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
     regime = regime_of(trace, usual, step, parts)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
-    caught = captures(step.roots)
     return Summary(
         source=source(trace),
         steps=facts,
@@ -210,11 +209,11 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         after_first=regime.after_first,
         waits_for=regime.waits_for,
         families=families(trace.work, start, end),
-        captures=caught,
+        captures=captures(step.roots, trace.op_names),
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),
-        step_gpu=_alone(step.work) if step.work else None,
+        step_gpu=_alone(step.work, parts if len(step.work) == len(trace.work) else ()) if step.work else None,
         idle_in=waits_in,
         first_wait_us=_first_wait_us(trace, start),
         idle_python=waits_in_python,
@@ -235,10 +234,13 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _alone(work: Sequence[Work]) -> GpuTime | None:
-    """Return the time of some work alone, from its first start to its last end. None if it takes no time."""
+def _alone(work: Sequence[Work], parts: Sequence[Parts]) -> GpuTime | None:
+    """Return the time of some work alone, from its first start to its last end. None if it takes no time.
+
+    parts: those of the window, if the trace has no other work.
+    """
     start, end = spanned(work)
-    return gpu_time(parts_by_device(work, start, end), start, end)
+    return gpu_time(parts or parts_by_device(work, start, end), start, end)
 
 
 def _first_wait_us(trace: Trace, start: int) -> float | None:

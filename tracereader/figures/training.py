@@ -9,6 +9,7 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
 from tracereader.figures.places import Place
+from tracereader.figures.steps import outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
@@ -113,9 +114,9 @@ def training(trace: Trace, step: Step) -> Training:
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
-        optimizers=_optimizers(step, ops, rest),
+        optimizers=_optimizers(step, rest),
         syncs=syncs,
-        loading=_loading(step, ops, rest),
+        loading=_loading(step, rest),
         memory=_memory(trace, step),
     )
 
@@ -132,12 +133,14 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     if not trace.forward_of:
         return ()
     # If several ops start at one time, autograd keeps the number of the outermost one: aten::linear has none.
-    names = {(op.track, op.start): op.name for op in reversed(ops) if op.kind == "op"}
+    begun = {start for _, start in trace.forward_of.values()}
+    names = {(op.track, op.start): op.name for op in reversed(ops) if op.start in begun and op.kind == "op"}
     inside = _ids(again)  # another op's forward: the first backward recomputes everything that was dropped
     gpu, pieces = Counter(), Counter()
+    starts = {start for _, start in trace.forward_of}
     for one in step.work:
         for op in one.launch.above() if one.launch and id(one.launch) not in inside else ():
-            forward = trace.forward_of.get((op.track, op.start))
+            forward = trace.forward_of.get((op.track, op.start)) if op.start in starts else None
             if forward is not None:
                 name = names.get(forward)
                 if name is not None:
@@ -171,7 +174,7 @@ def recomputed_ops(step: Step) -> list[Op]:
     nothing shows which of them ran before.
     """
     found = []
-    for op in outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)):
+    for op in outermost_named(step, lambda name: name.startswith(AUTOGRAD)):
         recorded = list(outermost(op.children, _is_recorded))
         if recorded and _runs_unrecorded(op, recorded):
             found.extend(recorded)
@@ -209,14 +212,14 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
     )
 
 
-def _optimizers(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[OptimizerCost, ...]:
+def _optimizers(step: Step, idle: Intervals | None) -> tuple[OptimizerCost, ...]:
     slices: dict[str, list[Op]] = defaultdict(list)
-    for op in ops:
-        if op.kind == "label" and op.name.startswith(OPTIMIZER):
+    for op in step.named(lambda name: name.startswith(OPTIMIZER)):
+        if op.kind == "label":
             slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
     found, idle_in = [], Lengths(idle or [])
     for name, some in slices.items():
-        closure, backward = _closure(some, ops)
+        closure, backward = _closure(some, step)
         both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
         own = minus(union((one.start, one.end) for one in some), both)
         inside = _ids(some) - _ids(closure)
@@ -254,7 +257,7 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
     return "for-loop" if ops or work else ""
 
 
-def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
     """Return the ops of forward and backward that an optimizer's closure runs in its steps, and backward's alone.
 
     Forward's ops are found by their numbers, which backward's ops share. Backward may run on a thread of its own. An
@@ -262,7 +265,8 @@ def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op
     """
     calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
     steps = Lengths(union((one.start, one.end) for one in calling))
-    backward = [op for op in ops if op.name.startswith(AUTOGRAD) and steps.between(op.start, op.start + 1)]
+    backward = step.named(lambda name: name.startswith(AUTOGRAD))
+    backward = [op for op in backward if steps.between(op.start, op.start + 1)]
     numbers = {_numbers_of(op).number for op in backward} - {-1}
     forward, pending = [], list(calling) if numbers else []
     while pending:
@@ -277,11 +281,9 @@ def _closure(slices: Sequence[Op], ops: Sequence[Op]) -> tuple[list[Op], list[Op
 
 def _waits_in(op: Op) -> bool:
     """Return whether a runtime API call waits until the GPU is done, as a copy to unpinned memory does."""
-    if op.kind != "runtime":
-        return False
     if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
         return True
-    return any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
+    return bool(op.work) and any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:
@@ -294,7 +296,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     launches = sorted((op.start, op.end) for op in ops if op.work)
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}
-    for call in sorted((op for op in ops if _waits_in(op)), key=_start):
+    for call in sorted([op for op in ops if op.kind == "runtime" and _waits_in(op)], key=_start):
         sums = found[asking(call), call.name]
         sums[0] += 1
         sums[1] += call.us
@@ -325,8 +327,9 @@ def asking(call: Op) -> str:
     return name or (label if label and not label.startswith(STEP) else "Python")
 
 
-def _loading(step: Step, ops: Sequence[Op], idle: Intervals | None) -> Loading | None:
-    waits = union((op.start, min(op.end, step.end)) for op in ops if op.kind == "label" and op.name.startswith(LOADER))
+def _loading(step: Step, idle: Intervals | None) -> Loading | None:
+    labels = [op for op in step.named(lambda name: name.startswith(LOADER)) if op.kind == "label"]
+    waits = union((op.start, min(op.end, step.end)) for op in labels)
     if not waits:
         return None
     us = sum(end - start for start, end in waits) / 1e3

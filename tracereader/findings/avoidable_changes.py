@@ -33,7 +33,7 @@ GUARDS_LEFT = 0.2
 def allocator(case: Case) -> Proposal | None:
     if not case.has(ALLOCATES.__contains__):
         return None
-    calls = [[op for op in step.walk() if op.kind == "runtime" and op.name in ALLOCATES] for step in case.steps]
+    calls = [[op for op in step.named(ALLOCATES.__contains__) if op.kind == "runtime"] for step in case.steps]
     typical = _of_typical(case, calls)
     if not typical:
         return None
@@ -205,7 +205,7 @@ def static_inputs(case: Case) -> Proposal | None:
     """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
     if not any("GraphLaunch" in one.launched_by for one in case.summary.gpu_work):
         return None
-    copies = [[op for op in step.walk() if op.name == COPIES_INPUTS] for step in case.steps]
+    copies = [step.named(COPIES_INPUTS.__eq__) for step in case.steps]
     typical = _of_typical(case, copies)
     if not typical:
         return None
@@ -220,9 +220,10 @@ def static_inputs(case: Case) -> Proposal | None:
 def skip_guards(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.startswith(LOOKUP)):
         return None
-    lookups = [[op for op in step.walk() if op.name.startswith(LOOKUP)] for step in case.steps]
+    lookups = [step.named(lambda name: name.startswith(LOOKUP)) for step in case.steps]
     typical = _of_typical(case, lookups)
-    if not all(lookups) or any(compilations(step) for step in case.trace.steps):
+    compiles = case.has(lambda name: name.endswith(COMPILING))
+    if not all(lookups) or (compiles and any(compilations(step) for step in case.trace.steps)):
         return None
     each = [sum(op.us for op in some) for some in lookups]
     # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.

@@ -15,6 +15,8 @@ from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
     is_wait,
+    may_wait,
+    waits_of,
     with_cpu_time,
     with_durations,
     without_cpu_time,
@@ -53,10 +55,15 @@ EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 ONE_CALL_US = 50
 
 
+def _labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
+    """Return the annotations of a step whose names start so."""
+    return [op for op in step.named(lambda name: name.startswith(starts)) if op.kind == "label"]
+
+
 def _waits(case: Case) -> list[Op]:
     """Return the calls of the replayed steps that wait for the GPU, without the profiler's own synchronization."""
     last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
-    found = (op for step in case.steps for op in step.walk() if op.kind == "runtime" and is_wait(op))
+    found = (op for step in case.steps for op in waits_of(step))
     return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
 
 
@@ -70,7 +77,7 @@ def cuda_graph(case: Case) -> Proposal | None:
         or len({work.device for work in case.step.work}) > 1
     ):
         return None
-    if waits := [op for step in case.trace.steps[len(summary.left_out) :] for op in _waits_before_a_launch(step)]:
+    if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
         return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains or single else _small_graph(case)
@@ -85,14 +92,14 @@ def cuda_graph(case: Case) -> Proposal | None:
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
     # through autograd, which passes each one to its parameter.
     eager = (OPTIMIZER, LOADER)
-    stays = [op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith(eager)]
+    stays = [op for step in case.steps for op in _labels(step, eager)]
     left_out = case.launched_in(*eager)
     captured = [one for one in case.step.work if id(one) not in left_out]
     accumulated = [
         (op.track, op.start, op.us)
         for step in case.steps
-        for op in step.walk()
-        if op.name == ACCUMULATES and not any(below.work for below in op.walk())
+        for op in step.named(ACCUMULATES.__eq__)
+        if not any(below.work for below in op.walk())
     ]
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
@@ -137,11 +144,13 @@ def _small_graph(case: Case) -> Proposal:
     )
 
 
-def _waits_before_a_launch(step: Step) -> list[Op]:
-    """Return the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
-    last = max((one.launch.start for one in step.work if one.launch), default=0)
-    found = (op for op in step.walk() if op.kind == "runtime" and op.start < last and is_wait(op))
-    return [op for op in found if not _copies_input(op)]
+def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
+    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
+    names = frozenset(filter(may_wait, case.trace.op_names))
+    for step in steps if names else ():
+        last = max([one.launch.start for one in step.work if one.launch], default=0)
+        calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
+        yield from (op for op in calls if is_wait(op) and not _copies_input(op))
 
 
 def _copies_input(call: Op) -> bool:
@@ -186,7 +195,7 @@ def remove_sync(case: Case) -> Proposal | None:
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    names = Counter(_waits_in(op) for op in case.step.walk() if id(op) in ids)
+    names = Counter(_waits_in(op) for op in waits_of(case.step) if id(op) in ids)
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
@@ -230,11 +239,10 @@ def fused_optimizer(case: Case) -> Proposal | None:
     groups, spans, added = [], [], []
     names = {f"{OPTIMIZER}{one.name}.step" for one in loops}
     for step in case.steps:
-        for label in step.walk():
-            if label.kind != "label" or label.name not in names:
+        for label in _labels(step, tuple(names)):
+            if label.name not in names:
                 continue
-            calls = {id(op) for op in label.walk()}
-            work = [one for one in step.work if one.launch is not None and id(one.launch) in calls]
+            work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)
             if not work:
                 continue
             by_op = Counter()
@@ -259,7 +267,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
 
 
 def data_loader(case: Case) -> Proposal | None:
-    waits = [op for step in case.steps for op in step.walk() if op.kind == "label" and op.name.startswith(LOADER)]
+    waits = [op for step in case.steps for op in _labels(step, LOADER)]
     loading = case.summary.training.loading
     if not waits or loading is None:
         return None
@@ -355,7 +363,7 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
 def _calls_as_one(case: Case) -> Proposal | None:
     """Return a proposal to replace equal products of independent tensors by one batched product."""
-    taken = sum(op.name in SLICES for op in case.step.walk() if op.kind == "op")
+    taken = sum(op.kind == "op" for op in case.step.named(SLICES.__contains__))
     # Calls on slices of one tensor, and calls whose results are stacked, are independent of each other. Layers of a
     # network need the layer before.
     runs = [

@@ -120,7 +120,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
     """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it."""
-    return any(op.kind == "op" and op.name.startswith(OF_UNKNOWN_SIZE) for op in case.step.walk())
+    return any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE)))
 
 
 def _is_compiled(one: GpuWork) -> bool:

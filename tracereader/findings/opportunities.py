@@ -50,6 +50,8 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
 def _shorter(case: Case, after: Graph) -> dict[str, int]:
     """Return by how much (ns) a change shortens or removes the typical step's GPU activities, by name."""
     before, found = case.graph, {}
+    if after.dur is before.dur and after.activity is before.activity:  # it changes no GPU work
+        return found
     for one in case.step.work:
         was, now = before.activity.get(id(one)), after.activity.get(id(one))
         if was is not None and (now is None or after.dur[now] < before.dur[was]):

@@ -190,8 +190,8 @@ class Case:
         """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
         calls = {
             id(call)
-            for op in self.step.walk()
-            if op.kind == "label" and op.name.startswith(labels)
+            for op in self.step.named(lambda name: name.startswith(labels))
+            if op.kind == "label"
             for call in op.walk()
         }
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}

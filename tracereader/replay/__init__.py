@@ -6,7 +6,7 @@
 
 A change is a function from a Graph to a Graph, and changes compose: without_waits(cuda_graph(graph), calls). A change
 has to be made in all steps of graph.trace.steps, for example
-without_waits(graph, [op for step in trace.steps for op in step.walk() if is_wait(op)]).
+without_waits(graph, [op for step in trace.steps for op in waits_of(step)]).
 The changes (replay/changes.py):
 
 - without_cpu_time(graph, spans): these spans of threads take no time. spans_of(ops) returns the spans of ops.
@@ -43,7 +43,7 @@ from tracereader.replay.changes import (
     without_waits,
     without_work,
 )
-from tracereader.replay.graph import Graph, Reason, Refused, graph_of, is_wait
+from tracereader.replay.graph import Graph, Reason, Refused, graph_of, is_wait, may_wait, waits_of
 
 __all__ = [
     "Graph",
@@ -54,8 +54,10 @@ __all__ = [
     "fused",
     "graph_of",
     "is_wait",
+    "may_wait",
     "overlapped",
     "spans_of",
+    "waits_of",
     "with_cpu_speed",
     "with_cpu_time",
     "with_durations",

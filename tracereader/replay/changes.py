@@ -17,6 +17,7 @@ from tracereader.trace import Op, Step, Work, outermost
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
+FACTORS = 1024  # cpu_factor() decides between so many
 OTHER = -2  # stands for a group: other work, or work of several groups
 # Measurements of graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42
 # to 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the
@@ -315,10 +316,16 @@ def cpu_factor(graph: Graph, step_us: float) -> float:
     the CPU time is without it. The factor is 1 if step_us is not below the recorded time, and 0 if the GPU alone takes
     longer than step_us.
     """
-    if step_us >= graph.step_us():
+    low, high = 0, FACTORS
+    times = {low: with_cpu_speed(graph, 0.0).step_us(), high: graph.step_us()}
+    if step_us >= times[high]:
         return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if with_cpu_speed(graph, middle).step_us() < step_us else (low, middle)
-    return (low + high) / 2 if low else 0.0
+    if step_us <= times[low]:
+        return 0.0
+    while high - low > 1:
+        # The step's time is nearly linear in the factor. Where it is not, every third guess halves the interval.
+        share = (step_us - times[low]) / (times[high] - times[low]) if len(times) % 3 else 0.5
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        times[middle] = with_cpu_speed(graph, middle / FACTORS).step_us()
+        low, high = (middle, high) if times[middle] < step_us else (low, middle)
+    return (low + high) / 2 / FACTORS if low else 0.0

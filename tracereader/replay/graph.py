@@ -142,7 +142,7 @@ class Graph:
         for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
             if before >= 0:
                 start = ends[before] + lag
-                if start < starts[before]:  # it overlaps the node before it, which has become shorter
+                if lag < 0 and start < starts[before]:  # it overlaps the node before it, which has become shorter
                     start = starts[before]
                 if via >= 0 and (other := ends[via] + delay) > start:
                     start = other
@@ -171,7 +171,7 @@ def _pace_us(
     on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
     works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
     firsts = [min(map(starts.__getitem__, work)) for work in works]
-    return max(on_cpu, pace(firsts, max(ends[node] for node in steps[-1].work))) / 1e3
+    return max(on_cpu, pace(firsts, max(map(ends.__getitem__, steps[-1].work)))) / 1e3
 
 
 def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
@@ -229,13 +229,22 @@ def is_wait(call: Op) -> bool:
     return all(one.start + one.dur // 2 <= call.end for one in call.work)
 
 
+def waits_of(step: Step) -> list[Op]:
+    """Return the runtime calls of a step that return only after some GPU work has ended."""
+    return [op for op in step.named(may_wait) if op.kind == "runtime" and is_wait(op)]
+
+
+def may_wait(name: str) -> bool:
+    """Return whether some calls of this name wait."""
+    return "Synchronize" in name or "Memcpy" in name
+
+
 class _Builder:
     """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 
     def __init__(self, trace: Trace, recorded_us: float):
         self.trace, self.recorded_us = trace, recorded_us
         self.columns = {name: array("q") for name in COLUMNS}
-        self.appends = [column.append for column in self.columns.values()]
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
         self.threads: dict[tuple, list[int]] = defaultdict(list)
         self.streams: dict[tuple, list[int]] = defaultdict(list)
@@ -262,9 +271,12 @@ class _Builder:
         lag, key = 0, time
         if before >= 0:
             lag = time - columns["at"][before] - columns["dur"][before]
-            key = max(time, order[before])
-        for append, value in zip(self.appends, (time, dur, before, lag, NOBODY, 0, NOBODY, 0)):  # noqa: B905  often
-            append(value)
+            if order[before] > time:
+                key = order[before]
+        columns["at"].append(time)
+        columns["dur"].append(dur)
+        columns["before"].append(before)
+        columns["lag"].append(lag)
         order.append(key)
         return node
 
@@ -289,6 +301,9 @@ class _Builder:
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
             points[one].append((stopped, 0, ("stop", number)))
             points[other].append((went_on, -1, ("go on", number)))  # before a step's end at the same time
+        nodes = sum(map(len, points.values())) + len(self.trace.work)
+        for to, lag_of_it in LAG_OF.items():  # few nodes have one, and _tie() sets it
+            self.columns[to], self.columns[lag_of_it] = array("q", (NOBODY,)) * nodes, array("q", (0,)) * nodes
         found = {}
         for track in list(points):
             some = points.pop(track)  # as large as the trace's calls, and needed once
@@ -342,7 +357,9 @@ class _Builder:
         at, lag, order = self.columns["at"], self.columns["lag"], self.order
         latest: dict[tuple, list[Work]] = {}  # track -> the last two activities of the stream
         for one in self.trace.work:
-            recent = latest.setdefault(one.track, [])
+            if one.track not in latest:
+                latest[one.track] = []
+            recent = latest[one.track]
             before = recent[-1] if recent else None
             start, on_stream = one.start, self.streams[one.track]
             node = self.activity[id(one)] = self._add(start, one.dur, on_stream[-1] if on_stream else NOBODY)
@@ -359,8 +376,8 @@ class _Builder:
                 self._tie(node, "via", launch, latency)
                 order[node] = max(order[node], order[launch])
                 allowed.append((called, "delay", latency))
-            is_late = bool(allowed) and all(start > time + least for time, _, least in allowed)
-            other = self._awaited(one, latest, before, is_late)
+            is_late = bool(allowed) and all([start > time + least for time, _, least in allowed])
+            other = self._awaited(one, latest, before, is_late) if len(latest) > 1 else None
             if other is not None:
                 behind = self.activity[id(other)]
                 self._tie(node, "wait", behind, min(one.start - other.end, self.gap_ns))
@@ -382,8 +399,6 @@ class _Builder:
         cudaStreamWaitEvent after the launch before it on this stream, or if it started late and directly after the
         other activity. If neither holds, the result is None.
         """
-        if len(latest) == 1:
-            return None
         since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
         if self.recorded.decides(one):
             return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
@@ -584,13 +599,16 @@ def _boundaries(roots: dict[tuple, list[Op]], ends: Iterable[tuple[int, tuple]])
     """Return the times at which threads that run ops leave and enter an outermost op or call, in order.
 
     ends: the steps' ends with their threads, which are among them. A step may end with the wait for another thread.
+    Empty if a single thread runs ops, because it waits for no other one.
     """
+    by_track = {track: list(outermost(some, lambda op: op.kind != "label")) for track, some in roots.items()}
+    by_track = {track: own for track, own in by_track.items() if any(op.kind == "op" for op in own)}
+    if len(by_track) < 2:
+        return []
     found = []
-    for track, some in roots.items():
-        own = list(outermost(some, lambda op: op.kind != "label"))
-        if any(op.kind == "op" for op in own):
-            found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
-            found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
+    for track, own in by_track.items():
+        found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
+        found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
     return sorted(found, key=lambda edge: edge[:2])
 
 

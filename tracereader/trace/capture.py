@@ -70,6 +70,8 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> None:
     A replay is not tied if no capture fits, or if several captures fit that differ in their ops, shapes or modules.
     """
     recordings = [one for other in captured for one in _recordings(other)]
+    if not recordings:
+        return
     for step in trace.steps:
         replays: dict[int, list[Work]] = defaultdict(list)
         for one in step.work:

@@ -47,19 +47,31 @@ def says(work: Work) -> KernelName:
 
 
 def _says(work: Work) -> KernelName:
-    name = decode(work.name)
-    if name.family == UNKNOWN and work.kind != "kernel":
-        # Whatever the driver of another vendor calls it, the profiler says what it is.
-        return KernelName("memset" if work.kind == "memset" else "copy", "driver", {})
-    if work.kind != "kernel" or work.asked is None or name.family in ONE_PURPOSE:
-        return name
-    is_open = name.family in ("other", UNKNOWN)
-    if not is_open and name.maker.startswith(NAMED_FOR_THEIR_JOB):
+    name, is_open = _by_name(work.name, work.kind)
+    if is_open is None or work.asked is None:
         return name
     if found := (_of_an_open_name(name, work) if is_open else _of_a_library(name, work)):
-        family, op = found
-        return KernelName(family, name.maker, {**name.parts, "known from": op})
+        return _known_from(work.name, *found)
     return name
+
+
+@functools.lru_cache(maxsize=100_000)
+def _by_name(kernel: str, kind: str) -> tuple[KernelName, bool | None]:
+    """The content of a name, and whether the family is open; None if no op can change the family."""
+    name = decode(kernel)
+    if kind != "kernel" and name.family == UNKNOWN:
+        # Whatever the driver of another vendor calls it, the profiler says what it is.
+        return KernelName("memset" if kind == "memset" else "copy", "driver", {}), None
+    if kind != "kernel" or name.family in ONE_PURPOSE:
+        return name, None
+    is_open = name.family in ("other", UNKNOWN)
+    return name, None if not is_open and name.maker.startswith(NAMED_FOR_THEIR_JOB) else is_open
+
+
+@functools.lru_cache(maxsize=100_000)
+def _known_from(kernel: str, family: str, op: str) -> KernelName:
+    name = decode(kernel)
+    return KernelName(family, name.maker, {**name.parts, "known from": op})
 
 
 def _of_an_open_name(name: KernelName, work: Work) -> tuple[str, str] | None:

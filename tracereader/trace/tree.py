@@ -10,43 +10,34 @@ import gc
 import math
 import re
 import sys
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from operator import attrgetter
+from itertools import chain, compress, count, islice
+from operator import attrgetter, eq
 from pathlib import Path
 
 import msgspec
 
 from tracereader import progress
 from tracereader.trace.decoded import decoded, decoded_as
-from tracereader.trace.document import DEFAULT_LIMIT, LARGEST, MISSING, Document, Event, TraceError, load
+from tracereader.trace.document import (
+    DEFAULT_LIMIT,
+    KINDS,
+    LARGEST,
+    MISSING,
+    NO_SLICES,
+    Document,
+    Event,
+    TraceError,
+    load,
+)
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
-# What each category of Kineto's holds; the capitalized ones are what torch wrote before 2.0.
-KINDS = {
-    "user_annotation": "label",
-    "cpu_op": "op", "Operator": "old op",  # annotations, too, before torch 1.11
-    "python_function": "python",
-    "cuda_runtime": "runtime", "cuda_driver": "runtime", "Runtime": "runtime", "hip_runtime": "runtime",
-    "xpu_runtime": "runtime", "xpu_driver": "runtime",
-    "kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset",
-    "Kernel": "kernel", "Memcpy": "memcpy", "Memset": "memset",
-    "overhead": "overhead",
-    "mtia_runtime": "runtime", "glow_runtime": "runtime", "privateuse1_runtime": "runtime",
-    "privateuse1_driver": "runtime",
-    "gpu_user_annotation": "span",  # on the kernels' own track: only good for finding crossings
-    # Nodes of a replayed CUDA graph that are no work of the device: callbacks on the CPU, and recorded events.
-    "graph_host_node": "node", "graph_event_node": "node",
-    # On a device's tracks, and none of its work: who waits for which event, and samples of counters.
-    "cuda_sync": "sync", "cuda_event": "mark", "cuda_profiler_range": "mark", "xpu_sync": "mark",
-    "hardware_counters": "mark",
-    "inside_kernel": "inside",  # what a kernel recorded of itself; common/kernel_lanes.py writes them
-}  # fmt: skip
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
@@ -90,11 +81,14 @@ class Op(_Slice, eq=False):
     parent: "Op | None" = None
     children: "Sequence[Op]" = ()
     work: "Sequence[Work]" = ()  # what this runtime call launched, in the order of the starts
+    read_inputs: Inputs | None = None  # once they were asked for: see inputs
 
     @property
     def inputs(self) -> Inputs:
         """Return what torch recorded of the inputs, which is read faster than all arguments."""
-        return inputs_of(self.raw)
+        if self.read_inputs is None:
+            self.read_inputs = inputs_of(self.raw)
+        return self.read_inputs
 
     def walk(self) -> Iterator["Op"]:
         """Yield this op and all below it, in the order of their starts."""
@@ -169,7 +163,11 @@ class Work(_Slice, eq=False):
     @property
     def annotation(self) -> str | None:
         """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
-        return annotation_of(self.args) if self.from_graph and b'"graph node id"' in bytes(self.raw) else None
+        if not self.from_graph:
+            return None
+        raw = bytes(self.raw)
+        may_have_one = b'"graph node id"' in raw and (b'"name"' in raw or b'"annotation"' in raw)
+        return annotation_of(self.args) if may_have_one else None
 
 
 class Recorded(msgspec.Struct, eq=False):
@@ -268,6 +266,23 @@ class Step:
                 stack.extend(reversed(op.children))
         return tuple(found)
 
+    def named(self, wanted: Callable[[str], object]) -> list[Op]:
+        """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""
+        places = sorted(chain.from_iterable(some for name, some in self._by_name.items() if wanted(name)))
+        return [self._ops[place] for place in places]
+
+    @cached_property
+    def _by_name(self) -> dict[str, array]:
+        """The places of the ops of each name among all ops."""
+        found: dict[str, array] = {}
+        for place, op in enumerate(self._ops):
+            name = op.name
+            if name in found:
+                found[name].append(place)
+            else:
+                found[name] = array("I", (place,))
+        return found
+
     def dispatch(self) -> Iterator[tuple[Op, int]]:
         """Yield every op with its depth, parents first."""
         stack = [(root, 0) for root in reversed(self.roots)]
@@ -363,11 +378,18 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             "node": (Work, nodes), "python": (Op, modules), "inside": (Phase, inside),
             "old op": (Op, old_ops)}  # fmt: skip
     tracks: dict[tuple, tuple] = {}
-    track = (None, None)
-    frames: dict[tuple, list[Frame]] = {}
+    track = pid = tid = None
+    intern = sys.intern  # otherwise the names of a trace take a quarter of its file's size
+    frames: dict[tuple, list[Frame]] = defaultdict(list)
     events, exact = document.events, document.exact
     show(f"building {len(events):,} events")
     kinds, not_known, taken = _kinds(events)
+    special = ("python", *WORK)  # their names decide, too
+    made = {
+        cat: (kind, made[kind][0], made[kind][1].append, kind not in special)
+        for cat, kind in kinds.items()
+        if kind in made
+    }
     zero = next((int(event.ts) for event in events if event.ph == "X" and _is_time(event.ts)), 0)
     for number, event in enumerate(events):
         if event.ph != "X":
@@ -382,11 +404,11 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             if event.ph in ("s", "f"):
                 events[number] = None
             continue
-        kind = kinds.get(event.cat)
-        if kind not in made:
-            if kind == "sync":
+        if (known := made.get(event.cat)) is None:
+            if kinds.get(event.cat) == "sync":
                 syncs.append(event)
             continue
+        kind, make, into, is_plain = known
         ts, dur = event.ts, event.dur
         if not ts and (not dur or dur == MISSING):
             zeroed += 1  # nothing happens at time zero
@@ -396,17 +418,18 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             raise TraceError(f"{path}: event {number + 1} ({event.name[:60]!r}) has no usable {what}")
         # The difference of two doubles so near each other is exact: its product is off by less than half.
         start, length = round((ts - zero) * 1000), round(dur * 1000)
-        if (event.pid, event.tid) != track:
-            track = (event.pid, event.tid)
+        if event.tid != tid or event.pid != pid:
+            pid, tid = track = event.pid, event.tid
             track = tracks.setdefault(track, track)
-        name = sys.intern(event.name)  # otherwise the names of a trace take a quarter of its file's size
-        make, into = made[kind]
-        if kind == "python" and not name.startswith(MODULE):
-            frames.setdefault(track, []).append(Frame(name, start, start + length))
+        name = intern(event.name)
+        if is_plain:
+            into(make(name, kind, start, length, track, event.args))
+        elif kind == "python" and not name.startswith(MODULE):
+            frames[track].append(Frame(name, start, start + length))
         else:
             if make is Work and name in ("Memcpy", "Memset"):
                 name = _copy_in_words(event)
-            into.append(make(name, kind, start, length, track, event.args))
+            into(make(name, kind, start, length, track, event.args))
         events[number] = None  # so that the events and what is made of them never stand side by side
     for op in old_ops:
         op.kind = "label" if op.name.startswith((STEP, *PHASES)) else "op"
@@ -448,6 +471,8 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
             "read the trace of each rank"
         )
     steps, outside = _steps(marks, roots, work)
+    op_names = frozenset([op.name for op in ops])
+    asking = {name for name in op_names if "Occupancy" in name}
     return Trace(
         path=path,
         zero_us=zero,
@@ -460,9 +485,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         outside=outside,
         spans=tuple(spans),
         memory=_memory(memory, zero),
-        queries=tuple(op for op in ops if op.kind == "runtime" and "Occupancy" in op.name),
-        op_names=frozenset(op.name for op in ops),
-        frames=frames,
+        queries=tuple([op for op in ops if op.name in asking and op.kind == "runtime"] if asking else ()),
+        op_names=op_names,
+        frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
@@ -487,7 +512,8 @@ def _kinds(events: list[Event]) -> tuple[dict[str, str], Counter, Counter]:
     An accelerator that Kineto supports by a plug-in has its own categories. If all slices on the devices are of such
     categories, they count as work. Among known kernels they may be anything, so they are left out.
     """
-    strange = [event for event in events if event.ph == "X" and event.cat not in KINDS]
+    unknown = {event.cat for event in events}.difference(KINDS, NO_SLICES)
+    strange = [event for event in events if event.ph == "X" and event.cat in unknown] if unknown else ()
     if not strange:
         return KINDS, Counter(), Counter()
     devices = {
@@ -538,24 +564,23 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
     A slice crosses another one if it starts in it and ends after it. Perfetto drops such slices.
     """
     _sort_by_start(slices)
-    by_track: dict[tuple, list] = {}
+    by_track = defaultdict(list)
     for one in slices:
-        by_track.setdefault(one.track, []).append(one)
+        by_track[one.track].append(one)
     roots = []
     for track in by_track.values():
-        stack, ends = [], []
+        stack, ends, last = [], [], -math.inf  # last: the end of the innermost open slice
         for one in track:
             start = one.start
-            while ends and ends[-1] <= start:
-                stack.pop()
-                ends.pop()
+            while last <= start and ends:
+                del stack[-1], ends[-1]
+                last = ends[-1] if ends else -math.inf
             end = start + one.dur
-            if ends and end > ends[-1]:
+            if end > last and ends:
                 if one.name.startswith(STEP):
                     # The annotation still open around prof.step() crosses, not the step that begins in it.
                     while ends and ends[-1] < end:
-                        stack.pop()
-                        ends.pop()
+                        del stack[-1], ends[-1]
                 else:
                     crossing[one.name] += 1
             if type(one) is Op:
@@ -569,6 +594,7 @@ def _nest(slices: list, crossing: Counter) -> list[Op]:
                     roots.append(one)
             stack.append(one)
             ends.append(end)
+            last = end
     roots.sort(key=_start)
     return roots
 
@@ -579,9 +605,9 @@ def _sort_by_start(slices: list) -> None:
     Files are nearly in the order of the starts and have few equal ones, so sorting by start alone takes little time.
     """
     slices.sort(key=_start)
-    equal = [place for place, (one, other) in enumerate(pairwise(map(_start, slices))) if one == other]
+    starts = list(map(_start, slices))
     reached = 0
-    for place in equal:
+    for place in compress(count(), map(eq, starts, islice(starts, 1, None))):
         if place < reached:
             continue
         start, reached = slices[place].start, place + 1
