@@ -56,6 +56,7 @@ ASSUMES = {
     f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
     "channels_last": "the convolutions themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast",
+    "keep_parameters": "all parameters fit into memory",
     "no_recompute": "the activations fit into memory",
     "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
     "CPU reads a result one step later",
@@ -175,11 +176,13 @@ WHY = {
 }  # fmt: skip
 
 
+SHARDED = "tests/traces/h200-x2/sharded"
 X4, X2 = "tests/traces/h200-x4", "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager"
 # Runs of several ranks before and after a change, as patterns of their traces, and the change.
 RANK_PAIRS = (
     (f"{X2}_ddp_slow1_x2_rank*", "balance_ranks", f"{X2}_ddp_x2_rank*"),
     (f"{X2}_ddp_bucket10000_x2_rank*", "bucket_size", f"{X2}_ddp_x2_rank*"),
+    (f"{SHARDED}_default/*", "keep_parameters", f"{SHARDED}_keep/*"),
     *((f"{X4}/{before}/*", change, f"{X4}/{after}/*") for before, change, after in (
         ("gradients_one_bucket", "bucket_size", "gradients_buckets"),
         ("pipeline_few", "microbatches", "pipeline_many"), ("pipeline_uneven", "balance_stages", "pipeline_few"),
@@ -286,8 +289,8 @@ def _traces(pattern: str) -> list[Path]:
 
 def _ranks_in(pattern: str) -> str:
     """Return a run of several ranks as the table names it."""
-    if pattern.startswith(X4):
-        return f"{pattern.split('/')[-2].replace('_', '/', 1)} (4)"
+    if pattern.startswith((X4, SHARDED)):
+        return f"{pattern.split('/')[-2].replace('_', '/', 1)} ({4 if pattern.startswith(X4) else 2})"
     return f"{pattern.removeprefix(f'{X2}_').removesuffix('_x2_rank*')} (2)"
 
 

@@ -10,9 +10,12 @@ from collections import defaultdict
 
 import pytest
 from references import ROOT, proposals
+from references import measured as measured_of
 from test_ranks import REFERENCES, as_json, changed, document, end, length, marks, slices, spans
 
 from tracereader import cli
+from tracereader.figures import compare
+from tracereader.findings import made
 
 FOLDER = ROOT / "tests/traces/h200-x4"
 
@@ -234,3 +237,27 @@ def test_the_share_of_the_waiting_is_given_where_it_is_small(capsys):
     assert (
         f", {share:.0%} of all waiting is for it, and most of the rest is for ranks of its group" in ours["in_short"][0]
     )
+
+
+def test_parameters_that_fsdp_gathers_again_are_priced_as_measured(capsys):
+    """The step of two H200s, before and after reshard_after_forward=False."""
+    folders = [ROOT / f"tests/traces/h200-x2/sharded_{how}" for how in ("default", "keep")]
+    default, keep = (sorted(folder.glob("*.json.gz")) for folder in folders)
+    events = slices(default[1])
+    step = marks(events)[1]
+    labels = [e for e in events if e["cat"] == "user_annotation" and step["ts"] <= e["ts"] < end(step)]
+    around = [e for e in labels if e["name"].startswith(("FSDP::pre_backward ", "FSDP::backward_prefetch "))]
+    again = [
+        e
+        for e in labels
+        if e["name"].startswith("FSDP::all_gather (")
+        and any(one["tid"] == e["tid"] and one["ts"] <= e["ts"] < end(one) for one in around)
+    ]
+    measured = document(keep[0])["unprofiled_step_us"]
+    for found in (as_json(capsys, *default), as_json(capsys, default[1])):
+        (one,) = (each for each in found["opportunities"] if each["change"] == "keep_parameters")
+        assert f"gathers the parameters of {len(again)} blocks again" in one["evidence"]
+        assert one["unprofiled_step_us_after"] == pytest.approx(measured, rel=0.1)
+    assert all(one.change != "keep_parameters" for one in proposals(keep[0]))
+    before, after = (compare.Side(measured_of(paths[-1])) for paths in (default, keep))
+    assert made.MADE["keep_parameters"](before, after) and not made.MADE["keep_parameters"](after, before)

@@ -25,7 +25,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import AUTOGRAD, OPTIMIZER, WRAPPERS
+from tracereader.trace.labels import AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZER, WRAPPERS
 from tracereader.trace.types import dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -532,6 +532,31 @@ def no_recompute(case: Case) -> Proposal | None:
     )
 
 
+def keep_parameters(case: Case) -> Proposal | None:
+    """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
+    if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
+        return None
+    again = [
+        op
+        for step in case.steps
+        for op in step.walk()
+        if op.kind == "label"
+        and op.name.startswith(GATHERS)
+        and any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
+    ]
+    in_typical = [op for op in again if case.step.start <= op.start < case.step.end]
+    if not in_typical:
+        return None
+    work = [one for op in in_typical for below in op.walk() for one in below.work]
+    gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
+    return Proposal(
+        without_cpu_time(without_ops(case.graph, again), [(op.track, op.start, op.end) for op in again]),
+        f"the backward pass gathers the parameters of {counted(gathered, 'block')} again: "
+        f"{duration(sum(one.us for one in work))} of GPU work, {duration(sum(op.us for op in in_typical))} of CPU time",
+        "fully_shard(…, reshard_after_forward=False), as far as memory allows",
+    )
+
+
 def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
     """Return the spans from the first to the last of these ops within each parent op of the backward."""
     by_parent = defaultdict(list)
@@ -622,6 +647,7 @@ GPU_CHANGES = (
     Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
     Change("channels_last", "keep images in the channels_last layout", channels_last),
     Change("layout_copies", "drop copies that only change a tensor's layout", layout_copies),
+    Change("keep_parameters", "keep gathered parameters for the backward pass", keep_parameters),
     Change("no_recompute", "keep activations instead of recomputing them", no_recompute),
     Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
     Change("small_grids", "give small kernels more blocks", small_grids),

@@ -18,6 +18,9 @@ PHASES = (
     "FullyShardedDataParallel.forward",
 )  # fmt: skip
 SHARDING = ("FSDP::", "FullyShardedDataParallel.")
+# FSDP's annotations of gathering a block's parameters, and of what gathers them again for the backward pass.
+GATHERS = ("FSDP::all_gather ", "FSDP::all_gather_copy_out ")
+GATHERS_AGAIN = ("FSDP::pre_backward ", "FSDP::backward_prefetch ")
 # Ops and annotations of the wrappers of data parallelism around the model's own ops: they copy, scale and shard.
 WRAPPERS = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::", "FSDP::", "fsdp::")
 # The annotation of a process group's collective. On a CPU the collective runs in that time; on a GPU it is launched.
