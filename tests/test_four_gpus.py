@@ -15,7 +15,7 @@ from test_ranks import REFERENCES, as_json, changed, document, end, length, mark
 
 from tracereader import cli
 from tracereader.figures import compare
-from tracereader.findings import made
+from tracereader.findings import made, rank_changes
 
 FOLDER = ROOT / "tests/traces/h200-x4"
 
@@ -261,3 +261,21 @@ def test_parameters_that_fsdp_gathers_again_are_priced_as_measured(capsys):
     assert all(one.change != "keep_parameters" for one in proposals(keep[0]))
     before, after = (compare.Side(measured_of(paths[-1])) for paths in (default, keep))
     assert made.MADE["keep_parameters"](before, after) and not made.MADE["keep_parameters"](after, before)
+
+
+def test_compute_beside_a_collective_that_waits_is_slower():
+    """In DDP's backward pass, rank 0 computes the same as rank 1, beside collectives that wait for rank 1."""
+    busy, extra = [], []
+    for path in REFERENCES["4x1024x1024x16_bf16_warm_eager_ddp_slow1_x2"]:
+        events = slices(path)
+        kernels = sorted((e for e in events if e["cat"] == "kernel"), key=lambda e: e["ts"])
+        waiting = [e for e in kernels if "nccl" in e["name"]]
+        # The GELU of backward runs once for each block and step, from the last block to the first one.
+        gelu = [e for e in kernels if "GeluBackward" in e["name"]]
+        assert len(gelu) == 12
+        pairs = [(gelu[step], end(gelu[step + 3])) for step in (0, 4, 8)]
+        mine = [e for e in kernels if "nccl" not in e["name"]]
+        busy.append(sum(length(spans(mine, first["ts"], last)) for first, last in pairs))
+        extra.append(sum(length(spans(waiting, first["ts"], last)) for first, last in pairs))
+    share = (busy[0] - busy[1]) / (extra[0] - extra[1])
+    assert share == pytest.approx(rank_changes.BESIDE_A_WAIT, abs=0.1)

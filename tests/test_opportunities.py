@@ -410,7 +410,7 @@ def test_a_proposal_for_all_ranks_predicts_the_step_recorded_after_the_change():
     assert next(iter(found)) == "balance_ranks"
     assert found["balance_ranks"].step_us == pytest.approx(max(map(raw_us, ranks_of("ddp_slow1"))), rel=0.01)
     # DistributedDataParallel with its default buckets runs on two ranks that compute the same.
-    assert found["balance_ranks"].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.15)
+    assert found["balance_ranks"].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.05)
 
 
 @pytest.mark.exhaustive
@@ -466,7 +466,8 @@ def test_ranks_are_priced_without_the_profiler_if_the_run_measured_it(tmp_path):
 def test_balancing_is_proposed_for_ranks_with_a_slow_cpu():
     found = proposed_to_ranks("fsdp")
     assert set(found) == {"balance_ranks"} and proposed_to_ranks("fsdp", alone=True)["fused_optimizer"].saves_us > 3e3
-    assert "CPU" in found["balance_ranks"].how and found["balance_ranks"].basis == "replay"
+    # A typical rate is assumed for compute beside the waits.
+    assert "CPU" in found["balance_ranks"].how and found["balance_ranks"].basis == "bound"
 
 
 def test_the_ranks_report_and_its_json_hold_the_opportunities(capsys):
