@@ -54,6 +54,7 @@ def test_two_jobs_are_compared_as_jobs(capsys, monkeypatch):
     assert computes[0] == pytest.approx(median(of_steps), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_the_change_that_the_first_report_proposed_is_compared_with_what_was_measured(capsys, monkeypatch):
     told = said(shown(capsys, monkeypatch, UNEVEN, EVEN, "--only", "short"))
     (proposed,) = (one for one in as_json(capsys, *ranks_of("pipeline_uneven"))["opportunities"]
@@ -67,6 +68,7 @@ def test_the_change_that_the_first_report_proposed_is_compared_with_what_was_mea
 SHOWN = {(before, change, after) for before, change, after in PAIRS if after == "pipeline_few"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("before", ["pipeline_few", "pipeline_uneven", "gradients_one_bucket", "launches_late"])
 @pytest.mark.parametrize("after", ["pipeline_few", "pipeline_uneven", "gradients_one_bucket", "launches_late"])
 def test_a_job_makes_a_change_only_if_it_does_the_same_work(before, after):
