@@ -457,7 +457,7 @@ def test_ranks_are_priced_without_the_profiler_if_the_run_measured_it(tmp_path):
     summary, _ = opened(paths, View())
     found = {one.change: one for one in rank_changes.opportunities(summary, DEFAULT_LIMIT)}
     one = found["balance_ranks"]
-    assert one.unprofiled_step_us == summary.ranks[0].unprofiled_step_us
+    assert one.unprofiled_step_us == max(rank.unprofiled_step_us for rank in summary.ranks)
     assert one.unprofiled_step_us_after < one.unprofiled_step_us
     assert all(each.knows_unprofiled for each in found.values())
 

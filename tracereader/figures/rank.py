@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Literal
 
@@ -61,7 +61,7 @@ class RankStep(Times, frozen=True):
     """One step where it is computed: on a GPU, from the step's first kernel to the next step's first kernel.
 
     If a step begins with a message, the wait for it belongs to that step. phases: the step's annotations, in order.
-    Each lasts from its first kernel to the next annotation's first kernel.
+    Each lasts from its first kernel to the first kernel that is launched after it.
     """
 
     phases: tuple[Times, ...] = ()
@@ -320,16 +320,22 @@ def _kernels_by_launch(device: object) -> Starts:
 
 
 def _stretches(step: Step, start: int, end: int, starts: Starts | None) -> list[tuple[str, int, int]]:
-    """Return a step's interval cut at its annotations; with `starts`, at each annotation's first kernel."""
+    """Return a step's interval cut at its annotations.
+
+    With `starts`, it is cut at each annotation's first kernel, and at the first kernel that is launched after it.
+    """
     labels = phases(step)
     if starts is None:
         bounds = [edge for label in labels for edge in ((label.start, label.name), (label.end, OUTSIDE_ANNOTATIONS))]
     else:
         bounds, launched = [], starts(step)
-        for label in labels:
-            first = bisect.bisect_left(launched, (label.start, 0))
-            if first < len(launched) and launched[first][0] < label.end:
+        for label, following in zip_longest(labels, labels[1:]):
+            first, after = (bisect.bisect_left(launched, (at, 0)) for at in (label.start, label.end))
+            if first < after:
                 bounds.append((launched[first][1], label.name))
+                # The next kernel is launched outside of the annotations, or by the next annotation.
+                if after < len(launched) and not (following and following.start <= launched[after][0]):
+                    bounds.append((launched[after][1], OUTSIDE_ANNOTATIONS))
     found, at, name = [], start, OUTSIDE_ANNOTATIONS
     for bound, following in bounds:
         bound = min(max(bound, at), end)

@@ -308,6 +308,7 @@ def python(case: Case) -> Proposal | None:
         f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{where}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
+        unrecorded=True,
     )
 
 

@@ -75,6 +75,8 @@ class Proposal:
 
     assumed: whether the graph contains a hardware limit or a typical rate. title: a title that is more specific than
     the change's. shared: the number of today's batches that the changed step serves; its time is given for one batch.
+    unrecorded: whether the change removes CPU time in which nothing is recorded, which the profiler makes no longer.
+    least_us: a time that the step takes at least after the change.
     """
 
     graph: Graph
@@ -83,6 +85,8 @@ class Proposal:
     assumed: bool = False
     title: str | None = None
     shared: int = 1
+    unrecorded: bool = False
+    least_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def priced(
     """Return the opportunity of a proposal; None without a proposal. name, title: the change's."""
     if proposal is None:
         return None
-    before, after = proposal.graph.recorded_us, proposal.graph.step_us() / proposal.shared
-    changed = with_cpu_speed(proposal.graph, unprofiled.factor).step_us() if unprofiled else None
+    before = proposal.graph.recorded_us
+    after = max(proposal.graph.step_us() / proposal.shared, proposal.least_us)
+    without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -112,8 +117,17 @@ def priced(
         evidence=proposal.evidence,
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
-        unprofiled_step_us_after=unprofiled.scale * changed / proposal.shared if changed is not None else None,
+        unprofiled_step_us_after=without,
     )
+
+
+def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: float) -> float:
+    """Return the step's time after a change without the profiler (µs). saves_us: of the recorded step."""
+    factor = 0.0 if proposal.unrecorded else unprofiled.factor
+    after = unprofiled.scale * with_cpu_speed(proposal.graph, factor).step_us() / proposal.shared
+    if proposal.unrecorded:
+        after = max(after, unprofiled.step_us - saves_us)
+    return max(after, proposal.least_us)
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:

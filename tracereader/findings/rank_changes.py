@@ -3,8 +3,8 @@
 import bisect
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from tracereader.findings.opportunity import (
 from tracereader.findings.ranks import (
     PARTS,
     Loss,
+    SlowStage,
     is_pipeline,
     loss,
     one_bucket,
@@ -40,6 +41,7 @@ from tracereader.findings.ranks import (
     slowest_stage,
     stage_in_words,
     straggler,
+    unprofiled_us,
     usual,
 )
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_durations
@@ -54,12 +56,15 @@ COMES_BACK = 2 / 3
 # The share of the time beside a waiting collective by which compute is longer. The kernel that waits holds SMs, too. In
 # DDP's backward pass on two and four H200s, it was 15% to 27% of that time.
 BESIDE_A_WAIT = 0.2
+# Kernels of half the size take this much longer together. In pipelines of two and four H200s it was 1.08 and 1.09.
+SMALLER_IS_SLOWER = 1.08
 SHARDED = ("all-gather", "reduce-scatter")
 _start = attrgetter("start")
 EVEN_OUT = {
     "computes": "give each rank the same amount of work (sort or pack samples by length, split layers evenly)",
     "copies": "look at the copies of that rank, and at what else uses its host's memory",
-    "launches late": "look for what else uses that rank's CPU, and bind each rank to cores of its own (numactl)",
+    "launches late": "look at what that rank's CPU does between its launches and at what else uses it, and bind each "
+    "rank to cores of its own (numactl)",
     "waits for data": "give that rank's DataLoader more workers, or samples that cost the same everywhere",
     "idle": "read that rank's trace alone",
 }
@@ -159,14 +164,13 @@ def opportunities(
             return graph
         case = RankCase(summary, rank, graph)
         if unprofiled and rank is pace:
-            without = Unprofiled.of(graph, rank.unprofiled_step_us)
+            without = Unprofiled.of(graph, unprofiled_us(summary))
         # A rank that waits for others does not show how much shorter its CPU time is without the profiler. So it is
         # taken to become shorter by the same factor as that of the rank that sets the pace, which is read first.
-        own = without and replace(without, step_us=rank.unprofiled_step_us)
-        found += [priced(change.name, change.title, change.propose(case), own) for change in changes]
+        found += [priced(change.name, change.title, change.propose(case), without) for change in changes]
         if rank is pace:
             measured = msgspec.structs.replace(
-                summarize(trace), unprofiled_step_us=rank.unprofiled_step_us if unprofiled else None
+                summarize(trace), unprofiled_step_us=unprofiled_us(summary) if unprofiled else None
             )
             alone = each_priced(Case(trace, measured, graph), show)
             found += [_at_pace(one, shorter, summary, rank) for one, shorter in alone]
@@ -214,16 +218,26 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     if one_bucket(case.summary, one) or not case.collectives:
         return None
     kinds = {collective.kind for collective in case.matched.values()}
-    sharded = bool(kinds & set(SHARDED))
     return Proposal(
         _beside_compute(case),
         f"rank {one.rank} communicates for {duration(case.per_step_us(one.total.communication_us))} of a step, and "
         f"{duration(case.per_step_us(one.total.exposed_communication_us))} of that is exposed",
-        "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
-        "set_modules_to_backward_prefetch)"
-        if sharded
-        else "start each collective as soon as its data is there (async_op=True), and wait for it as late as possible",
+        _how_to_overlap(kinds),
         assumed=True,
+    )
+
+
+def _how_to_overlap(kinds: Container[str]) -> str:
+    if any(kind in kinds for kind in SHARDED):
+        return (
+            "prefetch the next layers' parameters earlier (FSDP: set_modules_to_forward_prefetch, "
+            "set_modules_to_backward_prefetch)"
+        )
+    if "all-to-all" in kinds:
+        return "split the tokens in two halves, and exchange one while the other is computed"
+    return (
+        "reduce gradients while backward computes (DistributedDataParallel does); start other collectives as soon as "
+        "their data is there (async_op=True), and wait for them as late as possible"
     )
 
 
@@ -317,7 +331,10 @@ def _in_a_pipeline(summary: RanksSummary) -> RankFigures | None:
 
 
 def more_microbatches(case: RankCase) -> Proposal | None:
-    """Return the proposal of twice as many microbatches of half the size, which halves filling and draining."""
+    """Return the proposal of twice as many microbatches of half the size, which halves filling and draining.
+
+    The smaller kernels take longer together.
+    """
     received: dict[str, list[tuple[Work, Collective]]] = defaultdict(list)
     for work, message in case.messages:
         if message.ranks[1] == case.rank.rank:
@@ -326,6 +343,7 @@ def more_microbatches(case: RankCase) -> Proposal | None:
     times = {work: work.us - message.waits_us[1] / 2 for work, message in ends}
     if not times:
         return None
+    times |= {one: one.us * SMALLER_IS_SLOWER for one in case.computing}
     waits = case.rank.message_waits
     edges = duration(case.per_step_us(waits.first_us + waits.last_us))
     return Proposal(
@@ -351,7 +369,19 @@ def balance_stages(case: RankCase) -> Proposal:
         f"{stage_in_words(slow)} computes {duration(slow.us)} per step, and the mean stage {duration(slow.mean_us)}",
         "move layers from this stage to the others; the embedding and the output layer count, too",
         assumed=True,
+        least_us=_filled_and_drained_us(case, slow),
     )
+
+
+def _filled_and_drained_us(case: RankCase, slow: SlowStage) -> float:
+    """Return the time of a step of equal stages, which includes filling and draining the pipeline (µs).
+
+    With m microbatches and p stages, a stage computes m of m + p - 1 equal times. Of two adjacent stages, each sends
+    the other one message per microbatch.
+    """
+    pairs = [one for one in case.summary.pairs if one.places and abs(one.places[0] - one.places[1]) == 1]
+    sent = min((one.messages for one in pairs), default=0) / max(1, len(case.summary.steps))
+    return slow.mean_us * (sent + slow.stages - 1) / sent if sent else 0.0
 
 
 def _how_to_balance(why: Loss | None) -> str:

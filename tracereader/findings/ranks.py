@@ -334,9 +334,11 @@ def unprofiled_us(summary: RanksSummary) -> float | None:
 
 
 def phases(summary: RanksSummary) -> list[str]:
-    """Return the names of the phases that all ranks have, in order."""
+    """Return the names of the phases that all ranks have, in order. One rank may have time outside its annotations."""
     names = [dict.fromkeys(one.name for step in rank.steps for one in step.phases) for rank in summary.ranks]
-    return [name for name in names[0] if all(name in some for some in names)] if names else []
+    shared = [name for name in names[0] if all(name in some for some in names)] if names else []
+    outside = any(OUTSIDE_ANNOTATIONS in some for some in names) and OUTSIDE_ANNOTATIONS not in shared
+    return [*shared, *([OUTSIDE_ANNOTATIONS] if outside and shared else [])]
 
 
 class _Usual:
@@ -573,7 +575,7 @@ def _of_messages(summary: RanksSummary) -> list[str]:
     taking_part = [one for one in summary.ranks if one.message_waits.messages]
     if not taking_part:
         return []
-    worst = max(taking_part, key=lambda one: share(one, one.message_waits.us))
+    worst = max(taking_part, key=lambda one: share_of_steps(one, one.message_waits.us))
     waits, pipeline = worst.message_waits, is_pipeline(summary)
     nothing = f"{ms(per_step(worst, waits.us))} per step ({share_of_steps(worst, waits.us):.1%} of it)"
     if share(worst, waits.us) <= MUCH_WAITED:

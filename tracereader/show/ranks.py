@@ -492,7 +492,9 @@ def _messages(out: Console, summary: RanksSummary, view: View) -> None:
     print_columns(out, heads, rows)
     if len(shown) < len(kinds):
         out.print(f"{len(kinds) - len(shown):,} more are not shown")
-    paragraph(out, "waits count while the rank computes nothing; times are averages per pair and step", "  ", "  ")
+    fused = "a send in one kernel with a receive waits for it, too; " * summary.on_gpu
+    note = f"waits count while the rank computes nothing; {fused}times are averages per pair and step"
+    paragraph(out, note, "  ", "  ")
     several = [one for one in shown if one.pairs > 1 and max(one.receiver_waited_us, one.sender_waited_us)]
     for one in several[:1]:
         longest = findings.waiting_of(one.worst, len(summary.steps))
