@@ -16,6 +16,8 @@ from test_ranks import REFERENCES, as_json, changed, document, end, length, mark
 from tracereader import cli
 from tracereader.figures import compare
 from tracereader.findings import made, rank_changes
+from tracereader.show.ranks import opened
+from tracereader.show.view import View
 
 FOLDER = ROOT / "tests/traces/h200-x4"
 
@@ -265,6 +267,9 @@ def test_parameters_that_fsdp_gathers_again_are_priced_as_measured(capsys):
         assert f"gathers the parameters of {len(again)} blocks again" in one["evidence"]
         assert one["unprofiled_step_us_after"] == pytest.approx(measured, rel=0.1)
     assert all(one.change != "keep_parameters" for one in proposals(keep[0]))
+    first, second = (opened(paths, View())[0] for paths in (default, keep))
+    assert not rank_changes.MADE["keep_parameters"](first, first)
+    assert second.matched == () and not rank_changes.MADE["keep_parameters"](first, second), "only one rank is kept"
     before, after = (compare.Side(measured_of(paths[-1])) for paths in (default, keep))
     assert made.MADE["keep_parameters"](before, after) and not made.MADE["keep_parameters"](after, before)
 

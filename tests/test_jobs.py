@@ -1,5 +1,6 @@
 """Two jobs of several ranks side by side: each is a folder of traces."""
 
+import json
 import re
 import shutil
 from statistics import median
@@ -8,7 +9,7 @@ import pytest
 from references import H200
 from test_four_gpus import PAIRS, ranks_of, unprofiled_us
 from test_many_ranks import said
-from test_ranks import as_json, length, marks, slices, spans
+from test_ranks import as_json, document, length, marks, slices, spans
 
 from tracereader import cli
 from tracereader.findings import rank_changes
@@ -98,3 +99,110 @@ def test_what_a_comparison_of_jobs_does_not_do_is_refused_in_one_line(flags, cap
     found = capsys.readouterr()
     assert found.err.count("\n") == 1 and flags[0] in found.err and not found.out
     assert not list(tmp_path.iterdir())
+
+
+EXPERTS = ranks_of("experts_skewed")
+
+
+def folder_of(folder, paths, change=None):
+    """Return a new folder with these traces. change: changes the document of the first one."""
+    folder.mkdir()
+    for number, path in enumerate(paths):
+        if change and not number:
+            found = document(path)
+            change(found)
+            (folder / path.name.removesuffix(".gz")).write_text(json.dumps(found))
+        else:
+            shutil.copy(path, folder)
+    return folder
+
+
+def refused(capsys, *words):
+    assert cli.main(list(map(str, words))) == 2
+    found = capsys.readouterr()
+    assert found.err.count("\n") == 1 and not found.out
+    return found.err
+
+
+def test_a_folder_that_does_not_exist_is_refused_beside_a_job(tmp_path, capsys):
+    assert "no such file" in refused(capsys, tmp_path / "none", EXPERTS[0].parent)
+    assert "no such file" in refused(capsys, EXPERTS[0].parent, tmp_path / "none")
+
+
+def test_ranks_of_one_job_in_a_folder_per_node_are_no_two_jobs(tmp_path, capsys, monkeypatch):
+    nodes = [folder_of(tmp_path / f"node{number}", EXPERTS[2 * number :][:2]) for number in (0, 1)]
+    assert "different ranks of one job" in refused(capsys, *nodes)
+    assert "4 of 4 ranks" in shown(capsys, monkeypatch, *nodes, "--ranks")
+
+
+def test_jobs_without_a_common_step_are_refused(tmp_path, capsys):
+    def later(found):
+        for event in found["traceEvents"]:
+            if event.get("name", "").startswith("ProfilerStep#"):
+                event["name"] = f"ProfilerStep#{int(event['name'].split('#')[1]) + 50}"
+
+    folder = folder_of(tmp_path / "later", EXPERTS, later)
+    assert "no step that all ranks have" in refused(capsys, folder, EXPERTS[0].parent)
+
+
+def test_what_is_left_out_of_a_job_is_named(tmp_path, capsys, monkeypatch):
+    """Another tool's file beside the traces is no reason to refuse the job."""
+    folder = folder_of(tmp_path / "job", EXPERTS[:3])
+    (folder / "config.json").write_text('{"lr": 1}')
+    text = said(shown(capsys, monkeypatch, folder, EXPERTS[0].parent))
+    assert "3 of 4 ranks" in text and "missing: rank 3" in text and "config.json" in text
+    assert "3 of 4 ranks" in shown(capsys, monkeypatch, folder)
+
+
+def no_time(found):
+    """Steps and all other events last no time."""
+    for event in found["traceEvents"]:
+        if "dur" in event:
+            event["dur"] = 0
+        if "ts" in event:
+            event["ts"] = 1e9
+
+
+def another_base(found):
+    found["baseTimeNanoseconds"] = 10**40
+
+
+def equal_names(found):
+    for event in found["traceEvents"]:
+        if event.get("name", "").startswith("ProfilerStep#"):
+            event["name"] = "ProfilerStep#3"
+
+
+@pytest.mark.parametrize("change", [no_time, another_base, equal_names])
+@pytest.mark.parametrize(
+    "flags", [[], ["--json"], ["--html", "page.html", "--force"]], ids=lambda one: (one or ["screen"])[0]
+)
+def test_strange_values_give_a_report_or_one_line(change, flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = [folder_of(tmp_path / f"one{number}", [path], change) for number, path in enumerate(EXPERTS)]
+    files = [path for folder in changed for path in folder.iterdir()]
+    status = cli.main([*map(str, files), *flags])
+    found = capsys.readouterr()
+    assert status == 0 or (status == 2 and found.err.count("\n") == 1)
+
+
+@pytest.mark.parametrize("flags", [["--rank", "0"], ["--step", "0"]])
+def test_the_number_zero_is_a_value_of_a_flag(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert flags[0] in refused(capsys, EXPERTS[0].parent, *flags, "--export", "x.json")
+    if flags[0] == "--rank":
+        assert flags[0] in refused(capsys, EXPERTS[0].parent, *flags, "--html", "x.html")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--html", "--export"])
+def test_a_capture_in_a_folder_is_not_overwritten(flag, tmp_path, capsys):
+    captures = folder_of(tmp_path / "captures", EXPERTS[:1])
+    (capture,) = captures.iterdir()
+    before = capture.read_bytes()
+    refused(capsys, EXPERTS[1], "--capture", captures, flag, capture, "--force")
+    assert capture.read_bytes() == before
+
+
+def test_a_file_address_of_a_folder_stands_for_its_traces(capsys, monkeypatch):
+    assert "4 of 4 ranks" in shown(capsys, monkeypatch, f"file://{EXPERTS[0].parent.resolve()}/")

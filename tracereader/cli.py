@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tracereader import __version__
@@ -114,8 +115,10 @@ def main(argv=None):
         raise BadInput(f"{flag} compares the ranks of one run: leave out --previous and --against")
     if args.ranks and args.capture:
         raise BadInput("--capture takes one trace: leave out --ranks")
-    if len(jobs) > 1 and all(len(paths) > 1 for paths in jobs) and _as_jobs(args, jobs):
-        return
+    if len(jobs) > 1 and any(len(paths) > 1 for paths in jobs):
+        _require(path for paths in jobs if len(paths) == 1 for path in paths)
+        if not args.ranks and all(len(paths) > 1 for paths in jobs) and _as_jobs(args, jobs):
+            return
     several = len(args.traces) > 1 and not args.capture and not args.previous and not args.against
     if (several or args.ranks) and not (args.markdown or args.fail_if) and _as_ranks(args):
         return
@@ -138,7 +141,7 @@ def main(argv=None):
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
-    from tracereader.trace.document import DEFAULT_LIMIT, TraceError, refuse_at_once
+    from tracereader.trace.document import DEFAULT_LIMIT
 
     view = View.of(args)
     if args.against:
@@ -150,11 +153,7 @@ def main(argv=None):
         export.write(first, args.export, args.force, args.limit or DEFAULT_LIMIT)
         return
     # Before reading the first one, which may take long.
-    for path in [*others, *(one for one in args.capture if not one.is_dir())]:
-        try:
-            refuse_at_once(path)
-        except TraceError as problem:
-            raise BadInput(problem) from None
+    _require([*others, *(one for one in args.capture if not one.is_dir())])
     trace, summary = report.opened(first, view, args.limit or DEFAULT_LIMIT, tuple(args.capture))
     if others:
         one = [trace]
@@ -229,6 +228,17 @@ def _located(named: list[str]) -> list[Path]:
         raise BadInput(problem) from None
 
 
+def _require(paths: Iterable[Path]) -> None:
+    """Raise BadInput for a file that is no trace, as far as its first bytes tell."""
+    from tracereader.trace.document import TraceError, refuse_at_once
+
+    for path in paths:
+        try:
+            refuse_at_once(path)
+        except TraceError as problem:
+            raise BadInput(problem) from None
+
+
 def _limits(args) -> list:
     """Return the limits of --fail-if. Raises BadInput for an unreadable limit, and for flags that exclude it."""
     if not (args.markdown or args.fail_if):
@@ -250,9 +260,26 @@ def _refuse_beside_html(args) -> None:
     from tracereader.show.page import files
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank"):
-        if getattr(args, flag) not in (None, False):
+        if _is_given(args, flag):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
-    files.refuse_early(args.html, args.force, [*args.traces, *args.capture])
+    files.refuse_early(args.html, args.force, [*args.traces, *_captures(args)])
+
+
+def _is_given(args, flag: str) -> bool:
+    """Return whether a flag was given. The number 0 is a value."""
+    value = getattr(args, flag)
+    return value is not None and value is not False and value != []
+
+
+def _captures(args) -> list[Path]:
+    """Return the files of the captures. Raises BadInput for a folder without traces."""
+    from tracereader.trace import TraceError
+    from tracereader.trace.document import in_folder
+
+    try:
+        return [file for one in args.capture for file in (in_folder(one) if one.is_dir() else [one])]
+    except TraceError as problem:
+        raise BadInput(problem) from None
 
 
 def _refuse_beside_export(args) -> None:
@@ -260,8 +287,8 @@ def _refuse_beside_export(args) -> None:
     from tracereader.show import export
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step"):  # fmt: skip
-        if getattr(args, flag):
+                 "html", "step", "capture", "rank"):  # fmt: skip
+        if _is_given(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
 
@@ -286,8 +313,7 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
         "rank",
     )
     for flag in flags:
-        value = getattr(args, flag)
-        if value is not None and value is not False and value != []:
+        if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
     from tracereader.show import jobs as shown
     from tracereader.show.view import View
@@ -346,7 +372,7 @@ def _as_ranks(args) -> bool:
         else:
             from tracereader.show import export
 
-            export.write_merged(content, args.export, args.force, args.traces)
+            export.write_merged(content, args.export, args.force, args.traces, len(summary.ranks))
     return True
 
 

@@ -59,6 +59,8 @@ def head(path: Path) -> Head:
     text = data.decode(errors="replace")
     if not text.lstrip().startswith("{"):
         return Head(broken=True)
+    if len(data) < HEAD and '"traceEvents"' not in text:
+        return Head(broken=True)  # another tool's file, read as a whole
     told = re.search(r'"distributedInfo"\s*:\s*', text)
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         found, _ = json.JSONDecoder().raw_decode(text, told.end())

@@ -2,7 +2,7 @@
 
 import bisect
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -447,6 +447,16 @@ def _reduces_in_buckets(before: RanksSummary, after: RanksSummary) -> bool:
     return _same_work(before, after) and one_each == [True, False]
 
 
+def _gathers_less(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job gathers at most two thirds as often as another, and scatters as often."""
+    of_jobs = []
+    for one in (before, after):
+        counts = Counter(each.kind for each in one.matched)
+        of_jobs.append([counts[kind] / max(1, len(one.steps)) for kind in SHARDED])
+    gathers, scatters = zip(*of_jobs, strict=True)
+    return 0 < gathers[1] <= 2 / 3 * gathers[0] and scatters[0] == scatters[1]
+
+
 # The share by which the number of kernels or bytes of two jobs may differ if one job makes a change of the other, and
 # the factor for the kernels' times. DDP's buckets made compute 1.2 times as long on four H200s.
 SAME_WORK, SAME_TIME = 0.1, 1.5
@@ -455,6 +465,7 @@ MADE: dict[str, Callable[[RanksSummary, RanksSummary], bool]] = {
     "overlap_communication": _hides,
     "bucket_size": _reduces_in_buckets,
     "balance_ranks": _evens_out,
+    "keep_parameters": _gathers_less,
     "microbatches": _splits,
     "balance_stages": _evens_out_stages,
 }

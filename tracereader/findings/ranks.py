@@ -165,7 +165,8 @@ def share(one: RankFigures, us: float) -> float:
 
 def share_of_steps(one: RankFigures, us: float) -> float:
     """Return a time (µs) as a share of a rank's steps. Its window may also have work of earlier steps."""
-    return us / sum(step.us for step in one.steps) if one.steps else share(one, us)
+    steps = sum(step.us for step in one.steps)
+    return us / steps if steps else share(one, us)
 
 
 def ms(us: float) -> str:

@@ -4,6 +4,7 @@ import gzip
 from pathlib import Path
 
 from tracereader.command import BadInput
+from tracereader.findings.finding import counted
 from tracereader.show import tracks
 from tracereader.show.atomic import replace, status_of
 from tracereader.show.perfetto import said_of
@@ -34,10 +35,10 @@ def write(trace: Path, target: str, force: bool, limit: int) -> None:
     paragraph(console(), f"{plain(shown_path(Path(target)))} is written{said}")
 
 
-def write_merged(content: bytes, target: str, force: bool, traces: list[Path]) -> None:
-    """Write the merged traces of a run's ranks. content: packed with gzip. Raises BadInput."""
+def write_merged(content: bytes, target: str, force: bool, traces: list[Path], ranks: int) -> None:
+    """Write the merged traces of a run's ranks. content: packed with gzip. ranks: their number. Raises BadInput."""
     _put(gzip.decompress(content), target, force, traces)
-    paragraph(console(), f"{plain(shown_path(Path(target)))} is written: {len(traces)} ranks in one trace")
+    paragraph(console(), f"{plain(shown_path(Path(target)))} is written: {counted(ranks, 'rank')} in one trace")
 
 
 def _put(content: bytes, target: str, force: bool, traces: list[Path]) -> None:

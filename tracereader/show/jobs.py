@@ -15,7 +15,7 @@ from tracereader.findings.finding import counted, in_one_unit
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
 from tracereader.show.comparison import in_columns
-from tracereader.show.ranks import opened
+from tracereader.show.ranks import left_out, opened
 from tracereader.show.text import console, paragraph, plain, print_columns, shown_path
 from tracereader.show.view import View
 
@@ -37,6 +37,13 @@ def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
     if view.step is not None or view.rank is not None:
         raise BadInput("--step and --rank are for one job: name the traces of one")
     summaries = [opened(paths, view, limit)[0] for paths in jobs]
+    for paths, one in zip(jobs, summaries, strict=True):
+        if not one.steps:
+            folder = shown_path(paths[0].parent)
+            raise BadInput(f"{folder}: no step that all ranks have, so the jobs cannot be compared")
+    ranks = [{each.rank for each in one.ranks} for one in summaries]
+    if len({one.world_size for one in summaries}) == 1 and not set.intersection(*ranks):
+        raise BadInput("the folders have different ranks of one job: read them together with --ranks")
     out = console()
     devices = list(dict.fromkeys(one.device for one in summaries))
     out.print(f"[bold]{plain(devices[0])}[/bold]" if len(devices) == 1 else "[yellow]the devices differ[/yellow]")
@@ -44,6 +51,8 @@ def explain(jobs: Sequence[Sequence[Path]], view: View, limit: int) -> None:
         device = f", {one.device}" if len(devices) > 1 else ""
         read = f"{len(one.ranks):,} of {counted(one.world_size, 'rank')}"
         paragraph(out, plain(f"{shown_path(paths[0].parent)}: {read}{device}"), f"{number}  ", "   ")
+        for note in left_out(one):
+            paragraph(out, plain(note), "   ", "   ")
     for name in wanted:
         out.print()
         if name == "short":

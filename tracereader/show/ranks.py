@@ -245,8 +245,8 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
         out.print(f"{len(hosts) - len(rows):,} more hosts are not shown")
 
 
-def notes(summary: RanksSummary) -> list[str]:
-    """Return notes on missing and left-out traces, on unmatched collectives, and on the clocks' accuracy."""
+def left_out(summary: RanksSummary) -> list[str]:
+    """Return notes on missing ranks and on traces that are left out."""
     found = []
     if summary.missing:
         missing = _numbers(summary.missing, summary.world_size - len(summary.ranks))
@@ -257,6 +257,12 @@ def notes(summary: RanksSummary) -> list[str]:
         found.append(f"left out: {shown}: {findings.why_not_read(why)}")
     if len(summary.not_read) > 5:
         found.append(f"left out: {len(summary.not_read) - 5} more")
+    return found
+
+
+def notes(summary: RanksSummary) -> list[str]:
+    """Return notes on missing and left-out traces, on unmatched collectives, and on the clocks' accuracy."""
+    found = left_out(summary)
     for rank, names in list(summary.other_steps.items())[:3]:
         numbers = ", ".join(name.removeprefix(STEP[:-1]) for name in names[:4])
         found.append(f"rank {rank} has steps that not all others have: {numbers}")

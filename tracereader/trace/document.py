@@ -174,7 +174,7 @@ def located(text: str) -> list[Path]:
     from tracereader.trace import remote  # only for a URL: fsspec is an extra
 
     if local := re.fullmatch("(?:file|local)://(/.*)", text, re.I | re.S):
-        return [Path(local[1])]
+        return located(local[1])
     with _refusals(remote.named(text)):
         return remote.located(text)
 

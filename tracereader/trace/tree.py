@@ -38,6 +38,7 @@ from tracereader.trace.facts import RunFacts
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
+LATEST_NS = 2**62  # since 1970; the year 2116
 WORK = ("kernel", "memcpy", "memset")
 # From this id on, the flow events of torch's collector of CUDA activities ("cuspy") are edges between the nodes of a
 # CUDA graph. Below it they tie launches to their work.
@@ -476,7 +477,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
     return Trace(
         path=path,
         zero_us=zero,
-        base_ns=document.base if type(document.base) is int else 0,
+        base_ns=document.base if type(document.base) is int and abs(document.base) < LATEST_NS else 0,
         host=document.host if isinstance(document.host, str) and document.host else None,
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),

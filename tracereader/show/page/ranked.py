@@ -101,11 +101,11 @@ def _collective(one: Collective) -> dict:
 
 def _heat(summary: RanksSummary) -> dict | None:
     """Return by rank and step the step's time, and the sum of the rank's waits in its collectives and messages."""
-    steps = {name: place for place, name in enumerate(summary.steps)}
-    if not steps:
+    if not summary.steps:
         return None
-    times = {one.rank: [None] * len(steps) for one in summary.ranks}
-    waits = {one.rank: [0.0] * len(steps) for one in summary.ranks}
+    steps = {name: place for place, name in enumerate(summary.steps)}
+    times = {one.rank: [None] * len(summary.steps) for one in summary.ranks}
+    waits = {one.rank: [0.0] * len(summary.steps) for one in summary.ranks}
     for one in summary.ranks:
         for step in one.steps:
             if step.name in steps:
