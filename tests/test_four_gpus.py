@@ -290,3 +290,20 @@ def test_compute_beside_a_collective_that_waits_is_slower():
         extra.append(sum(length(spans(waiting, first["ts"], last)) for first, last in pairs))
     share = (busy[0] - busy[1]) / (extra[0] - extra[1])
     assert share == pytest.approx(rank_changes.BESIDE_A_WAIT, abs=0.1)
+
+
+def test_the_message_of_an_uneven_all_to_all_is_the_most_that_a_rank_sends_or_receives(capsys):
+    """Most tokens go to rank 0 and come back, so both directions move as many bytes through its link."""
+    paths = ranks_of("experts_skewed")
+    sizes = [
+        2 * max(e["args"]["In msg nelems"], e["args"]["Out msg nelems"])
+        for path in paths
+        for e in slices(path)
+        if e["cat"] == "kernel" and "In msg nelems" in e["args"]
+    ]
+    matched = as_json(capsys, *paths)["matched"]
+    assert {one["bytes"] for one in matched} == {max(sizes)}
+    for one in matched:
+        assert one["bus_gb_s"] == pytest.approx(max(sizes) * 3 / 4 / one["transfer_us"] / 1e3, rel=0.01)
+    there, back = ([one["bus_gb_s"] for one in matched][way::2] for way in (0, 1))
+    assert min(back) > 0.8 * max(there)

@@ -206,3 +206,10 @@ def test_a_capture_in_a_folder_is_not_overwritten(flag, tmp_path, capsys):
 
 def test_a_file_address_of_a_folder_stands_for_its_traces(capsys, monkeypatch):
     assert "4 of 4 ranks" in shown(capsys, monkeypatch, f"file://{EXPERTS[0].parent.resolve()}/")
+
+
+def test_a_byte_order_mark_does_not_hide_a_rank(tmp_path, capsys, monkeypatch):
+    folder = folder_of(tmp_path / "job", EXPERTS, lambda found: None)
+    (first,) = folder.glob("*.json")
+    first.write_bytes(b"\xef\xbb\xbf" + first.read_bytes())
+    assert "4 of 4 ranks" in shown(capsys, monkeypatch, folder)

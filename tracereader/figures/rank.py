@@ -82,7 +82,8 @@ class Group(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True):
     """What equal collectives or messages of one step have in common on a rank. group: the index in the rank's groups.
 
-    bytes: the message's size as NCCL counts it: the result of an all-gather, the input of other collectives.
+    bytes: the message's size as NCCL counts it: the result of an all-gather, the larger of input and result of an
+    all-to-all, the input of other collectives.
     pair: of a message (kind "send" on both of its ranks), the rank that sends it and the rank that receives it.
     tag: of a message of gloo, which orders only the messages of one tag. None if it is not recorded; NCCL has none.
     """
@@ -590,7 +591,9 @@ def _bytes(kind: str, args: dict) -> int | None:
     counts = [args.get("In msg nelems"), args.get("Out msg nelems")]
     if dtype is None or any(type(one) is not int or not 0 < one < 2**50 for one in counts):
         return None
-    return dtype.bytes * (counts[1] if kind == "all-gather" else max(counts) if kind == "broadcast" else counts[0])
+    if kind in ("broadcast", "all-to-all"):  # of an uneven all-to-all, a rank sends more than it receives, or less
+        return dtype.bytes * max(counts)
+    return dtype.bytes * (counts[1] if kind == "all-gather" else counts[0])
 
 
 def _bytes_on_cpu(kind: str, inputs: Inputs, size: int) -> int | None:

@@ -332,6 +332,14 @@ class _Parts(NamedTuple):
     parts: list[Part]
 
 
+def _largest(calls: Sequence[Sequence[Call]], row: Sequence[Part]) -> Call:
+    """Return the call of the first rank; of an all-to-all, that of the rank with most bytes. calls: of each rank."""
+    first = calls[0][row[0].call]
+    if first.kind != "all-to-all":
+        return first
+    return max((some[part.call] for some, part in zip(calls, row, strict=True)), key=lambda one: one.bytes or 0)
+
+
 def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
     """Return the collectives in the order of their starts, and the number of parts without a counterpart.
 
@@ -353,8 +361,8 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         if len(members) < 2:
             continue  # the other ranks of the group were not read, and the report already says so
         rows, alone = _rows([parts.get(rank, _Parts((), [])) for rank in members])
-        calls = parts.get(members[0], _Parts((), [])).calls
-        found += [_Met(group, calls[row[0].call], members, row) for row in rows]
+        calls = [parts.get(rank, _Parts((), [])).calls for rank in members]
+        found += [_Met(group, _largest(calls, row), members, row) for row in rows]
         unmatched += alone
     return sorted(found, key=lambda one: min(part.start for part in one.parts)), unmatched
 

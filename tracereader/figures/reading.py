@@ -56,7 +56,7 @@ def head(path: Path) -> Head:
             data = zlib.decompressobj(31).decompress(data, HEAD)
     except (OSError, ValueError, zlib.error):
         return Head(broken=True)
-    text = data.decode(errors="replace")
+    text = data.decode(errors="replace").removeprefix("\ufeff")
     if not text.lstrip().startswith("{"):
         return Head(broken=True)
     if len(data) < HEAD and '"traceEvents"' not in text:
