@@ -40,6 +40,9 @@ FEW_LAUNCHES = 4
 READY_BATCH_US = 80
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
+# A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
+# H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
+LONG_PAUSE_US = 1000
 # The most functions that are named, and the smallest share of the Python time that a named function has.
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
@@ -308,7 +311,7 @@ def python(case: Case) -> Proposal | None:
         f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{where}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
-        unrecorded=True,
+        unrecorded=ns / 1e3 >= LONG_PAUSE_US,
     )
 
 
