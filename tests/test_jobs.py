@@ -90,7 +90,7 @@ def test_folders_of_other_traces_are_compared_trace_by_trace(tmp_path, capsys, m
 
 
 @pytest.mark.parametrize(
-    "flags", [["--json"], ["--markdown"], ["--html", "page.html"], ["--rank", "0"], ["--cluster", "tcp://a:1"],
+    "flags", [["--json"], ["--markdown"], ["--html", "page.html"], ["--rank", "0"],
               ["--fail-if", "step > 5%"], ["--previous"], ["--export", "x.json"], ["--step", "3"], ["--only", "work"]]
 )  # fmt: skip
 def test_what_a_comparison_of_jobs_does_not_do_is_refused_in_one_line(flags, capsys, tmp_path, monkeypatch):

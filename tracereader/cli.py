@@ -299,19 +299,8 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
 
     if not all(map(reading.are_ranks, jobs)):
         return False
-    flags = (
-        "json",
-        "html",
-        "open",
-        "export",
-        "cluster",
-        "markdown",
-        "fail_if",
-        "previous",
-        "against",
-        "capture",
-        "rank",
-    )
+    # --ranks and --cluster read all traces as one job.
+    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank")
     for flag in flags:
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
