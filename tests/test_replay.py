@@ -618,3 +618,15 @@ def test_every_kind_of_gpu_event_is_replayed():
     path = ROOT / "tests" / "traces" / "misc.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert len(graph_from(path).activity) == sum(e.get("cat") in GPU for e in events)
+
+
+def test_cpu_time_that_two_changes_remove_is_removed_once():
+    """Ops and the whole stretch around them: together they save what the stretch saves."""
+    graph = graph_of(read(CHANGES / "vit/eager.json.gz"))
+    ops = [op for step in graph.trace.steps for op in step.named("aten::linear".__eq__)]
+    spans = spans_of(ops)
+    once = without_cpu_time(graph, spans)
+    assert once.step_us() < graph.step_us() - 100
+    assert without_cpu_time(once, spans).step_us() == once.step_us()
+    inner = spans_of(child for op in ops for child in op.children)
+    assert without_cpu_time(without_cpu_time(graph, inner), spans).step_us() == pytest.approx(once.step_us(), abs=0.01)

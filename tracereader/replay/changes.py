@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
-from tracereader.figures.intervals import Intervals, Lengths, union
+from tracereader.figures.intervals import Intervals, Lengths, minus, union
 from tracereader.replay.graph import NOBODY, Graph, is_wait
 from tracereader.trace import Op, Step, Work, outermost
 
@@ -35,23 +35,26 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
     by_track = defaultdict(list)
     for track, start, end in spans:
         by_track[track].append((start, end))
+    removed = dict(graph.gone)
     for track, some in by_track.items():
         nodes = graph.threads.get(track, ())
-        gone = union(some)
-        lengths = Lengths(gone)
+        earlier = removed.get(track, [])
+        removed[track] = union([*earlier, *some])
+        gone = minus(removed[track], earlier)  # no time is removed twice
+        lengths, of_all = Lengths(gone), Lengths(removed[track])
         for node in _reached(graph, nodes, gone):
             before = graph.before[node]
             since = graph.at[before] if before >= 0 else graph.at[node]
             cut = lengths.between(since, graph.at[node])
             if node in returns:
-                if cut == graph.at[node] - since:
+                if of_all.between(since, graph.at[node]) == graph.at[node] - since:
                     via[node] = wait[node] = NOBODY
                     lag[node] = 0
             elif via[node] >= 0:  # it continued when another thread stopped
                 delay[node] -= min(delay[node], lengths.between(graph.at[node] - delay[node], graph.at[node]))
             else:
                 lag[node] = max(0, lag[node] - cut)
-    return replace(graph, lag=lag, delay=delay, via=via, wait=wait)
+    return replace(graph, lag=lag, delay=delay, via=via, wait=wait, gone=removed)
 
 
 def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[int]:

@@ -39,12 +39,14 @@ What is not modelled:
 import bisect
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from statistics import median_low
+from types import MappingProxyType
 
+from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
@@ -134,6 +136,7 @@ class Graph:
     recorded_us: float  # over all recorded steps
     trace: Trace = field(repr=False)  # with the replayed steps only
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
+    gone: Mapping[tuple, Intervals] = MappingProxyType({})  # by track, the CPU time that changes have removed
 
     def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
