@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tracereader import __version__
@@ -100,10 +100,10 @@ def main(argv=None):
         print(printable(args.name))
         paragraph(console(), plain(str(decode(args.name))), " " * 4, " " * 4)
         return
-    jobs = [_located([one]) for one in args.traces]
+    jobs = [_located(one) for one in args.traces]
     args.traces = [path for paths in jobs for path in paths]
     # A folder of captures is looked into later.
-    args.capture = [path for one in args.capture for path in (_located([one]) if is_url(one) else [Path(one)])]
+    args.capture = [path for one in args.capture for path in (_located(one) if is_url(one) else [Path(one)])]
     args.ranks = args.ranks or args.cluster is not None
     limits = _limits(args)
     if args.html is not None:
@@ -215,28 +215,34 @@ def _compare(args, view, first: list, summary, limits) -> None:
             raise RunFailed("; ".join(crossings))
 
 
-def _located(named: list[str]) -> list[Path]:
-    """The traces that the command names. Raises BadInput."""
-    if not any(is_url(one) or os.path.isdir(one) for one in named):
-        return [Path(one) for one in named]
-    from tracereader.trace import TraceError
-    from tracereader.trace.document import located
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Turn a TraceError into BadInput."""
+    from tracereader.trace.document import TraceError
 
     try:
-        return [path for one in named for path in located(one)]
+        yield
     except TraceError as problem:
         raise BadInput(problem) from None
 
 
+def _located(named: str) -> list[Path]:
+    """Return the traces that an argument names. Raises BadInput."""
+    if not is_url(named) and not os.path.isdir(named):
+        return [Path(named)]
+    from tracereader.trace.document import located
+
+    with _refused():
+        return located(named)
+
+
 def _require(paths: Iterable[Path]) -> None:
     """Raise BadInput for a file that is no trace, as far as its first bytes tell."""
-    from tracereader.trace.document import TraceError, refuse_at_once
+    from tracereader.trace.document import refuse_at_once
 
-    for path in paths:
-        try:
+    with _refused():
+        for path in paths:
             refuse_at_once(path)
-        except TraceError as problem:
-            raise BadInput(problem) from None
 
 
 def _limits(args) -> list:
@@ -262,24 +268,19 @@ def _refuse_beside_html(args) -> None:
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "rank"):
         if _is_given(args, flag):
             raise BadInput(f"--html writes the whole report to a file: leave out --{flag}")
-    files.refuse_early(args.html, args.force, [*args.traces, *_captures(args)])
+    captures = []
+    if args.capture:
+        from tracereader.trace.capture import files_of
+
+        with _refused():
+            captures = files_of(args.capture)
+    files.refuse_early(args.html, args.force, [*args.traces, *captures])
 
 
 def _is_given(args, flag: str) -> bool:
     """Return whether a flag was given. The number 0 is a value."""
     value = getattr(args, flag)
     return value is not None and value is not False and value != []
-
-
-def _captures(args) -> list[Path]:
-    """Return the files of the captures. Raises BadInput for a folder without traces."""
-    from tracereader.trace import TraceError
-    from tracereader.trace.document import in_folder
-
-    try:
-        return [file for one in args.capture for file in (in_folder(one) if one.is_dir() else [one])]
-    except TraceError as problem:
-        raise BadInput(problem) from None
 
 
 def _refuse_beside_export(args) -> None:
@@ -327,7 +328,6 @@ def _as_ranks(args) -> bool:
             raise BadInput(f"--{flag} reads every trace on this machine: leave out --cluster")
     from tracereader.show import merged, perfetto, ranks
     from tracereader.show.view import View
-    from tracereader.trace import TraceError
     from tracereader.trace.document import DEFAULT_LIMIT
 
     view = replace(View.of(args), rank=args.rank)
@@ -352,10 +352,8 @@ def _as_ranks(args) -> bool:
     else:
         ranks.explain(summary, traces, view, args.limit or DEFAULT_LIMIT)
     if args.open or args.export is not None:
-        try:
+        with _refused():
             name, content = merged.merged(summary, args.limit or DEFAULT_LIMIT)
-        except TraceError as problem:
-            raise BadInput(problem) from None
         if args.open:
             perfetto.hand_over(name, content)
         else:

@@ -10,7 +10,7 @@ from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
@@ -58,11 +58,6 @@ EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 ONE_CALL_US = 50
 
 
-def _labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
-    """Return the annotations of a step whose names start so."""
-    return [op for op in step.named(lambda name: name.startswith(starts)) if op.kind == "label"]
-
-
 def _waits(case: Case) -> list[Op]:
     """Return the calls of the replayed steps that wait for the GPU, without the profiler's own synchronization."""
     last = max((one.launch.start for one in case.trace.work if one.launch is not None), default=0)
@@ -95,7 +90,7 @@ def cuda_graph(case: Case) -> Proposal | None:
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
     # through autograd, which passes each one to its parameter.
     eager = (OPTIMIZER, LOADER)
-    stays = [op for step in case.steps for op in _labels(step, eager)]
+    stays = [op for step in case.steps for op in labels(step, eager)]
     left_out = case.launched_in(*eager)
     captured = [one for one in case.step.work if id(one) not in left_out]
     accumulated = [
@@ -242,7 +237,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
     groups, spans, added = [], [], []
     names = {f"{OPTIMIZER}{one.name}.step" for one in loops}
     for step in case.steps:
-        for label in _labels(step, tuple(names)):
+        for label in labels(step, tuple(names)):
             if label.name not in names:
                 continue
             work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)
@@ -270,7 +265,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
 
 
 def data_loader(case: Case) -> Proposal | None:
-    waits = [op for step in case.steps for op in _labels(step, LOADER)]
+    waits = [op for step in case.steps for op in labels(step, LOADER)]
     loading = case.summary.training.loading
     if not waits or loading is None:
         return None

@@ -12,7 +12,7 @@ from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import (
     is_wait,
     overlapped,
@@ -23,7 +23,7 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.trace import Op, Work
+from tracereader.trace import Op, Step, Work
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZER, WRAPPERS
 from tracereader.trace.types import dtype_of
@@ -536,25 +536,23 @@ def keep_parameters(case: Case) -> Proposal | None:
     """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
     if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
         return None
-    again = [
-        op
-        for step in case.steps
-        for op in step.walk()
-        if op.kind == "label"
-        and op.name.startswith(GATHERS)
-        and any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
-    ]
-    in_typical = [op for op in again if case.step.start <= op.start < case.step.end]
+    in_typical = _gathered_again(case.step)
     if not in_typical:
         return None
     work = [one for op in in_typical for below in op.walk() for one in below.work]
     gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
     return Proposal(
-        without_cpu_time(without_ops(case.graph, again), [(op.track, op.start, op.end) for op in again]),
+        without_ops(case.graph, [op for step in case.steps for op in _gathered_again(step)]),
         f"the backward pass gathers the parameters of {counted(gathered, 'block')} again: "
         f"{duration(sum(one.us for one in work))} of GPU work, {duration(sum(op.us for op in in_typical))} of CPU time",
         "fully_shard(…, reshard_after_forward=False), as far as memory allows",
     )
+
+
+def _gathered_again(step: Step) -> list[Op]:
+    """Return FSDP's annotations of gathering a block's parameters for the backward pass."""
+    gathers = labels(step, GATHERS)
+    return [op for op in gathers if any(above.name.startswith(GATHERS_AGAIN) for above in op.above())]
 
 
 def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:

@@ -163,6 +163,11 @@ class Unprofiled:
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
 
 
+def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
+    """Return the annotations of a step whose names start so."""
+    return [op for op in step.named(lambda name: name.startswith(starts)) if op.kind == "label"]
+
+
 @dataclass(frozen=True)
 class Case:
     """The input of a proposal: the trace, its measurements, and its graph."""
@@ -200,14 +205,9 @@ class Case:
     def peaks(self) -> Peaks | None:
         return common_peaks(self.trace.devices)
 
-    def launched_in(self, *labels: str) -> set[int]:
+    def launched_in(self, *starts: str) -> set[int]:
         """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
-        calls = {
-            id(call)
-            for op in self.step.named(lambda name: name.startswith(labels))
-            if op.kind == "label"
-            for call in op.walk()
-        }
+        calls = {id(call) for op in labels(self.step, starts) for call in op.walk()}
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
 
     def in_all_steps(self, us: Mapping[Work, float]) -> dict[Work, float]:

@@ -37,6 +37,7 @@ from tracereader.findings.ranks import (
     loss,
     one_bucket,
     pace_setter,
+    per_step,
     share,
     slowest_stage,
     stage_in_words,
@@ -113,8 +114,9 @@ class RankCase:
                 if work is not None:
                     yield work, one
 
-    def per_step_us(self, us: float) -> float:
-        return us / max(1, len(self.rank.steps))
+    def per_step(self, us: float) -> str:
+        """Return the average over the rank's steps of a time that is summed over its window, in words."""
+        return duration(per_step(self.rank, us))
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def opportunities(
         if (rank := change.replayed(summary)) is not None:
             by_rank.setdefault(rank.trace, (rank, []))[1].append(change)
     # All ranks' steps are given without the profiler, or none, so that they can be compared.
-    unprofiled = None not in [one.unprofiled_step_us for one in summary.ranks]
+    unprofiled = unprofiled_us(summary)
     found: list[Opportunity | None] = []
     without: Unprofiled | None = None
     for path, (rank, changes) in by_rank.items():
@@ -163,15 +165,13 @@ def opportunities(
         if isinstance(graph, Refused):
             return graph
         case = RankCase(summary, rank, graph)
-        if unprofiled and rank is pace:
-            without = Unprofiled.of(graph, unprofiled_us(summary))
+        if rank is pace:
+            without = Unprofiled.of(graph, unprofiled)
         # A rank that waits for others does not show how much shorter its CPU time is without the profiler. So it is
         # taken to become shorter by the same factor as that of the rank that sets the pace, which is read first.
         found += [priced(change.name, change.title, change.propose(case), without) for change in changes]
         if rank is pace:
-            measured = msgspec.structs.replace(
-                summarize(trace), unprofiled_step_us=unprofiled_us(summary) if unprofiled else None
-            )
+            measured = msgspec.structs.replace(summarize(trace), unprofiled_step_us=unprofiled)
             alone = each_priced(Case(trace, measured, graph), show)
             found += [_at_pace(one, shorter, summary, rank) for one, shorter in alone]
         del trace, graph, case
@@ -188,7 +188,7 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
     least = max(
         (
             usual(summary, other, None, lambda step: step.us - step.idle_not_launched_us)
-            - (other.waited_exposed_us + other.message_waits.us) / max(1, len(other.steps))
+            - per_step(other, other.waited_exposed_us + other.message_waits.us)
             for other in summary.ranks
             if other is not pace
         ),
@@ -220,8 +220,8 @@ def overlap_communication(case: RankCase) -> Proposal | None:
     kinds = {collective.kind for collective in case.matched.values()}
     return Proposal(
         _beside_compute(case),
-        f"rank {one.rank} communicates for {duration(case.per_step_us(one.total.communication_us))} of a step, and "
-        f"{duration(case.per_step_us(one.total.exposed_communication_us))} of that is exposed",
+        f"rank {one.rank} communicates for {case.per_step(one.total.communication_us)} of a step, and "
+        f"{case.per_step(one.total.exposed_communication_us)} of that is exposed",
         _how_to_overlap(kinds),
         assumed=True,
     )
@@ -270,7 +270,7 @@ def bucket_size(case: RankCase) -> Proposal | None:
     return Proposal(
         with_durations(case.graph, tail),
         f"each step has one all-reduce of {size(bytes_reduced)}, which takes "
-        f"{duration(case.per_step_us(one.total.communication_us))} after backward",
+        f"{case.per_step(one.total.communication_us)} after backward",
         "DistributedDataParallel(…, bucket_cap_mb=25), the default: gradients are reduced while backward computes",
         assumed=True,
     )
@@ -300,7 +300,7 @@ def balance_ranks(case: RankCase) -> Proposal | None:
     waits = Lengths(union((work.start, work.end - round(us * 1e3)) for work, us in times.items()))
     beside = {one: waits.between(one.start, one.end) / 1e3 for one in case.computing}
     times |= {one: one.us - BESIDE_A_WAIT * us for one, us in beside.items()}
-    waited = duration(case.per_step_us(case.rank.waited_exposed_us))
+    waited = case.per_step(case.rank.waited_exposed_us)
     evidence = f"rank {case.rank.rank} waits {waited} of each step for rank {slow.rank}, while it computes nothing"
     computes = why is not None and why.reasons and why.reasons[0].part == "computes"
     spread = bool(computes) and not _runs_more(case.summary, slow)
@@ -345,7 +345,7 @@ def more_microbatches(case: RankCase) -> Proposal | None:
         return None
     times |= {one: one.us * SMALLER_IS_SLOWER for one in case.computing}
     waits = case.rank.message_waits
-    edges = duration(case.per_step_us(waits.first_us + waits.last_us))
+    edges = case.per_step(waits.first_us + waits.last_us)
     return Proposal(
         with_durations(case.graph, times),
         f"rank {case.rank.rank} waits {edges} of each step for its first and its last message, and half as long with "
@@ -405,7 +405,7 @@ def made(before: RanksSummary, proposed: Sequence[Opportunity], after: RanksSumm
 
 def _per_step(summary: RanksSummary, figure: Callable[[RankFigures], float]) -> list[float]:
     """Return a figure of each rank's window, per step."""
-    return [figure(one) / max(1, len(one.steps)) for one in summary.ranks]
+    return [per_step(one, figure(one)) for one in summary.ranks]
 
 
 def _same_work(before: RanksSummary, after: RanksSummary) -> bool:

@@ -124,26 +124,39 @@ def _beside(base: compare.Side, side: compare.Side, proposed: Sequence[Opportuni
     checked = made.checked(base, proposed, side) if proposed else None
     if checked is None:
         return found
-    unit, (_, measured, *after) = in_one_unit(
-        [base.summary.recorded_step_us, checked.measured_us, *(one.step_us_after for one in checked.proposals)]
-    )
-    rates = [" (estimated with peak or typical rates)" * (one.basis == "bound") for one in checked.proposals]
-    predicted = [f"{us} {unit}{assumed}" for us, assumed in zip(after, rates, strict=True)]
-    if len(predicted) > 1:
-        each = "; ".join(f"{one.title}: {us}" for one, us in zip(checked.proposals, predicted, strict=True))
+    times = (base.summary.recorded_step_us, checked.measured_us)
+    if len(checked.proposals) > 1:
+        unit, (_, measured, *after) = in_one_unit([*times, *(one.step_us_after for one in checked.proposals)])
+        predicted = zip(checked.proposals, after, strict=True)
+        each = "; ".join(f"{one.title}: {us} {unit}{_assumed(one)}" for one, us in predicted)
         return [
             *found,
             f"{whose} report proposed several of its changes. Predicted for each by itself: {each}. "
             f"Measured together: {measured} {unit}",
         ]
     (one,) = checked.proposals
-    figures = f"predicted {predicted[0]}, measured {measured}"
-    if one.unprofiled_step_us_after is not None and unprofiled[1]:
-        unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled[1]])
-        figures += f"; without the profiler, predicted {expected} {unit}, measured {took}"
+    told = prediction(one, whose, times, unprofiled[1])
     if checked.also_compiled:
-        figures += "; the prediction leaves out that this run also compiles its kernels"
-    return [*found, f"{whose} report proposed it ({one.title}): {figures}"]
+        told += "; the prediction leaves out that this run also compiles its kernels"
+    return [*found, told]
+
+
+def prediction(one: Opportunity, whose: str, times_us: Sequence[float], unprofiled_us: float | None) -> str:
+    """Return a sentence on what a report predicted of a change, and what was measured after it.
+
+    whose: the report's run. times_us: times that the sentence's unit has to fit, of which the last one was measured.
+    unprofiled_us: the step measured without the profiler, if it is known.
+    """
+    unit, (*_, measured, after) = in_one_unit([*times_us, one.step_us_after])
+    told = f"{whose} report proposed it ({one.title}): predicted {after} {unit}{_assumed(one)}, measured {measured}"
+    if one.unprofiled_step_us_after is not None and unprofiled_us:
+        unit, (expected, took) = in_one_unit([one.unprofiled_step_us_after, unprofiled_us])
+        told += f"; without the profiler, predicted {expected} {unit}, measured {took}"
+    return told
+
+
+def _assumed(one: Opportunity) -> str:
+    return " (estimated with peak or typical rates)" if one.basis == "bound" else ""
 
 
 def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:

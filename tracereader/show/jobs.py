@@ -11,10 +11,10 @@ from tracereader.figures.rank import Times
 from tracereader.figures.ranks import RanksSummary
 from tracereader.findings import faster, rank_changes
 from tracereader.findings import ranks as findings
-from tracereader.findings.finding import counted, in_one_unit
+from tracereader.findings.finding import counted
 from tracereader.findings.opportunity import Opportunity
 from tracereader.replay import Refused
-from tracereader.show.comparison import in_columns
+from tracereader.show.comparison import in_columns, prediction
 from tracereader.show.ranks import left_out, opened
 from tracereader.show.text import console, paragraph, plain, print_columns, shown_path
 from tracereader.show.view import View
@@ -80,17 +80,7 @@ def _beside(first: RanksSummary, one: RanksSummary, made: Sequence[Opportunity])
     found = [] if None in unprofiled else [f"without the profiler it {faster.pace(*unprofiled)}"]
     if changed := _changed(first, one):
         found.append(changed)
-    for each in made:
-        unit, (predicted, measured) = in_one_unit([each.step_us_after, findings.step_us(one)])
-        about = " (estimated with peak or typical rates)" * (each.basis == "bound")
-        told = (
-            f"the first's report proposed it ({each.title}): predicted {predicted} {unit}{about}, measured {measured}"
-        )
-        if each.knows_unprofiled and unprofiled[1]:
-            unit, (predicted, measured) = in_one_unit([each.unprofiled_step_us_after, unprofiled[1]])
-            told += f"; without the profiler, predicted {predicted} {unit}, measured {measured}"
-        found.append(told)
-    return found
+    return found + [prediction(each, "the first's", [findings.step_us(one)], unprofiled[1]) for each in made]
 
 
 def _changed(first: RanksSummary, one: RanksSummary) -> str:

@@ -56,12 +56,17 @@ def read_with_captures(
 
     captures: files or folders with the traces of the captures. show: shows what is done next.
     """
-    files = list(dict.fromkeys(file for one in captures for file in (in_folder(one) if one.is_dir() else [one])))
+    files = files_of(captures)
     trace = dataclasses.replace(read(path, limit, show), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
         tie(trace, [*own, *(read(file, limit) for file in files)])
     return trace
+
+
+def files_of(captures: Sequence[Path]) -> list[Path]:
+    """Return each trace of these files and folders once. Raises TraceError for a folder without traces."""
+    return list(dict.fromkeys(file for one in captures for file in (in_folder(one) if one.is_dir() else [one])))
 
 
 def tie(trace: Trace, captured: Sequence[Trace]) -> None:
