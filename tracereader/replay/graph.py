@@ -44,7 +44,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from statistics import median_low
-from types import MappingProxyType
 
 from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
@@ -136,7 +135,7 @@ class Graph:
     recorded_us: float  # over all recorded steps
     trace: Trace = field(repr=False)  # with the replayed steps only
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
-    gone: Mapping[tuple, Intervals] = MappingProxyType({})  # by track, the CPU time that changes have removed
+    gone: Mapping[tuple, Intervals] = field(default_factory=dict)  # by track, the CPU time that changes have removed
 
     def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
