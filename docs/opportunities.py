@@ -36,6 +36,7 @@ ASSUMES = {
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
     f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies to the "
     f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows",
+    "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",
@@ -72,6 +73,7 @@ ASSUMES = {
     "shorter_cache": f"attention reads proportionally less for fewer keys, at {gpu.BANDWIDTH:.0%} of the memory "
     "bandwidth",
     "static_inputs": "inputs stay where they are, or are written where the graph reads them",
+    "attention_plans": "another backend takes as long on the GPU, and cuDNN's usual time on the CPU",
     "skip_guards": f"{avoidable.GUARDS_LEFT:.0%} of a cache lookup is left; inputs fulfil the guards in every step",
 }
 
@@ -97,6 +99,7 @@ PAIRS = (
         ("unet/contiguous", "unet/compile"), ("autocast/each_step", "autocast/cast_once"),
         ("logits/all", "logits/last"), ("guards/compile", "guards/compile_skipped"),
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
+        ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),
@@ -146,6 +149,9 @@ WHY = {
         ("inputs/copied", "inputs/in_place",
          "the prediction keeps the CPU time of a compiled call. The second run replays the graph itself, which takes "
          "the CPU 0.04 ms instead of 0.16."),
+        *((f"lengths/{before}", "lengths/static",
+           "a bound: attention gets a mask and the whole cache of 1,024 tokens, of which a tenth is filled. Another "
+           "kernel computes it, in 1.9 ms instead of 0.2.") for before in ("cudnn", "flash")),
         ("guards/compile", "guards/compile_skipped",
          "all calls are slower in the first recording: `cuLaunchKernel` takes 25.0 µs instead of 11.5. The lookup "
          "falls from 64.8 to 0.7 µs, more than the four fifths that are assumed."),

@@ -124,4 +124,6 @@ PREDICTED = [
     ("experts/loop", "larger_batch", "experts/batched"),
     ("logits/all", "last_logits", "logits/last"),
     ("guards/compile", "skip_guards", "guards/compile_skipped"),
+    ("lengths/cudnn", "attention_plans", "lengths/flash"),
+    ("lengths/flash", "static_cache", "lengths/static"),
 ]

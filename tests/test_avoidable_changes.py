@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import statistics
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
@@ -10,7 +11,7 @@ from references import CHANGES, H200, OTHERS, ROOT, measured, opened
 from tracereader import cli
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as changes
-from tracereader.findings import made
+from tracereader.findings import cpu_changes, made
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Case
@@ -416,6 +417,111 @@ def test_a_cuda_graph_of_few_launches_copies_its_inputs(tmp_path, case_of):
 def test_a_cuda_graph_of_few_launches_is_not_proposed_if_copies_cost_more(tmp_path, case_of):
     assert "cuda_graph" not in proposed(case_of(short_steps(20, 200, tmp_path))), "copies take at most 400 µs"
     assert "cuda_graph" not in proposed(case_of(short_steps(3, 1, tmp_path))), "three launches take 60 µs"
+
+
+def cudnn_calls(events, mark):
+    return [e for e in inside(events, mark) if e["name"] == "aten::_scaled_dot_product_cudnn_attention"]
+
+
+def test_plans_of_cudnn_attention_are_priced_by_the_time_that_their_calls_take_longer(case_of):
+    path = CHANGES / "lengths/cudnn.json.gz"
+    events = slices(raw(path))
+    marks = raw_steps(events)
+    calls = [[e["dur"] for e in cudnn_calls(events, mark)] for mark in marks]
+    plans = [[dur for dur in some if dur > 5000] for some in calls]
+    assert [len(some) for some in calls] == [32] * 3 and [len(some) for some in plans] == [4] * 3, "4 tokens, 8 layers"
+    usual = statistics.median(dur for some in calls for dur in some if dur <= 5000)
+    one = proposed(case_of(path))["attention_plans"]
+    step = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
+    assert one.step_us == pytest.approx(step, rel=0.001) and one.basis == "replay"
+    assert one.saves_us == pytest.approx(statistics.median(map(sum, plans)) - 4 * usual, rel=0.02)
+    assert "4 of 32 calls of aten::_scaled_dot_product_cudnn_attention take" in one.evidence
+    # Its time is in no op and no CUDA call, so it is as long without the profiler.
+    assert one.unprofiled_step_us - one.unprofiled_step_us_after == pytest.approx(one.saves_us, rel=0.001)
+
+
+def test_a_single_plan_or_a_launch_that_takes_long_is_no_reason_to_avoid_cudnn(case_of):
+    """The first call of a process builds a plan, too, and a full launch queue makes any call long."""
+    path = CHANGES / "lengths/cudnn.json.gz"
+
+    def plans(document):
+        events = slices(document)
+        long = [e for mark in raw_steps(events) for e in cudnn_calls(events, mark) if e["dur"] > 5000]
+        return sorted(long, key=lambda e: e["ts"]), events
+
+    def only_the_first(document):
+        long, events = plans(document)
+        for e in long[1:]:
+            for one in inside(events, e):
+                one["name"] = one["name"].replace("cudnn_attention", "another_op")
+
+    def waits_in_the_launch(document):
+        long, events = plans(document)
+        for e in long:
+            launch = max((one for one in inside(events, e) if one["name"] == "cuLaunchKernelEx"), key=end)
+            until, launch["ts"] = end(launch), e["ts"] + 1000
+            launch["dur"] = until - launch["ts"]
+
+    assert changes.attention_plans(case_of(path)) is not None
+    assert changes.attention_plans(case_of(path, only_the_first)) is None
+    assert changes.attention_plans(case_of(path, waits_in_the_launch)) is None
+    assert changes.attention_plans(case_of(CHANGES / "lengths/flash.json.gz")) is None
+    assert changes.attention_plans(case_of(CHANGES / "bert/eager.json.gz")) is None, "cuDNN has its plans"
+
+
+def attention_shapes(events):
+    return [e["args"]["Input Dims"] for e in events if "attention" in e["name"] and "Input Dims" in e.get("args", {})]
+
+
+def test_a_static_cache_is_proposed_where_each_token_has_one_key_more(case_of):
+    path = CHANGES / "lengths/flash.json.gz"
+    events = slices(raw(path))
+    keys = sorted({dims[1][2] for dims in attention_shapes(events) if len(dims[1]) == 4 and dims[0][2] == 1})
+    assert keys == list(range(keys[0], keys[0] + 12)), "three steps of four tokens"
+    marks = raw_steps(events)
+    step = pace([mark["ts"] for mark in marks], marks[-1]["dur"])
+    one = proposed(case_of(path))["static_cache"]
+    work = raw_work(events, marks[0])
+    assert f"here from {keys[0]} to {keys[-1]}" in one.evidence and f"{len(work):,} launches" in one.evidence
+    # A graph of so many kernels takes their GPU time and short gaps: its launch takes no longer.
+    busy = sum(e["dur"] for e in work)
+    assert one.step_us == pytest.approx(step, rel=0.001) and one.basis == "bound"
+    assert busy < one.step_us_after < busy + len(work) * 1.0
+
+
+def test_a_static_cache_is_not_proposed_for_shapes_that_do_not_grow_token_by_token(case_of):
+    path = CHANGES / "lengths/flash.json.gz"
+
+    def with_keys(number_of):
+        def edit(document):
+            for e in slices(document):
+                dims = e.get("args", {}).get("Input Dims")
+                if dims and "attention" in e["name"] and len(dims) > 1:
+                    axis = 1 if e["name"] == "aten::_flash_attention_forward" else 2
+                    for place in (1, 2):
+                        if len(dims[place]) == 4:
+                            dims[place][axis] = number_of(dims[place][axis])
+
+        return edit
+
+    def without_shapes(document):
+        for e in slices(document):
+            e.get("args", {}).pop("Input Dims", None)
+
+    assert cpu_changes.static_cache(case_of(path)) is not None
+    assert cpu_changes.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
+    assert cpu_changes.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
+    assert cpu_changes.static_cache(case_of(path, without_shapes)) is None
+    assert cpu_changes.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
+    assert cpu_changes.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "after"), [("cudnn", "attention_plans", "flash"), ("flash", "static_cache", "static")]
+)
+def test_a_comparison_sees_that_plans_or_a_growing_cache_are_gone(before, change, after):
+    one, other = (compare.Side(measured(CHANGES / f"lengths/{name}.json.gz")) for name in (before, after))
+    assert made.MADE[change](one, other) and not made.MADE[change](other, one) and not made.MADE[change](one, one)
 
 
 def test_a_report_without_a_change_says_what_the_gpu_waits_for(capsys):

@@ -1,10 +1,11 @@
 """Sizes, mask (if the trace shows it), FLOPs and minimum bytes of a fused attention kernel."""
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
-from tracereader.trace import kernel_names
+from tracereader.trace import Op, Step, kernel_names
 from tracereader.trace.facts import AttentionFacts
 from tracereader.trace.types import Inputs
 
@@ -77,6 +78,35 @@ def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | 
     query, key, value, *others = dims
     fits = others[:1] == [query[:3]] and key[:3] == value[:3] and (key[0], key[3]) == (query[0], query[3])
     return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
+
+
+def queries_and_keys(op: Op) -> tuple[int, int] | None:
+    """Return the numbers of queries and keys of an op in ATTENTION, by its recorded shapes; None without them."""
+    sizes = op.inputs.dims[:2]
+    _, _, sequence = ATTENTION[op.name][0]
+    if len(sizes) < 2 or any(len(size) != 4 for size in sizes):
+        return None
+    return sizes[0][sequence], sizes[1][sequence]
+
+
+def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return the fewest and the most keys of one query, if each token has one key more, as in a growing KV cache.
+
+    A call with more queries, as for a prompt, starts anew. None if any other call has other keys, or if all have the
+    same. Needs recorded shapes.
+    """
+    seen, last = set(), None
+    for step in steps:
+        for op in step.named(ATTENTION.__contains__):
+            if (sizes := queries_and_keys(op)) is None:
+                return None
+            queries, keys = sizes
+            if queries == 1:
+                if last is not None and keys not in (last, last + 1):
+                    return None
+                seen.add(keys)
+            last = keys if queries == 1 else None
+    return (min(seen), max(seen)) if len(seen) > 1 else None
 
 
 def stored(facts: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:

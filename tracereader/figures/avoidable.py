@@ -18,6 +18,10 @@ MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops around a product that only dispatch to it.
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
+# cuDNN's attention builds a plan for each shape that is new to the process. Such a call takes the CPU 34 ms beside an
+# H200, 73 ms beside an H100 and 440 ms beside a B200 (github.com/modelscope/FunASR, issue 3704). Any other call takes
+# 0.05 to 0.2 ms while the profiler records, and does not reach this time (µs) even on a CPU that is much slower.
+CUDNN_ATTENTION, PLAN_US = "_cudnn_attention", 5_000
 
 
 class HiddenCopy(msgspec.Struct, frozen=True):
@@ -103,6 +107,25 @@ def _outgrows(op: Op, in_place: Op) -> bool:
 
 def _below(op: Op) -> Iterator[Work]:
     return (one for call in op.walk() for one in call.work)
+
+
+def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
+    """Return the calls of cuDNN's attention in these steps that build a plan, and the others, by the op's name.
+
+    Only the time outside of CUDA calls decides, because a launch call may wait for room in the launch queue. Ops
+    without a call that builds a plan are left out.
+    """
+    found: dict[str, tuple[list[Op], list[Op]]] = {}
+    for step in steps:
+        for op in step.named(lambda name: CUDNN_ATTENTION in name):
+            if op.kind == "op" and not any(CUDNN_ATTENTION in above.name for above in op.above()):
+                plans = op.us > PLAN_US and op.us - _in_cuda_calls_us(op) > PLAN_US
+                found.setdefault(op.name, ([], []))[not plans].append(op)
+    return {name: calls for name, calls in found.items() if calls[0]}
+
+
+def _in_cuda_calls_us(op: Op) -> float:
+    return sum(call.us for call in op.walk() if call.kind == "runtime")
 
 
 def mask_made(trace: Trace, step: Step) -> MaskMade | None:

@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median_high
+from statistics import median, median_high
 from typing import TypeVar
 
-from tracereader.figures.avoidable import cloned_inputs, triangles
+from tracereader.figures.avoidable import CUDNN_ATTENTION, cloned_inputs, planning, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.steps import compilations
@@ -28,6 +28,8 @@ COPIES_INPUTS = "aten::_foreach_copy_"
 # The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
 # layers (PyTorch 2.15, on a CPU).
 GUARDS_LEFT = 0.2
+# CPU time of a call of cuDNN's attention that has its plan, while the profiler records, beside an H200.
+PLANNED_CALL_US = 60
 
 
 def allocator(case: Case) -> Proposal | None:
@@ -217,6 +219,33 @@ def static_inputs(case: Case) -> Proposal | None:
     )
 
 
+def attention_plans(case: Case) -> Proposal | None:
+    """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
+    if not case.has(lambda name: CUDNN_ATTENTION in name):
+        return None
+    recurring = {name: calls for name, calls in planning(case.steps).items() if len(calls[0]) > 1}
+    spans, each = [], []
+    for name, (plans, others) in recurring.items():
+        usual_us = median(op.us for op in others) if others else PLANNED_CALL_US
+        spans += [(op.track, op.start + round(usual_us * 1e3), op.end) for op in plans]
+        if here := [op for op in plans if case.step.start <= op.start < case.step.end]:
+            usual = [op for op in others if case.step.start <= op.start < case.step.end]
+            each.append(
+                f"{len(here)} of {counted(len(here) + len(usual), 'call')} of {name} take "
+                f"{duration(sum(op.us for op in here) / len(here))} of CPU time each"
+                + (f", and the others {duration(usual_us)}" if usual else "")
+            )
+    if not each:
+        return None
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"{listed(each)}: cuDNN builds a plan for each new shape",
+        "torch.backends.cuda.enable_cudnn_sdp(False), so that another backend computes attention; or pad to a few "
+        "lengths",
+        unrecorded=True,
+    )
+
+
 def skip_guards(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.startswith(LOOKUP)):
         return None
@@ -253,5 +282,6 @@ AVOIDABLE_CHANGES = (
     Change("last_logits", "compute the logits of the last token only", last_logits),
     Change("shorter_cache", "attend to the filled part of the cache only", shorter_cache),
     Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs),
+    Change("attention_plans", "avoid cuDNN's plans for new attention shapes", attention_plans),
     Change("skip_guards", "skip the guards of compiled code", skip_guards),
 )

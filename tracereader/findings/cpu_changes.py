@@ -4,6 +4,7 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.steps import ops_recorded
@@ -68,12 +69,7 @@ def _waits(case: Case) -> list[Op]:
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
     single = len(case.steps) == 1  # whether other steps make the same launches is not known
-    if (
-        not (summary.llm.same_in_all_steps or single)
-        or summary.chosen.launches < 2
-        or any("GraphLaunch" in one.launched_by or one.family == "communication" for one in summary.gpu_work)
-        or len({work.device for work in case.step.work}) > 1
-    ):
+    if not (summary.llm.same_in_all_steps or single) or summary.chosen.launches < 2 or not _can_be_captured(case):
         return None
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
         return None if case.trains or single else _graphs_between_reads(case, waits)
@@ -105,6 +101,41 @@ def cuda_graph(case: Case) -> Proposal | None:
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
         assumed=single,
         title="replay forward and backward as CUDA graphs",
+    )
+
+
+def _can_be_captured(case: Case) -> bool:
+    """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
+    one_device = len({work.device for work in case.step.work}) <= 1
+    return one_device and not any(
+        "GraphLaunch" in one.launched_by or one.family == "communication" for one in case.summary.gpu_work
+    )
+
+
+def static_cache(case: Case) -> Proposal | None:
+    """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
+    if case.trains or case.summary.llm.same_in_all_steps or not _can_be_captured(case):
+        return None
+    if (keys := growing_keys(case.steps)) is None:
+        return None
+    stays, captured = [], 0
+    for step in case.steps:
+        decodes = {id(op) for op in step.named(ATTENTION.__contains__) if queries_and_keys(op)[0] == 1}
+        for run in launches_between_waits(case.graph, step):
+            ops = [below for op in run for below in op.walk()]
+            launches = sum(len(op.work) for op in ops)
+            if launches < MANY_LAUNCHES or not any(id(op) in decodes for op in ops):
+                stays += run
+            elif step is case.step:
+                captured += launches
+    if not captured:
+        return None
+    return Proposal(
+        as_cuda_graph(case.graph, stays),
+        f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so each token has other "
+        f"shapes; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
+        'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
+        assumed=True,  # attention also reads the empty part of the cache
     )
 
 
@@ -442,6 +473,7 @@ def _stacks(entry: Entry) -> bool:
 
 CPU_CHANGES = (
     Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph),
+    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache),
     Change("remove_sync", "drop or postpone synchronizations", remove_sync),
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
     Change("data_loader", "prepare batches ahead", data_loader),

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tracereader.figures.avoidable import CUDNN_ATTENTION
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
@@ -71,6 +72,11 @@ def _cuda_graph(before: Side, after: Side) -> bool:
         return False
     compiled = _newly_compiled(before, after) and _same_products(before, after)
     return compiled or share_in_common(before, after) >= ALMOST
+
+
+def _static_cache(before: Side, after: Side) -> bool:
+    """A CUDA graph launches the second step, and it has as many products and attention kernels."""
+    return bool(not graphs_launched(before) and graphs_launched(after) and _same_products(before, after))
 
 
 def _remove_sync(before: Side, after: Side) -> bool:
@@ -240,6 +246,15 @@ def _static_inputs(before: Side, after: Side) -> bool:
     return graphs and was > 0 and now <= LEFT * was and _same_heavy(before, after)
 
 
+def _attention_plans(before: Side, after: Side) -> bool:
+    """cuDNN's attention takes at most half of the CPU time, and the products are the same."""
+    was, now = (
+        sum(one.self_us for name, one in side.summary.cpu.ops.items() if CUDNN_ATTENTION in name)
+        for side in (before, after)
+    )
+    return was > 0 and now <= LEFT * was and _same_products(before, after) and _by_calls(before, after)
+
+
 def _skip_guards(before: Side, after: Side) -> bool:
     """The kernels are the same, and the cache lookups of torch.compile take at most half the time."""
     was, now = (
@@ -388,6 +403,7 @@ def _same_flops(was: Sequence[GpuWork], now: Sequence[GpuWork]) -> bool:
 
 MADE: dict[str, Callable[[Side, Side], bool]] = {
     "cuda_graph": _cuda_graph,
+    "static_cache": _static_cache,
     "remove_sync": _remove_sync,
     "fused_optimizer": _fused_optimizer,
     "data_loader": _data_loader,
@@ -406,6 +422,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "last_logits": _last_logits,
     "shorter_cache": _shorter_cache,
     "static_inputs": _static_inputs,
+    "attention_plans": _attention_plans,
     "skip_guards": _skip_guards,
     "allocator": _allocator,
     "recompile": _recompile,

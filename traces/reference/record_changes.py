@@ -561,6 +561,33 @@ def inputs(variant):
     return step if variant == "copied" else graphed(step)
 
 
+def lengths(variant):
+    """Four tokens of a small Llama whose cache grows, so that attention has a new length for each token.
+
+    static: a cache of fixed size, and each token is the replay of a CUDA graph.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(variant == "cudnn")
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda().to(torch.bfloat16).eval()
+    is_static = variant == "static"
+    cache = (
+        transformers.StaticCache(config=config, max_cache_len=1024)
+        if is_static
+        else transformers.DynamicCache(config=config)
+    )
+    token = torch.ones(1, 1, dtype=torch.long, device="cuda")
+
+    @torch.no_grad()
+    def one_token():
+        token.copy_(model(input_ids=token, past_key_values=cache).logits.argmax(-1))
+
+    one = graphed(one_token) if is_static else one_token
+    return lambda: [one() for _ in range(4)]
+
+
 WORKLOADS = {
     vit: ("eager", "graph", "compile"),
     pointwise: ("eager", "compile"),
@@ -596,6 +623,7 @@ WORKLOADS = {
     guards: ("compile", "compile_skipped"),
     results: ("at_once", "a_step_later"),
     inputs: ("copied", "in_place"),
+    lengths: ("cudnn", "flash", "static"),
 }
 
 
