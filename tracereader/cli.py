@@ -60,6 +60,11 @@ def main(argv=None):
         "replayed kernels",
     )
     parser.add_argument(
+        "--steps",
+        metavar="ANNOTATION",
+        help="count each call of this annotation as a step, for a trace that was recorded without prof.step()",
+    )
+    parser.add_argument(
         "--ranks",
         action="store_true",
         help="read the traces as the ranks of one run, even if their files do not say so",
@@ -138,12 +143,14 @@ def main(argv=None):
 
     # Imported here, each only if it is used, so that --help and refusals are fast: a tenth of a second is a third of
     # the time to read a trace of 10 MB.
+    from dataclasses import replace
+
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
     from tracereader.show.view import View
     from tracereader.trace.document import DEFAULT_LIMIT
 
-    view = View.of(args)
+    view = replace(View.of(args), steps_by=args.steps)
     if args.against:
         args.traces.insert(0, reference_of(args.traces[0], args.against))
     first, *others = args.traces
@@ -288,7 +295,7 @@ def _refuse_beside_export(args) -> None:
     from tracereader.show import export
 
     for flag in ("json", "open", "only", "all", *sections.WITH_A_FLAG, "previous", "against", "markdown", "fail_if",
-                 "html", "step", "capture", "rank"):  # fmt: skip
+                 "html", "step", "steps", "capture", "rank"):  # fmt: skip
         if _is_given(args, flag):
             raise BadInput(f"--export writes a trace and prints no report: leave out --{flag.replace('_', '-')}")
     export.refuse_early(args.export, args.force, args.traces)
@@ -301,7 +308,7 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
     if not all(map(reading.are_ranks, jobs)):
         return False
     # --ranks and --cluster read all traces as one job.
-    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank")
+    flags = ("json", "html", "open", "export", "markdown", "fail_if", "previous", "against", "capture", "rank", "steps")
     for flag in flags:
         if _is_given(args, flag):
             raise BadInput(f"--{flag.replace('_', '-')} is not for a comparison of jobs: name the ranks of one job")
@@ -321,6 +328,8 @@ def _as_ranks(args) -> bool:
 
     if not args.ranks and not reading.are_ranks(args.traces):
         return False
+    if args.steps is not None:
+        raise BadInput("--steps is for traces of one process: leave it out, or name the trace of one rank")
     if args.json and args.open:
         raise BadInput("--json prints nothing but JSON: leave out --open")
     for flag in ("open", "export"):

@@ -7,12 +7,15 @@ from pathlib import Path
 import msgspec
 
 from tracereader.figures.captures import captures
-from tracereader.trace import Trace
+from tracereader.trace import Op, Trace
 from tracereader.trace.capture import is_launch
 from tracereader.trace.facts import RunFacts
+from tracereader.trace.labels import LOADER, OPTIMIZER, ZEROES, is_phase, is_torchs_own
 
 # Clocks that are aligned to a microsecond change no figure that a report prints.
 LEAST_LEAD_NS = 1_000
+# An annotation with fewer calls may be no loop. Of torch's own annotations, these come once in each step.
+LEAST_STEPS, ONCE_IN_A_STEP = 3, (LOADER, ZEROES, OPTIMIZER)
 
 
 class TraceWarning(msgspec.Struct, frozen=True):
@@ -31,6 +34,13 @@ class TraceWarning(msgspec.Struct, frozen=True):
     us: float | None = None
 
 
+class Calls(msgspec.Struct, frozen=True):
+    """An annotation and the number of its calls."""
+
+    name: str
+    calls: int
+
+
 class Source(msgspec.Struct, frozen=True):
     """The source of a trace."""
 
@@ -41,6 +51,8 @@ class Source(msgspec.Struct, frozen=True):
     rank: int | None
     world_size: int | None
     has_steps: bool
+    steps_by: str | None  # the annotation whose calls count as the steps, if one was asked for
+    may_be_steps: Calls | None  # in a trace without steps, an annotation that repeats, perhaps once in each step
     shapes_recorded: bool
     peak_bytes: int | None  # the peak of allocated memory, by the profiler's memory events
     warnings: tuple[TraceWarning, ...]
@@ -56,10 +68,33 @@ def source(trace: Trace) -> Source:
         rank=trace.rank.rank if trace.rank else None,
         world_size=trace.rank.world_size if trace.rank else None,
         has_steps=trace.has_steps,
+        steps_by=trace.steps_by,
+        may_be_steps=None if trace.has_steps else _may_be_steps(trace),
         shapes_recorded=trace.has_shapes,
         peak_bytes=_peak_bytes(trace),
         warnings=tuple(_warnings(trace)),
     )
+
+
+def _may_be_steps(trace: Trace) -> Calls | None:
+    """Return the annotation that probably comes once in each step; None if none has at least LEAST_STEPS calls.
+
+    Of the user's annotations, the one with the longest time in all gives the number of steps, and the first one with as
+    many calls begins them. Without an annotation of the user, torch's own decide.
+    """
+    calls: dict[str, list[Op]] = {}
+    for op in trace.steps[0].named(is_phase):
+        if op.kind == "label":
+            calls.setdefault(op.name, []).append(op)
+    often = {name: some for name, some in calls.items() if len(some) >= LEAST_STEPS}
+    of_user = {name: some for name, some in often.items() if not is_torchs_own(name)}
+    best = next((name for start in ONCE_IN_A_STEP for name in often if name.startswith(start)), None)
+    if of_user:
+        steps = len(max(of_user.values(), key=lambda some: sum(op.dur for op in some)))
+        best = min(
+            (name for name, some in of_user.items() if len(some) == steps), key=lambda name: calls[name][0].start
+        )
+    return Calls(best, len(calls[best])) if best is not None else None
 
 
 def _compute_capability(trace: Trace) -> str | None:

@@ -1,6 +1,7 @@
 """The report of one trace."""
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def opened(
     """
     with _progress_of(path) as show:
         try:
-            trace = read_with_captures(path, captures, limit, show)
+            trace = read_with_captures(path, captures, limit, show, view.steps_by)
         except TraceError as problem:
             raise BadInput(problem) from None
         show(f"measuring {counted(len(trace.steps), 'step')}")
@@ -229,8 +230,12 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.source.has_steps:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
+        if (name := summary.source.steps_by) is not None:
+            words[-1] += f", each from a call of {cut(name, 60)} to the next"
     else:
         words.append(f"no profiler steps: the recording of {step_us} counts as one step")
+        if (calls := summary.source.may_be_steps) is not None:
+            words[-1] += f" (with --steps {shlex.quote(calls.name)}, each of its {calls.calls:,} calls is a step)"
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:

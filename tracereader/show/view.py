@@ -18,7 +18,8 @@ class View:
     """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that
-    a numbered script shows of its own run. rank: the one of several ranks that is shown in full.
+    a numbered script shows of its own run. rank: the one of several ranks that is shown in full. steps_by: the
+    annotation whose calls count as the steps.
     """
 
     only: Sequence[str] | None = None
@@ -27,6 +28,7 @@ class View:
     all: bool = False
     brief: bool = False
     rank: int | None = None
+    steps_by: str | None = None
 
     @classmethod
     def of(cls, args, brief: bool = False) -> "View":

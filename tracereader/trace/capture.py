@@ -51,13 +51,14 @@ def read_with_captures(
     captures: Sequence[Path] = (),
     limit: int = DEFAULT_LIMIT,
     show: Callable[[str], None] = progress.nowhere,
+    steps_by: str | None = None,
 ) -> Trace:
     """Return the trace in a file, with the work of its CUDA graphs tied to the captured calls. Raises TraceError.
 
-    captures: files or folders with the traces of the captures. show: shows what is done next.
+    captures: files or folders with the traces of the captures. show: shows what is done next. steps_by: see read().
     """
     files = files_of(captures)
-    trace = dataclasses.replace(read(path, limit, show), captured=tuple(captures))
+    trace = dataclasses.replace(read(path, limit, show, steps_by), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
         tie(trace, [*own, *(read(file, limit) for file in files)])

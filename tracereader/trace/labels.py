@@ -11,7 +11,7 @@ MODULE = "nn.Module: "  # of a Python frame
 AUTOGRAD = "autograd::engine::evaluate_function: "
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
-OPTIMIZER = "Optimizer.step#"
+OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
 # torch's own annotations that mark parts of a step that users look for.
 PHASES = (
     LOADER, OPTIMIZERS, "DataParallel.forward", "DistributedDataParallel.forward",

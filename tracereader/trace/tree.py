@@ -323,6 +323,7 @@ class Trace:
     host: str | None  # where it was recorded, if it is recorded
     steps: tuple[Step, ...]
     has_steps: bool
+    steps_by: str | None  # the annotation whose calls count as the steps, if one was asked for
     work: tuple[Work, ...]  # all of it, in the order of the starts
     overheads: tuple[Op, ...]  # by their starts; the profiler's and the driver's own, on a track of their own
     outside: tuple[Op, ...]  # CPU slices in no step: the profiler's flush, mostly
@@ -349,13 +350,19 @@ class Trace:
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
 
 
-def read(path: Path, limit: int = DEFAULT_LIMIT, show: Callable[[str], None] = progress.nowhere) -> Trace:
+def read(
+    path: Path,
+    limit: int = DEFAULT_LIMIT,
+    show: Callable[[str], None] = progress.nowhere,
+    steps_by: str | None = None,
+) -> Trace:
     """Return the trace in a file. Raises TraceError.
 
-    limit: the most bytes of unpacked JSON that are read. show: shows what is done next.
+    limit: the most bytes of unpacked JSON that are read. show: shows what is done next. steps_by: the annotation whose
+    calls count as the steps, in place of the profiler's own marks.
     """
     with _no_garbage_collection():
-        return _built(path, load(path, limit, show), show)
+        return _built(path, load(path, limit, show), show, steps_by)
 
 
 @contextlib.contextmanager
@@ -370,7 +377,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace:
+def _built(path: Path, document: Document, show: Callable[[str], None], steps_by: str | None) -> Trace:
     ops, work, spans, overheads, modules, flows, memory, zeroed = [], [], [], [], [], [], [], 0
     old_ops, nodes, syncs, edges, counted, inside = [], [], [], [], [], []
     # For each kind: what its slices become, and the list of them.
@@ -448,6 +455,9 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         raise TraceError(f"{path}: one event, too little to read")
 
     show("building the call tree")
+    if steps_by is not None:
+        ops = _marked(ops, steps_by, path)
+        spans = [one for one in spans if not one.name.startswith(STEP)]
     crossing = Counter()
     roots = _nest(ops, crossing)
     _nest([*work, *spans], crossing)
@@ -481,6 +491,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None]) -> Trace
         host=document.host if isinstance(document.host, str) and document.host else None,
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
+        steps_by=steps_by,
         work=tuple(work),
         overheads=tuple(overheads),
         outside=outside,
@@ -771,6 +782,44 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
         if flow.ph in ends and flow.id is not None and _is_time(flow.ts):
             ends[flow.ph][flow.id] = (flow.pid, flow.tid), round((flow.ts - zero) * 1000)
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
+
+
+def _marked(ops: list[Op], name: str, path: Path) -> list[Op]:
+    """Return the slices with a mark of a step for each call of an annotation, in place of the profiler's own marks.
+
+    A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
+    are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
+    decides. A call inside another one is not counted. Raises TraceError.
+    """
+    calls: dict[tuple, list[Op]] = defaultdict(list)
+    for op in ops:
+        if op.kind == "label" and op.name == name:
+            calls[op.track].append(op)
+    if not calls:
+        found = Counter(op.name for op in ops if op.kind == "label" and not op.name.startswith(STEP))
+        known = ", ".join(f"{one[:60]} ({count:,})" for one, count in found.most_common(5))
+        raise TraceError(
+            f"{path}: --steps {name}: the trace has no annotation of this name"
+            + (f"; it has {known}" if known else "; torch.profiler.record_function makes one")
+        )
+    each = sorted(max(calls.values(), key=len), key=lambda op: (op.start, -op.dur))
+    starts, ends = [], []
+    for op in each:
+        if not ends or op.start >= ends[-1]:
+            starts.append(op.start)
+            ends.append(op.end)
+    track, nothing = each[0].track, msgspec.Raw(b"{}")
+    if 2 * sum(end - start for start, end in zip(starts[:-1], ends, strict=False)) < starts[-1] - starts[0]:
+        ends[-1] = max(
+            op.end for op in ops if op.track == track and op.kind != "runtime" and not op.name.startswith(STEP)
+        )
+    ends[:-1] = starts[1:]
+    marks = [
+        Op(f"{STEP}{number}", "label", start, end - start, track, nothing)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True), 1)
+    ]
+    # The marks come first, so that a call as long as its step lies inside it.
+    return marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
 
 
 def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:

@@ -1,0 +1,134 @@
+"""--steps: the calls of an annotation count as the steps. Figures are recomputed from raw events."""
+
+import gzip
+import itertools
+import json
+
+import pytest
+from raw_events import end, event, raw_work
+from references import H200, OTHERS, ROOT
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.trace import TraceError, read
+
+DECODER = H200 / "05_llm/1x512_bf16_warm_eager_active2_shapes.json.gz"
+MLP = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz"
+TRAINING = ROOT / "traces/reference/cpu/06_training/2x128x128x2_bf16_warm_eager_ddp_slow1_x2_rank0.json.gz"
+
+
+@pytest.fixture
+def unmarked(tmp_path):
+    """Return the function that writes a trace without the profiler's marks of its steps."""
+
+    def write(path):
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep#" not in str(e.get("name"))]
+        document.pop("distributedInfo", None)
+        file = tmp_path / f"unmarked-{path.name.removesuffix('.gz')}"
+        file.write_text(json.dumps(document))
+        return file, [e for e in document["traceEvents"] if e.get("ph") == "X"]
+
+    return write
+
+
+def calls_of(events, name):
+    return sorted((e for e in events if e["name"] == name and e["cat"] == "user_annotation"), key=lambda e: e["ts"])
+
+
+@pytest.mark.parametrize(("path", "name"), [(MLP, "mlp_fwd"), (DECODER, "decode")], ids=["mlp", "decoder"])
+def test_each_step_lasts_from_one_call_to_the_next_and_has_what_is_launched_in_it(unmarked, path, name):
+    file, events = unmarked(path)
+    calls = calls_of(events, name)
+    trace = read(file, steps_by=name)
+    assert trace.has_steps and [step.name for step in trace.steps] == [
+        f"ProfilerStep#{number}" for number in range(1, len(calls) + 1)
+    ]
+    lasts = [after["ts"] - call["ts"] for call, after in itertools.pairwise(calls)] + [calls[-1]["dur"]]
+    assert [step.us for step in trace.steps] == pytest.approx(lasts, abs=0.01)
+    for step, call, us in zip(trace.steps, calls, lasts, strict=True):
+        assert len(step.work) == len(raw_work(events, {"ts": call["ts"], "dur": us}))
+    ours = summarize(trace)
+    assert ours.source.steps_by == name and ours.source.may_be_steps is None
+
+
+def test_the_profilers_own_marks_are_replaced(capsys):
+    assert cli.main([str(MLP), "--steps", "mlp_fwd", "--only", "short,steps"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 steps of" in said and "each from a call of mlp_fwd to the next" in said
+    assert "#1" in said and "#4" not in said, "the recorded marks were #2 to #4"
+
+
+def test_a_report_without_steps_names_the_annotation_that_repeats(unmarked, capsys):
+    file, _ = unmarked(MLP)
+    assert cli.main([str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "counts as one step (with --steps mlp_fwd, each of its 3 calls is a step)" in said
+    assert cli.main([str(MLP)]) == 0
+    assert "--steps" not in capsys.readouterr().out
+    file, _ = unmarked(DECODER)  # two calls may be no loop
+    assert cli.main([str(file)]) == 0
+    assert "--steps" not in capsys.readouterr().out
+
+
+def named_as_steps(tmp_path, *names):
+    """Return what a trace proposes with annotations of these names, one after the other."""
+    events = [event("aten::mm", "cpu_op", 0, 1)]
+    for number, (name, us) in enumerate(names):
+        events.append(event(name, "user_annotation", 10 + 100 * number, us))
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    return summarize(read(file)).source.may_be_steps
+
+
+def test_the_users_annotations_come_before_torchs_own(tmp_path):
+    loop = [
+        ("Optimizer.zero_grad#Adam.zero_grad", 2),
+        ("forward", 40),
+        ("backward", 60),
+        ("Optimizer.step#Adam.step", 9),
+    ]
+    found = named_as_steps(tmp_path, *loop * 3)
+    assert (found.name, found.calls) == ("forward", 3), "backward takes longer, and forward begins the step"
+    found = named_as_steps(tmp_path, *[loop[0], loop[3]] * 4)
+    assert (found.name, found.calls) == ("Optimizer.zero_grad#Adam.zero_grad", 4)
+    assert named_as_steps(tmp_path, *[loop[3]] * 5).name == "Optimizer.step#Adam.step"
+    found = named_as_steps(tmp_path, *[("token", 70), ("layer", 5), ("layer", 5)] * 3)
+    assert (found.name, found.calls) == ("token", 3), "the layers are called more often and take less time in all"
+    assert named_as_steps(tmp_path, *loop * 2) is None
+
+
+def test_calls_that_are_a_small_part_of_a_step_end_the_last_one_with_the_threads_ops(unmarked):
+    file, events = unmarked(TRAINING)
+    name = "DistributedDataParallel.forward"
+    calls = calls_of(events, name)
+    last = read(file, steps_by=name).steps[-1]
+    ends = max(end(e) for e in events if e["tid"] == calls[0]["tid"] and e["cat"] in ("cpu_op", "user_annotation"))
+    assert last.us == pytest.approx(ends - calls[-1]["ts"], abs=0.01) and last.us > 3 * calls[-1]["dur"]
+    assert [op.name for op in last.walk() if op.name.startswith("Optimizer.")], "the optimizer runs after forward"
+
+
+def test_calls_inside_another_call_and_on_other_threads_are_no_steps(tmp_path):
+    calls = [(0, 90), (10, 20), (100, 80), (200, 95)]
+    events = [event("aten::mm", "cpu_op", 5, 2), *(event("work", "user_annotation", ts, dur) for ts, dur in calls)]
+    events += [event("work", "user_annotation", ts, 10, 2) for ts in (20, 120)]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    assert [step.us for step in read(file, steps_by="work").steps] == [100, 100, 95]
+
+
+def test_an_unknown_annotation_is_refused_with_those_that_there_are(tmp_path, capsys):
+    assert cli.main([str(MLP), "--steps", "forward"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "--steps forward: the trace has no annotation of this name; it has mlp_fwd (3)" in said.err
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": [event("aten::mm", "cpu_op", 0, 2), event("aten::mm", "cpu_op", 3, 2)]}))
+    with pytest.raises(TraceError, match="record_function makes one"):
+        read(file, steps_by="forward")
+
+
+@pytest.mark.parametrize("flags", [["--ranks"], ["--export", "x.json"]], ids=lambda flags: flags[0])
+def test_steps_of_an_annotation_are_for_the_report_of_one_process(capsys, flags):
+    assert cli.main([*map(str, OTHERS[:2]), "--steps", "mlp_fwd", *flags]) == 2
+    assert "--steps" in capsys.readouterr().err
