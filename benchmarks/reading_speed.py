@@ -3,7 +3,7 @@
     uv run python benchmarks/reading_speed.py [--events COUNT] [--times COUNT] [TRACE …]
 
 Makes traces of 50,000, 150,000 and 450,000 events (111 MB), or of --events, by repeating a real one with shifted time
-stamps and fresh ids; and reads the traces named, each repeated --times (1). Each reading is a whole process, Python's
+stamps and fresh ids; and reads the traces named, each repeated --times (1). record_large.py records large ones. Each reading is a whole process, Python's
 start and the report included. The bars: at 450,000 events 1.0 times json.loads; for real traces of 30 to 90 MB, whose
 args are richer, 1.5 times; at most 3 times the file's size of memory; linear time to 1 GB (--events 4200000).
 """
@@ -78,9 +78,13 @@ def compare(name: str, file: Path) -> None:
 
 
 def write(source: Path, file: Path, events: int | None, times: int) -> None:
-    """Write the trace with `events` events, or with its own repeated this many times."""
+    """Write the trace with `events` events, or with its own repeated this many times; unchanged if that is once."""
     data = source.read_bytes()
-    document = json.loads(gzip.decompress(data) if source.suffix == ".gz" else data)
+    data = gzip.decompress(data) if source.suffix == ".gz" else data
+    if events is None and times == 1:
+        file.write_bytes(data)
+        return
+    document = json.loads(data)
     original = document.pop("traceEvents")
     with file.open("w") as out:
         out.write(json.dumps(document | {"traceEvents": []}).removesuffix("]}"))
