@@ -3,9 +3,10 @@
     uv run python benchmarks/reading_speed.py [--events COUNT] [--times COUNT] [TRACE …]
 
 Makes traces of 50,000, 150,000 and 450,000 events (111 MB), or of --events, by repeating a real one with shifted time
-stamps and fresh ids; and reads the traces named, each repeated --times (1). record_large.py records large ones. Each reading is a whole process, Python's
-start and the report included. The bars: at 450,000 events 1.0 times json.loads; for real traces of 30 to 90 MB, whose
-args are richer, 1.5 times; at most 3 times the file's size of memory; linear time to 1 GB (--events 4200000).
+stamps and fresh ids; and reads the traces named, each repeated --times (1). record_large.py records large ones. Each
+reading is a whole process, Python's start and the report included. The bars: at 450,000 events 1.0 times json.loads;
+for real traces of 30 to 90 MB, whose args are richer, 1.5 times; at most 3 times the file's size of memory; linear time
+to 1 GB (--events 4200000).
 """
 
 import argparse
