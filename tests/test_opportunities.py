@@ -627,7 +627,8 @@ def test_a_single_step_with_a_wait_is_no_cuda_graph():
 def waits_in_every_step(name, op, copy, at, folder):
     """Write a recorded trace in which every step waits 300 µs for a copy, after a part (0 to 1) of its launches.
 
-    op: the name of the op around the copy. copy: the name of the copy.
+    op: the name of the op around the copy. copy: the name of the copy. As in torch, aten::copy_ makes the copy and then
+    waits for the stream.
     """
     document = json.loads(gzip.decompress((CHANGED / f"{name}.json.gz").read_bytes()))
     events = document["traceEvents"]
@@ -655,7 +656,9 @@ def waits_in_every_step(name, op, copy, at, folder):
         correlation = 10**8 + number
         events += [
             event(op, "cpu_op", time + 5, 330) | thread,
+            event("aten::copy_", "cpu_op", time + 6, 328) | thread,
             event("cudaMemcpyAsync", "cuda_runtime", time + 10, 310, correlation=correlation) | thread,
+            event("cudaStreamSynchronize", "cuda_runtime", time + 325, 4, correlation=correlation + 5 * 10**7) | thread,
             event(copy, "gpu_memcpy", time + 15, 300, correlation=correlation, bytes=2_400_000, device=0)
             | {key: work[key] for key in ("pid", "tid")},
         ]
@@ -668,7 +671,8 @@ def waits_in_every_step(name, op, copy, at, folder):
 @pytest.mark.parametrize(
     ("op", "copy", "at", "captured"),
     [
-        ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0, "143 identical launches"),
+        ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0, "143 identical launches per step, no synchronization"),
+        ("aten::to", "Memcpy HtoD (Pageable -> Device)", 0.5, "143 identical launches per step; only copies of inputs"),
         ("aten::to", "Memcpy DtoH (Device -> Pageable)", 0.5, " in 2 groups between the synchronizations of aten::to"),
         ("aten::nonzero", "Memcpy DtoH (Device -> Pageable)", 0.5, None),
     ],
@@ -681,6 +685,24 @@ def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_p
         assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"
 
 
+@pytest.mark.parametrize("name", ["train_item", "misc"])
+def test_a_cuda_graph_of_training_ends_with_backward(name):
+    """Clipping, the optimizer and reads of values after backward stay outside of the graphs."""
+    file = TESTS / f"{name}.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    calls = {one["args"]["correlation"]: one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")}
+    found, remains = priced_changes(file)["cuda_graph"], []
+    for mark in raw_steps(events):
+        inside = (one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark))
+        backward = max(end(one) for one in inside if one["name"].startswith("autograd::engine"))
+        launches = [calls[one["args"]["correlation"]]["ts"] for one in raw_work(events, mark)]
+        captured = sum(launch < backward for launch in launches)
+        assert captured < len(launches)
+        assert f"{captured} identical launches per step in forward and backward" in found.evidence
+        remains.append(end(mark) - backward)
+    assert found.step_us_after > min(remains), "the CPU's work after backward"
+
+
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     """The copy of waits_in_every_step becomes a call of torch.cuda.synchronize(), which no op contains."""
@@ -688,10 +710,11 @@ def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     if not inside:
         document = json.loads(file.read_bytes())
         ours = {one["args"]["correlation"] for one in document["traceEvents"] if one["name"] == "cudaMemcpyAsync"}
+        added = {("aten::to", 330), ("aten::copy_", 328), ("cudaStreamSynchronize", 4)}
         document["traceEvents"] = [
             one | {"name": "cudaDeviceSynchronize"} if one["name"] == "cudaMemcpyAsync" else one
             for one in document["traceEvents"]
-            if not (one["name"] == "aten::to" and one["dur"] == 330)
+            if (one["name"], one.get("dur")) not in added
             and not (one.get("cat") == "gpu_memcpy" and one["args"]["correlation"] in ours)
         ]
         file.write_text(json.dumps(document))

@@ -25,7 +25,7 @@ from tracereader.replay import (
     without_waits,
 )
 from tracereader.replay.changes import launches_between_waits, spans_of
-from tracereader.trace import Op, Step
+from tracereader.trace import Op, Step, Work, outermost
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
 
 # CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
@@ -75,33 +75,42 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None if case.trains or single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if case.trains or single else _small_graph(case)
-    if not case.trains:
-        before = sum(_copies_input(one.launch) for one in case.step.work if one.launch is not None)
-        return Proposal(
-            as_cuda_graph(case.graph),
-            _launches(summary.chosen.launches - before, single),
-            'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
-            assumed=single,
-        )
     # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
-    # through autograd, which passes each one to its parameter.
-    eager = (OPTIMIZER, LOADER)
-    stays = [op for step in case.steps for op in labels(step, eager)]
-    left_out = case.launched_in(*eager)
-    captured = [one for one in case.step.work if id(one) not in left_out]
-    accumulated = [
-        (op.track, op.start, op.us)
-        for step in case.steps
-        for op in step.named(ACCUMULATES.__eq__)
-        if not any(below.work for below in op.walk())
-    ]
+    # through autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too.
+    stays, accumulated = [], []
+    for step in case.steps if case.trains else ():
+        stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
+        calls = step.named(ACCUMULATES.__eq__)
+        accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
+    runs = launches_between_waits(case.graph, case.step, {id(op): op for op in stays})
+    captured = [one for run in runs for op in run for below in op.walk() for one in below.work]
+    if not captured:
+        return None
+    where, call = (" in forward and backward", "make_graphed_callables") if case.trains else ("", "graph")
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
-        _launches(len(captured), single, " in forward and backward"),
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
+        _launches(len(captured), single, where, _copies_between(case.step, captured)),
+        f'torch.compile(model, mode="reduce-overhead"), or torch.cuda.{call}',
         assumed=single,
-        title="replay forward and backward as CUDA graphs",
+        title="replay forward and backward as CUDA graphs" if case.trains else None,
     )
+
+
+def _after_backward(step: Step) -> list[Op]:
+    """Return the outermost ops and calls that begin after the last op of backward."""
+    end = _end_of_backward(step)
+    return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
+
+
+def _end_of_backward(step: Step) -> int:
+    """Return when the last op of backward ends (ns); the step's end without backward."""
+    return max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+
+
+def _copies_between(step: Step, captured: Iterable[Work]) -> bool:
+    """Return whether the CPU waits for a copy of an input between the launches of these activities."""
+    launches = [one.launch.start for one in captured if one.launch is not None]
+    return any(_copies_input(op) and min(launches) < op.start < max(launches) for op in waits_of(step))
 
 
 def _can_be_captured(case: Case) -> bool:
@@ -139,13 +148,15 @@ def static_cache(case: Case) -> Proposal | None:
     )
 
 
-def _launches(launches: int, single: bool = False, where: str = "") -> str:
+def _launches(launches: int, single: bool = False, where: str = "", copies: bool = False) -> str:
+    """Return the evidence for a graph. copies: whether the CPU waits for copies of inputs between the launches."""
+    between = "; only copies of inputs synchronize between them" if copies else ", no synchronization between them"
     if single:
         return (
-            f"{launches:,} launches{where}, no synchronization between them; the trace has one step, so it does not "
-            "show whether each step makes the same launches"
+            f"{launches:,} launches{where}{between}; the trace has one step, so it does not show whether each step "
+            "makes the same launches"
         )
-    return f"{launches:,} identical launches per step{where}, no synchronization between them"
+    return f"{launches:,} identical launches per step{where}{between}"
 
 
 def _small_graph(case: Case) -> Proposal:
@@ -154,7 +165,7 @@ def _small_graph(case: Case) -> Proposal:
     The copies take at most twice the time of the first op that is not itself a copy of an input to the GPU.
     """
     computing = [entry for entry in case.activities if "HtoD" not in entry[1].name]
-    if not computing:
+    if not computing or any(map(_copies_input, waits_of(case.step))):
         return None
     first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
     copies = 2 * sum(us for _, us in first)
@@ -174,17 +185,27 @@ def _small_graph(case: Case) -> Proposal:
 
 
 def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
+    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those.
+
+    In training only the launches of forward and backward count, because what follows backward is not captured.
+    """
     names = frozenset(filter(may_wait, case.trace.op_names))
     for step in steps if names else ():
         last = max([one.launch.start for one in step.work if one.launch], default=0)
+        if case.trains:
+            last = min(last, _end_of_backward(step))
         calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
         yield from (op for op in calls if is_wait(op) and not _copies_input(op))
 
 
 def _copies_input(call: Op) -> bool:
-    """Return whether a call copies to the GPU and waits for the copy."""
-    return is_wait(call) and any("HtoD" in one.name for one in call.work)
+    """Return whether a call waits for a copy to the GPU: one that it makes itself, or the one that its op just made.
+
+    torch copies from pageable memory with cudaMemcpyAsync, and then waits for the stream in the same aten::copy_.
+    """
+    inside_copy = call.parent is not None and call.parent.name == "aten::copy_"
+    calls = call.parent.children if inside_copy and not call.work else (call,)
+    return is_wait(call) and any("HtoD" in one.name for some in calls for one in some.work)
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
