@@ -263,6 +263,26 @@ def test_the_estimated_cost_of_recording_holds_for_all_recordings(file):
     assert low <= summary.unprofiled_step_us <= high
 
 
+def test_the_launch_of_a_cuda_graph_may_be_shorter_without_the_profiler(capsys):
+    """The GPU waits for this graph's launch, which takes longer because each activity of the graph is recorded."""
+    file = H200 / "05_llm/1x512_bf16_warm_compile_gqa_tune_max-autotune.json.gz"
+    summary = measured(file)
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    (mark,) = (one for one in raw_steps(events) if one["name"] == f"ProfilerStep{summary.chosen.number}")
+    calls = [
+        one
+        for one in events
+        if one.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver") and mark["ts"] <= one["ts"] < end(mark)
+    ]
+    (launch,) = (one for one in calls if one["name"] == "cudaGraphLaunch")
+    low, high = recording.estimate_us(summary)
+    assert low == pytest.approx(summary.recorded_step_us - launch["dur"] - 7.9 * len(calls), abs=0.1)
+    assert high == pytest.approx(summary.recorded_step_us - 1.8 * len(calls), abs=0.1)
+    assert summary.gpu_us < low
+    told = " ".join(printed(capsys, file, "--only", "short").split())
+    assert "it may be GPU-bound then" in told
+
+
 def test_json_has_the_opportunities(capsys):
     trace = CHANGES / "vit/eager.json.gz"
     found = json.loads(printed(capsys, trace, "--json"))["opportunities"]
