@@ -283,6 +283,18 @@ def test_the_launch_of_a_cuda_graph_may_be_shorter_without_the_profiler(capsys):
     assert "it may be GPU-bound then" in told
 
 
+def test_the_call_tree_does_not_follow_the_many_calls_that_take_little_time(capsys):
+    """One thread polls events all the time. That is not the slowest path."""
+    file = OTHERS / "h200-x2/sharded_default/rank1.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    (mark,) = (one for one in raw_steps(events) if one["name"] == f"ProfilerStep{measured(file).chosen.number}")
+    polls = [one for one in events if one["name"] == "cudaEventQuery" and mark["ts"] <= one["ts"] < end(mark)]
+    assert len(polls) > 100 and sum(one["dur"] for one in polls) < 0.02 * mark["dur"]
+    told = printed(capsys, file, "--only", "chain")
+    assert "cudaEventQuery" not in told
+    assert f"{mark['name']}  {duration(mark['dur'])}" in told and "calls of aten::linear" in told
+
+
 def test_json_has_the_opportunities(capsys):
     trace = CHANGES / "vit/eager.json.gz"
     found = json.loads(printed(capsys, trace, "--json"))["opportunities"]

@@ -14,6 +14,8 @@ from tracereader.trace.kernel_names import short
 
 LINES_SHOWN = 24
 CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 10, 4
+# Repeated calls with a smaller share of the time are not the slowest path, such as a cast of each parameter.
+WORTH_FOLLOWING = 0.1
 
 
 def show(out: Console, summary: Summary, view: View) -> None:
@@ -47,7 +49,7 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             return
         depth = chain[start].depth
         calls = [index for index in range(start, end) if chain[index].depth == depth]
-        if found := repeated_names([chain[index].name for index in calls]) if len(calls) > LINES_SHOWN else None:
+        if found := _repetition(chain, calls) if len(calls) > LINES_SHOWN else None:
             calls, end = _median_stretch(out, chain, calls, end, found, deeper)
             deeper += 1
         by_name: dict[str, list[int]] = {}
@@ -67,6 +69,16 @@ def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> 
             one = "; the slowest call:" * (len(same) > 1 and name == costliest[0][0] and start < end and last > level)
             line = f"{times}{plain(short(name, 60))}  [dim]{duration(total)}{summed}[/dim]{named}{one}"
             paragraph(out, line, indent, indent + "    ")
+
+
+def _repetition(chain: Sequence[Call], calls: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return start, length and number of repetitions, if most of these calls repeat and take enough of their time."""
+    found = repeated_names([chain[index].name for index in calls])
+    if found is None:
+        return None
+    first, length, times = found
+    taken = sum(chain[index].us for index in calls[first : first + length * times])
+    return found if taken > WORTH_FOLLOWING * sum(chain[index].us for index in calls) else None
 
 
 def _median_stretch(
