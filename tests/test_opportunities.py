@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -175,6 +176,43 @@ def test_stacks_name_the_functions_of_python_between_ops(tmp_path):
     one = priced_changes(file)["python"]
     assert one.evidence.endswith("in count_words") and "with_stack" not in one.how
     assert one.saves_us == pytest.approx(without.saves_us, rel=0.01)
+
+
+def paused(events, mark, starts, ms):
+    """Move everything in a step that starts at a time or later by some ms, and make what encloses that time longer."""
+    for one in events:
+        if one is not mark and one.get("ph") == "X" and one["ts"] < starts < end(one) and one.get("cat") not in GPU:
+            one["dur"] += 1e3 * ms
+    mark["dur"] += 1e3 * ms
+    for one in events:
+        if one is not mark and one.get("ts", 0) >= starts:
+            one["ts"] += 1e3 * ms
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (["aten::ones_like"], r"in an op for 3\.\d ms between \S+ and aten::ones_like$"),
+        (["autograd::engine::evaluate_function: MeanBackward0"], None),
+        (["autograd::engine::evaluate_function: AddmmBackward0"], None),
+        (["aten::ones_like", "aten::item"], r"for 7\.\d ms in 2 pauses, .* \(4\.\d ms\) between .* and aten::item$"),
+    ],
+)  # fmt: skip
+def test_a_pause_in_autograds_engine_is_no_python(tmp_path, before, told):
+    """Each step pauses for 3 ms before the last op of a name, and for 4 ms before that of a second one."""
+    document = json.loads(gzip.decompress((TESTS / "train_item.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    for mark in raw_steps(events):
+        for ms, name in enumerate(before, 3):
+            inside = (one["ts"] for one in events if one["name"] == name and mark["ts"] <= one.get("ts", 0) < end(mark))
+            paused(events, mark, max(inside), ms)
+    file = tmp_path / "paused.json"
+    file.write_text(json.dumps(document))
+    one = priced_changes(file).get("python")
+    assert (one is None) is (told is None)
+    if told:
+        assert re.search(told, one.evidence)
+        assert one.saves_us == pytest.approx(sum(range(3, 3 + len(before))) * 1e3, rel=0.1)
 
 
 @pytest.mark.parametrize("name", small_first(["trained/compile", "unet/compile", "encoder/bf16_compile"]))

@@ -26,7 +26,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import launches_between_waits, spans_of
 from tracereader.trace import Op, Step, Work, outermost
-from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER
+from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
 # CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
 # tensors takes 470 to 1,500 µs (the medians of seven recordings). A foreach optimizer with 160 tensors takes 1,400 µs
@@ -44,6 +44,8 @@ PAUSE_US = 500
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
+# backward() makes the gradient of a loss with this op, and then calls autograd's engine.
+FIRST_GRADIENT = "aten::ones_like"
 # The most functions that are named, and the smallest share of the Python time that a named function has.
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
@@ -337,29 +339,44 @@ def data_loader(case: Case) -> Proposal | None:
 def python(case: Case) -> Proposal | None:
     if not ops_recorded(case.step):
         return None  # the time outside recorded calls may be that of ops
-    spans, longest = [], (0, "", "")
+    spans, by_step = [], {}
     for step in case.steps:
-        ops = sorted(_outside_annotations(step), key=lambda op: op.start)
         launching = {one.launch.track for one in step.work if one.launch is not None}
-        reached, name = step.start, "the step's start"
-        for op in ops:
-            if op.start - reached > PAUSE_US * 1e3:
-                spans += [(track, reached, op.start) for track in launching]
-                longest = max(longest, (op.start - reached, name, op.name))
-            if op.end > reached:
-                reached, name = op.end, op.name
+        by_step[id(step)] = pauses = list(_pauses(step))
+        spans += [(track, start, end) for start, end, *_ in pauses for track in launching]
     if not spans:
         return None
-    ns, before, after = longest
+    pauses = by_step.get(id(case.step)) or max(by_step.values(), key=_longest)
+    us = [(end - start) / 1e3 for start, end, *_ in pauses]
+    _, _, before, after = pauses[us.index(max(us))]
+    several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
     functions = _functions_in(case, spans)
-    where = f", in {listed(functions)}" if functions else ""
+    inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"no thread is in an op for {duration(ns / 1e3)} between {before} and {after}{where}",
+        f"no thread is in an op for {duration(sum(us))}{several} between {before} and {after}{inside}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
-        unrecorded=ns / 1e3 >= LONG_PAUSE_US,
+        unrecorded=max(map(_longest, by_step.values())) >= LONG_PAUSE_US * 1e3,
     )
+
+
+def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
+    """Yield the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
+
+    A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++.
+    """
+    reached, name = step.start, "the step's start"
+    for op in sorted(_outside_annotations(step), key=lambda op: op.start):
+        in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
+        if op.start - reached > PAUSE_US * 1e3 and not in_engine:
+            yield reached, op.start, name, op.name
+        if op.end > reached:
+            reached, name = op.end, op.name
+
+
+def _longest(pauses: Sequence[tuple[int, int, str, str]]) -> int:
+    return max((end - start for start, end, *_ in pauses), default=0)
 
 
 def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[str]:
@@ -374,11 +391,11 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
 
 
 def _outside_annotations(step: Step) -> list[Op]:
-    """Return the outermost ops and calls of all threads, including DataLoader waits and optimizer steps."""
+    """Return the outermost ops and calls of all threads, including DataLoader waits and what the optimizer does."""
     pending, found = list(step.roots), []
     while pending:
         op = pending.pop()
-        if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZER)):
+        if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZERS)):
             pending.extend(op.children)
         else:
             found.append(op)
