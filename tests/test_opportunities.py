@@ -16,7 +16,7 @@ from references import PREDICTED, measured, proposals, recording, sampled, small
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import rank_changes, ranks
-from tracereader.findings.cpu_changes import cuda_graph
+from tracereader.findings.cpu_changes import cuda_graph, remove_sync
 from tracereader.findings.gpu_changes import overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity
@@ -721,6 +721,18 @@ def test_a_cuda_graph_stands_beside_copies_and_not_beside_waits_for_a_size(tmp_p
     if found:
         graph = proposed("vit/eager")["cuda_graph"]
         assert graph.step_us_after + 300 < found.step_us_after < graph.step_us_after + 800, "the copy remains"
+
+
+@pytest.mark.parametrize("copy", ["Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"])
+def test_the_two_waiting_calls_of_one_copy_are_one_wait_for_a_result(tmp_path, copy):
+    """The same calls for an input are no reason to keep a value on the GPU: overlap_copies has their advice."""
+    trace = read(waits_in_every_step("vit/eager", "aten::to", copy, 0.5, tmp_path))
+    case = Case(trace, summarize(trace), graph_of(trace))
+    found = remove_sync(case)
+    if "DtoH" in copy:
+        assert found.evidence == "the CPU waits for the GPU in each step: aten::to"
+    else:
+        assert found is None and "pin_memory=True" in overlap_copies(case).how
 
 
 @pytest.mark.parametrize("name", ["train_item", "misc"])

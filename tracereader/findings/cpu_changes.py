@@ -201,13 +201,21 @@ def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
 
 
 def _copies_input(call: Op) -> bool:
-    """Return whether a call waits for a copy to the GPU: one that it makes itself, or the one that its op just made.
+    """Return whether a call waits for a copy to the GPU."""
+    return is_wait(call) and any("HtoD" in one.name for one in _copied(call))
+
+
+def _copied(call: Op) -> list[Work]:
+    """Return the copies that a call makes, or the ones that its op made just before."""
+    return [one for some in _copying(call).children for one in some.work] or list(call.work)
+
+
+def _copying(call: Op) -> Op:
+    """Return the aten::copy_ around a call; the call itself without one.
 
     torch copies from pageable memory with cudaMemcpyAsync, and then waits for the stream in the same aten::copy_.
     """
-    inside_copy = call.parent is not None and call.parent.name == "aten::copy_"
-    calls = call.parent.children if inside_copy and not call.work else (call,)
-    return is_wait(call) and any("HtoD" in one.name for some in calls for one in some.work)
+    return call.parent if call.parent is not None and call.parent.name == "aten::copy_" else call
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
@@ -241,13 +249,14 @@ def remove_sync(case: Case) -> Proposal | None:
     calls = [
         op
         for op in _waits(case)
-        if not any("Pageable -> Device" in one.name for one in op.work)
+        if not any("Pageable -> Device" in one.name for one in _copied(op))
         and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
     ]
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    names = Counter(_waits_in(op) for op in waits_of(case.step) if id(op) in ids)
+    once = {id(_copying(op)): _waits_in(op) for op in waits_of(case.step) if id(op) in ids}
+    names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
