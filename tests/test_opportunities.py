@@ -17,7 +17,7 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph, remove_sync
-from tracereader.findings.gpu_changes import overlap_copies
+from tracereader.findings.gpu_changes import layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity
 from tracereader.replay import Refused, graph_of
@@ -402,6 +402,31 @@ def test_products_of_a_list_are_batched_if_their_results_are_stacked(edited):
     assert "larger_batch" not in edited(
         "small/loop", lambda one: one | {"ph": "M"} if one.get("name") in alone else one
     )
+
+
+@pytest.mark.parametrize("file", [CHANGED / "attention/sdpa.json.gz", TESTS / "models/gpt2_train.json.gz"])
+def test_the_copies_of_backward_are_no_layout_copies_of_the_program(file):
+    """Autograd copies the gradients of views. The program has no call of .contiguous() there that it could drop."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    trace = read(file)
+    summary = summarize(trace)
+    (mark,) = (one for one in raw_steps(events) if one["name"] == f"ProfilerStep{summary.chosen.number}")
+    ops = [one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark)]
+    backward = [one for one in ops if one["name"].startswith("autograd::engine")]
+    calls = {one["args"]["correlation"]: one for one in events if one.get("cat") == "cuda_runtime"}
+
+    def around(call, some):
+        return any(one["tid"] == call["tid"] and one["ts"] <= call["ts"] < end(one) for one in some)
+
+    launches = [calls[id] for one in raw_work(events, mark) if (id := one["args"]["correlation"]) in calls]
+    layout = [one for one in ops if one["name"] in ("aten::contiguous", "aten::reshape")]
+    clones = [one for one in ops if one["name"] == "aten::clone"]
+    copies = [call for call in launches if around(call, layout) and around(call, clones)]
+    forward = sum(not around(call, backward) for call in copies)
+    assert forward < len(copies)
+    found = layout_copies(Case(trace, summary, graph_of(trace)))
+    assert (found is None) is (not forward)
+    assert not forward or found.evidence.startswith(f"{forward} cop")
 
 
 def test_copies_in_front_of_a_normalization_that_needs_the_contiguous_layout_are_named_as_such():

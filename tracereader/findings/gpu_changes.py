@@ -510,8 +510,11 @@ def layout_copies(case: Case) -> Proposal | None:
 
 
 def _changes_layout(op: Op) -> str:
-    """Return the op above this one that copies a tensor to another layout; "" if there is none."""
-    if op.name != "aten::copy_":
+    """Return the op above this one that copies a tensor to another layout; "" if there is none.
+
+    Copies that autograd makes in backward are left out. No call of the program makes them.
+    """
+    if op.name != "aten::copy_" or any(one.name.startswith(AUTOGRAD) for one in op.above()):
         return ""
     above = [one.name for one in op.above() if one.kind == "op"]
     if len(set(tensor.type for tensor in op.inputs.tensors)) > 1 or "aten::clone" not in above:
