@@ -778,6 +778,27 @@ def test_a_cuda_graph_of_training_ends_with_backward(name):
     assert found.step_us_after > min(remains), "the CPU's work after backward"
 
 
+@pytest.mark.parametrize(
+    ("before", "captured"), [("aten::linear", True), ("aten::ones_like", False), ("aten::item", True)]
+)
+def test_only_a_wait_between_forward_and_backward_prevents_the_graphs_of_training(tmp_path, before, captured):
+    """Each step calls torch.cuda.synchronize() before forward, before backward, or after the optimizer."""
+    document = json.loads(gzip.decompress((TESTS / "train_item.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    for number, mark in enumerate(raw_steps(events)):
+        ops = [one for one in events if one.get("cat") == "cpu_op" and mark["ts"] <= one["ts"] < end(mark)]
+        starts = [one["ts"] for one in ops if one["name"] == before]
+        time = max(starts) if before == "aten::item" else min(starts)
+        paused(events, mark, time, 1)
+        call = event("cudaDeviceSynchronize", "cuda_runtime", time + 50, 900, correlation=10**8 + number)
+        events.append(call | {"pid": mark["pid"], "tid": mark["tid"]})
+    file = tmp_path / "waits.json"
+    file.write_text(json.dumps(document))
+    found = priced_changes(file).get("cuda_graph")
+    assert (found is not None) is captured
+    assert not captured or "22 identical launches per step in forward and backward, no synch" in found.evidence
+
+
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     """The copy of waits_in_every_step becomes a call of torch.cuda.synchronize(), which no op contains."""

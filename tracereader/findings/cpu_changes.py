@@ -73,46 +73,62 @@ def cuda_graph(case: Case) -> Proposal | None:
     single = len(case.steps) == 1  # whether other steps make the same launches is not known
     if not (summary.llm.same_in_all_steps or single) or summary.chosen.launches < 2 or not _can_be_captured(case):
         return None
+    if case.trains:
+        return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
-        return None if case.trains or single else _graphs_between_reads(case, waits)
+        return None if single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
-        return None if case.trains or single else _small_graph(case)
-    # An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph
-    # through autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too.
-    stays, accumulated = [], []
-    for step in case.steps if case.trains else ():
-        stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
-        calls = step.named(ACCUMULATES.__eq__)
-        accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
-    runs = launches_between_waits(case.graph, case.step, {id(op): op for op in stays})
-    captured = [one for run in runs for op in run for below in op.walk() for one in below.work]
-    if not captured:
-        return None
-    where, call = (" in forward and backward", "make_graphed_callables") if case.trains else ("", "graph")
-    return Proposal(
-        with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
-        _launches(len(captured), single, where, _copies_between(case.step, captured)),
-        f'torch.compile(model, mode="reduce-overhead"), or torch.cuda.{call}',
+        return None if single else _small_graph(case)
+    captured = _captured(case, case.step)
+    return captured and Proposal(
+        as_cuda_graph(case.graph),
+        _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.step, captured)))),
+        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         assumed=single,
-        title="replay forward and backward as CUDA graphs" if case.trains else None,
     )
 
 
-def _after_backward(step: Step) -> list[Op]:
-    """Return the outermost ops and calls that begin after the last op of backward."""
-    end = _end_of_backward(step)
-    return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
+def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
+    """Return a proposal to replay forward and backward, if only copies of inputs wait between their launches.
+
+    An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
+    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too.
+    """
+    stays, accumulated = [], []
+    for step in case.steps:
+        stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
+        calls = step.named(ACCUMULATES.__eq__)
+        accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
+    captured = {id(step): _captured(case, step, stays) for step in case.steps}
+    waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}
+    here = id(case.step)
+    if not captured[here] or not all(_copies_input(op) for some in waits.values() for op in some):
+        return None
+    return Proposal(
+        with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
+        _launches(len(captured[here]), single, " in forward and backward", bool(waits[here])),
+        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
+        assumed=single,
+        title="replay forward and backward as CUDA graphs",
+    )
 
 
-def _end_of_backward(step: Step) -> int:
-    """Return when the last op of backward ends (ns); the step's end without backward."""
-    return max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+def _captured(case: Case, step: Step, stays: Iterable[Op] = ()) -> list[Work]:
+    """Return a step's activities that CUDA graphs would launch. stays: ops or annotations that stay as they are."""
+    runs = launches_between_waits(case.graph, step, {id(op): op for op in stays})
+    return [one for run in runs for op in run for below in op.walk() for one in below.work]
 
 
-def _copies_between(step: Step, captured: Iterable[Work]) -> bool:
-    """Return whether the CPU waits for a copy of an input between the launches of these activities."""
+def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
+    """Return the calls of a step that wait between the launches of these activities."""
     launches = [one.launch.start for one in captured if one.launch is not None]
-    return any(_copies_input(op) and min(launches) < op.start < max(launches) for op in waits_of(step))
+    return [op for op in waits_of(step) if launches and min(launches) < op.start < max(launches)]
+
+
+def _after_backward(step: Step) -> list[Op]:
+    """Return the outermost ops and calls that begin after the last op of backward; none without backward."""
+    end = max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+    return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
 
 
 def _can_be_captured(case: Case) -> bool:
@@ -187,15 +203,10 @@ def _small_graph(case: Case) -> Proposal:
 
 
 def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those.
-
-    In training only the launches of forward and backward count, because what follows backward is not captured.
-    """
+    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
     names = frozenset(filter(may_wait, case.trace.op_names))
     for step in steps if names else ():
         last = max([one.launch.start for one in step.work if one.launch], default=0)
-        if case.trains:
-            last = min(last, _end_of_backward(step))
         calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
         yield from (op for op in calls if is_wait(op) and not _copies_input(op))
 
