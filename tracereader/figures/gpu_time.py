@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, length_between, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, joined, length, length_between, minus, union
 from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -115,38 +115,44 @@ def gpu_time(parts: Sequence[Parts], start: int, end: int) -> GpuTime | None:
 
 def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Parts:
     """Return the parts of one device's window. work: by start. after: its first activity after the window."""
-    compute, communication, copy = [], [], []
+    compute, communication, copy, not_launched, launched, unknown = [], [], [], [], [], []
     by_family: dict[str, Intervals] = defaultdict(list)
-    reached = start
-    for one in work:
-        begin, stop = one.start, one.start + one.dur
-        span = (begin if begin > start else start, stop if stop < end else end)
-        if one.kind != "kernel":
-            copy.append(span)
-        elif (family := says(one).family) == "communication":
-            communication.append(span)
-        else:
-            compute.append(span)
-            begin, stop = span
-            if stop > begin and stop > reached:
-                by_family[family].append((begin if begin > reached else reached, stop))
-                reached = stop
-    compute, communication, copy = joined(compute), joined(communication), joined(copy)
-    not_copy = union([*compute, *communication]) if communication else compute
-    idle = {"not_launched": [], "launched": [], "unknown": []}
-    starts = iter(work if after is None else [*work, after])
-    following = next(starts, None)
-    for left, right in gaps(union([*not_copy, *copy]) if copy else not_copy, start, end):
-        while following is not None and following.start < right:
-            following = next(starts, None)
+    busy = computed = start  # the ends of the work so far, and of compute so far
+
+    def idle(left: int, right: int, following: Work | None) -> None:
+        """Add the gap before the next activity."""
         if following is not None and following.launch is None:
-            idle["unknown"].append((left, right))
-            continue
+            unknown.append((left, right))
+            return
         returned = right if following is None else launched_by(following, left, right)
         if left < returned:
-            idle["not_launched"].append((left, returned))
+            not_launched.append((left, returned))
         if returned < right:
-            idle["launched"].append((returned, right))
+            launched.append((returned, right))
+
+    for one in work:
+        begin, stop = one.start, one.start + one.dur
+        if begin < start:
+            begin = start
+        if stop > end:
+            stop = end
+        if begin > busy:
+            idle(busy, begin, one)
+        if stop > busy:
+            busy = stop
+        if one.kind != "kernel":
+            copy.append((begin, stop))
+        elif (family := says(one).family) == "communication":
+            communication.append((begin, stop))
+        else:
+            compute.append((begin, stop))
+            if stop > begin and stop > computed:
+                by_family[family].append((begin if begin > computed else computed, stop))
+                computed = stop
+    if end > busy:
+        idle(busy, end, after)
+    compute, communication, copy = joined(compute), joined(communication), joined(copy)
+    not_copy = union([*compute, *communication]) if communication else compute
     return Parts(
         compute=compute,
         by_family=dict(by_family),
@@ -154,7 +160,9 @@ def _of_device(work: list[Work], start: int, end: int, after: Work | None) -> Pa
         exposed_communication=minus(communication, compute) if communication else [],
         exposed_copy=minus(copy, not_copy) if copy else [],
         device=work[0].device,
-        **idle,
+        not_launched=not_launched,
+        launched=launched,
+        unknown=unknown,
     )
 
 
@@ -169,7 +177,8 @@ def launched_by(following: Work, left: int, right: int) -> int:
     if launch.work[0].start < following.start:
         return left  # a later activity of a running CUDA graph
     # The CPU is busy with the launch until the call returns, which takes a millisecond for a large CUDA graph.
-    return min(max(left, launch.end), right)
+    returned = launch.start + launch.dur
+    return left if returned < left else right if returned > right else returned
 
 
 def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ...]:
@@ -202,7 +211,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     number = trace.steps.index(step)
     first, end = spanned(step.work)
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
-    before = [one.end for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
+    before = [one.start + one.dur for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
     reached = max(before + [step.start] * (not number), default=step.start)
     roots, outside = roots_by_track(trace.steps[max(0, number - 1) : number + 1]), outside_ops(step)
     idle: Counter = Counter()
@@ -214,7 +223,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             returned = launched_by(one, reached, start)
             if returned > reached:
                 cut_up(roots[track], reached, returned, idle, outside, between[track])
-        reached = max(reached, start + one.dur)
+        stop = start + one.dur
+        if stop > reached:
+            reached = stop
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 
