@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
-from tracereader.trace import Op, Step, Trace, outermost
+from tracereader.figures.steps import outermost_named
+from tracereader.trace import Op, Step, Trace
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
@@ -45,8 +46,9 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     """Return the time intervals of each phase, in order. They do not overlap."""
-    backward = list(outermost(step.roots, lambda op: op.name.startswith(AUTOGRAD)))
-    labels = list(outermost(step.roots, lambda op: op.kind == "label" and op.name.startswith((OPTIMIZERS, LOADER))))
+    backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))
+    labels = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
+    labels = [op for op in labels]
     marks = [(op.start, op.end, BACKWARD) for op in backward]
     marks += [(op.start, op.end, LOADING if op.name.startswith(LOADER) else OPTIMIZER) for op in labels]
     marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]
@@ -81,9 +83,10 @@ def _forward(trace: Trace, step: Step, backward: Sequence[Op]) -> Iterator[Op]:
         return op.track in inside and inside[op.track].between(op.start, op.start + 1) > 0
 
     begun = set(trace.forward_of.values())
+    times = {time for _, time in begun}
     starts = defaultdict(list)
     for op in step.walk():
-        if op.kind == "op" and (op.track, op.start) in begun and not rerun(op):
+        if op.start in times and op.kind == "op" and (op.track, op.start) in begun and not rerun(op):
             starts[op.track].append(op.start)
             yield op
     for track, some in starts.items():

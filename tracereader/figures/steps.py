@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.intervals import Lengths, length, union
+from tracereader.figures.intervals import Intervals, Lengths, length
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 
@@ -139,12 +139,11 @@ def _lies_in_op(call: Op, known: dict[int, bool]) -> bool:
 
 
 def busy_us(work: Iterable[Work]) -> float:
-    """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several."""
-    by_device = defaultdict(list)
-    for one in work:
-        start = one.start
-        by_device[one.device].append((start, start + one.dur))
-    return max((length(union(intervals)) / 1e3 for intervals in by_device.values()), default=0.0)
+    """Return the time (µs) in which the GPU was busy, over its streams; the busiest GPU's if there are several.
+
+    work: by start.
+    """
+    return max((length(busy) / 1e3 for busy in _busy_by_device(work).values()), default=0.0)
 
 
 def first_start(step: Step) -> int | None:
@@ -159,13 +158,25 @@ def spanned(work: Sequence[Work]) -> tuple[int, int]:
 
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
     """Return the ops and calls with a wanted name that lie in no other one, in order."""
-    names = {op.name for op in step.named(wanted)}
-    return list(outermost(step.roots, lambda op: op.name in names)) if names else []
+    found = []
+    inside: dict[int, bool] = {}  # whether such a call encloses what is below, so that each path is followed once
+    for op in step.named(wanted):
+        path, enclosed = [], False
+        for above in op.above():
+            if id(above) in inside:
+                enclosed = inside[id(above)]
+                break
+            path.append(id(above))
+        inside.update(dict.fromkeys(path, enclosed))
+        inside[id(op)] = True
+        if not enclosed:
+            found.append(op)
+    return found
 
 
 def label_of(step: Step) -> Op | None:
     """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
-    return next(outermost(step.roots, lambda op: op.kind == "label" and not is_torchs_own(op.name)), None)
+    return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:
@@ -200,7 +211,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     """Return the measurements of every step, compared with the typical one."""
     gaps = [_label_gap_us(step) for step in trace.steps]
     usual_gap = median([gap for gap in gaps if gap is not None] or [0.0])
-    when_busy = _busy_by_device(trace.work)
+    when_busy = {device: Lengths(busy) for device, busy in _busy_by_device(trace.work).items()}
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
@@ -298,18 +309,17 @@ def _calls(step: Step, shapes: bool) -> Counter:
     return Counter((op.name, str(op.inputs.recorded)) for op in ops)
 
 
-def _busy_by_device(work: Sequence[Work]) -> dict[object, Lengths]:
+def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:
     """Return when each GPU was busy. work: sorted by start, so that one pass gives the union."""
-    by_device: dict[object, tuple[list[int], list[int]]] = {}
+    by_device: dict[object, Intervals] = defaultdict(list)
     for one in work:
-        start, end = one.start, one.start + one.dur
-        starts, ends = by_device.setdefault(one.device, ([], []))
-        if not ends or start > ends[-1]:
-            starts.append(start)
-            ends.append(end)
-        elif end > ends[-1]:
-            ends[-1] = end
-    return {device: Lengths(list(zip(*edges, strict=True))) for device, edges in by_device.items()}
+        start, busy = one.start, by_device[one.device]
+        end = start + one.dur
+        if not busy or start > busy[-1][1]:
+            busy.append((start, end))
+        elif end > busy[-1][1]:
+            busy[-1] = busy[-1][0], end
+    return by_device
 
 
 def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -> float | None:

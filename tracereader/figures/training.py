@@ -7,7 +7,7 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, length, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, joined, length, minus, union
 from tracereader.figures.places import Place
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
@@ -125,7 +125,7 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     """Return when no GPU was busy, from the step's start to its end; None without a GPU lane."""
     if not work:
         return None
-    busy = union(clipped(((one.start, one.end) for one in work), step.start, step.end))
+    busy = joined(clipped([(one.start, one.start + one.dur) for one in work], step.start, step.end))
     return gaps(busy, step.start, step.end)
 
 
@@ -279,11 +279,15 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
     return forward + backward, backward
 
 
-def _waits_in(op: Op) -> bool:
-    """Return whether a runtime API call waits until the GPU is done, as a copy to unpinned memory does."""
-    if "Synchronize" in op.name or op.name in ("cudaMemcpy", "hipMemcpyWithStream"):
-        return True
-    return bool(op.work) and any("Device -> Pageable" in one.name and one.end <= op.end for one in op.work)
+def _waiting(step: Step) -> list[Op]:
+    """Return the runtime API calls that wait until the GPU is done, as a copy to unpinned memory does, by start."""
+    found = step.named(lambda name: "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpyWithStream"))
+    found += [one.launch for one in step.work if "Device -> Pageable" in one.name and _ends_in_its_launch(one)]
+    return sorted({id(op): op for op in found if op.kind == "runtime"}.values(), key=_start)
+
+
+def _ends_in_its_launch(one: Work) -> bool:
+    return one.launch is not None and one.end <= one.launch.end
 
 
 def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple[Sync, ...], Intervals]:
@@ -293,10 +297,11 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     """
     if idle is None:
         return (), []
-    launches = sorted((op.start, op.end) for op in ops if op.work)
+    waiting = _waiting(step)
+    launches = sorted((op.start, op.end) for op in ops if op.work) if waiting else []
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}
-    for call in sorted([op for op in ops if op.kind == "runtime" and _waits_in(op)], key=_start):
+    for call in waiting:
         sums = found[asking(call), call.name]
         sums[0] += 1
         sums[1] += call.us
