@@ -2,9 +2,11 @@
 
 import ast
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
+
+from tracereader.trace.types import Inputs
 
 # The positions of padding, stride and dilation among an op's arguments; the first two are the data and the filter.
 # Source: torch's native_functions.yaml.
@@ -32,8 +34,10 @@ class Convolution(msgspec.Struct, frozen=True):
         return math.prod(self.data) + math.prod(self.filter) + math.prod(self.result)
 
 
-def convolution(op: str, shapes: Sequence[list[int]], concrete: list) -> Convolution | None:
-    """Return the sizes, by the op's tensor shapes and its other arguments as text; None if these do not show them."""
+@lru_cache(4096)  # most ops of a step repeat the inputs of another one
+def convolution(op: str, inputs: Inputs) -> Convolution | None:
+    """Return the sizes, by the shapes of the op's tensors and its other arguments; None if these do not show them."""
+    shapes, concrete = inputs.dims, inputs.concrete
     if op == "aten::convolution_backward" and len(shapes) >= 3:
         result, data, weight = shapes[:3]
         if _flag(concrete, 7):

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -15,11 +16,9 @@ from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
 from tracereader.trace import Op, Step, Trace, Work, families, kernel_names
-from tracereader.trace.decoded import decoded, decoded_as
+from tracereader.trace.decoded import decoded_as
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
-
-NULL = msgspec.Raw(b"null")
 
 
 class GpuWork(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ class GpuWork(msgspec.Struct, frozen=True):
     grid: list[int] | None
     block: list[int] | None
     occupancy: Occupancy | None
-    layer: str | None = None  # of the model, if the run stored its layers' names; see layers.py
+    layer: str | None  # of the model, if the run stored its layers' names; see layers.py
 
     @property
     def says(self) -> KernelName:
@@ -97,30 +96,30 @@ class LaunchArgs(NamedTuple):
     block: list[int] | None
 
 
-class _Raw(msgspec.Struct, gc=False):
-    registers: msgspec.Raw = msgspec.field(name="registers per thread", default=NULL)
-    shared: msgspec.Raw = msgspec.field(name="shared memory", default=NULL)
-    bytes: msgspec.Raw = NULL
-    reported: msgspec.Raw = msgspec.field(name="est. achieved occupancy %", default=NULL)
-    grid: msgspec.Raw = NULL
-    block: msgspec.Raw = NULL
+class _Args(msgspec.Struct, frozen=True, gc=False):
+    registers: int | None = msgspec.field(name="registers per thread", default=None)
+    shared: int | None = msgspec.field(name="shared memory", default=None)
+    bytes: int | None = None
+    reported: float | int | None = msgspec.field(name="est. achieved occupancy %", default=None)
+    grid: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
 
 
-_raw = msgspec.json.Decoder(_Raw)
+_args = msgspec.json.Decoder(_Args)
 
 
 def launch_args(one: Work) -> LaunchArgs:
     """Return the arguments of a GPU activity's launch."""
-    raw = decoded_as(_raw, one.raw)
-    if raw is None:
-        args = one.args
-        return _checked([args.get(field.encode_name) for field in msgspec.structs.fields(_Raw)])
-    return _shared_args(*map(bytes, msgspec.structs.astuple(raw)))
+    found = decoded_as(_args, one.raw)
+    if found is not None:
+        return _shared_args(found)
+    args = one.args  # a value is of another type
+    return _checked([args.get(field.encode_name) for field in msgspec.structs.fields(_Args)])
 
 
 @lru_cache(4096)  # a trace has a hundred times as many activities as different launches
-def _shared_args(*values: bytes) -> LaunchArgs:
-    return _checked([decoded(value) for value in values])
+def _shared_args(args: _Args) -> LaunchArgs:
+    return _checked([list(one) if isinstance(one, tuple) else one for one in msgspec.structs.astuple(args)])
 
 
 def _checked(values: Sequence[object]) -> LaunchArgs:
@@ -128,16 +127,13 @@ def _checked(values: Sequence[object]) -> LaunchArgs:
     return LaunchArgs(*map(count_of, counts), reported, extents(grid), extents(block))
 
 
-def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
-    """Return the GPU work of the step, in order."""
-    durations = defaultdict(list)
-    shared, overlapping = set(), _overlapping(trace.work)
-    for step in trace.steps:
-        for key, one in numbered(step.work):
-            durations[key].append(one.dur)
-            if id(one) in overlapping:
-                shared.add(key)
-    queries = _queries_before(chosen.work)
+def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[GpuWork, ...]:
+    """Return the GPU work of the step, in order.
+
+    layers: the model's layer of an activity, by its id (see layers.py).
+    """
+    overlapping = _overlapping(trace.work)
+    queries = _queries_before(chosen.work) if trace.queries else {}
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
     known: dict[tuple, tuple[LaunchArgs, Occupancy | None]] = {}  # many activities have equal arguments
 
@@ -153,30 +149,46 @@ def gpu_work(trace: Trace, chosen: Step) -> tuple[GpuWork, ...]:
             _measured(
                 one,
                 op,
-                [dur / 1e3 for dur in durations[key]],
-                key not in shared,
+                [each.dur / 1e3 for each in same],
+                overlapping.isdisjoint(map(id, same)),
                 queries.get(id(one.launch), 0),
                 peaks,
                 occupied,
                 facts,
+                layers.get(id(one)),
             )
-            for (key, one), op in zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
+            for one, op, same in zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True)
         ]
     )
 
 
-def nearest_roofs(trace: Trace, chosen: Step) -> tuple[float, Iterator[tuple[float, str | None, float | None]]]:
+def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
+    """Return each activity of the step with those of the other steps that are numbered alike: see numbered()."""
+    by_name = defaultdict(list)
+    for step in trace.steps:
+        named = defaultdict(list)
+        for one in step.work:
+            named[one.name].append(one)
+        for name, some in named.items():
+            by_name[name].append(some)
+    same = {name: zip_longest(*of_steps) for name, of_steps in by_name.items()}
+    return [[each for each in next(same[one.name]) if each is not None] for one in chosen.work]
+
+
+def nearest_roofs(
+    trace: Trace, chosen: Step, measured: Sequence[GpuWork] | None = None
+) -> tuple[float, Iterator[tuple[float, str | None, float | None]]]:
     """Return the sum of `us` of the step's GPU work, and `us`, `roof` and `of_roof` of each, the longest first.
 
-    They are those of gpu_work(). They are measured one by one, because the longest activities may already decide.
+    They are those of gpu_work(), which `measured` gives. Without it they are measured one by one, because the longest
+    activities may already decide.
     """
-    durations = defaultdict(list)
-    for step in trace.steps:
-        for key, one in numbered(step.work):
-            durations[key].append(one.dur / 1e3)
+    if measured is not None:
+        longest = sorted(measured, key=lambda one: -one.us)
+        return sum([one.us for one in longest]), ((one.us, one.roof, one.of_roof) for one in longest)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
-    entries = zip(numbered(chosen.work), asking_ops(chosen.work), strict=True)
-    timed = [(median(durations[key]), one, op) for (key, one), op in entries]
+    entries = zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True)
+    timed = [(median([each.dur / 1e3 for each in same]), one, op) for one, op, same in entries]
     timed.sort(key=lambda entry: -entry[0])
     rates = ((us, _rates(one, op, launch_args(one), families.says(one), peaks, facts)) for us, one, op in timed)
     return sum(us for us, *_ in timed), ((us, one.roof, one.of_roof) for us, one in rates)
@@ -233,6 +245,7 @@ def _measured(
     peaks: Peaks | None,
     occupied: Callable[[Work, LaunchArgs], Occupancy | None],
     facts: RunFacts,
+    layer: str | None,
 ) -> GpuWork:
     launch, says = launch_args(one), families.says(one)
     shape, flops, tflops, moved, gb_s, roof, of_roof = _rates(one, op, launch, says, peaks, facts)
@@ -267,6 +280,7 @@ def _measured(
         grid=launch.grid,
         block=launch.block,
         occupancy=occupied(one, launch),
+        layer=layer,
     )
 
 
@@ -274,13 +288,13 @@ def _overlapping(work: Sequence[Work]) -> set[int]:
     """Return the ids of activities that overlap with another one on the same device. work: by start."""
     found, longest = set(), {}
     for one in work:
-        end = one.start + one.dur
-        before, until = longest.get(one.device, (one, -math.inf))
-        if one.start < until:
+        start, device = one.start, one.device
+        before, until = longest.get(device, (one, -math.inf))
+        if start < until:
             # Every other activity that still runs at this moment overlaps the one that ends last, and is marked.
             found |= {id(one), id(before)}
-        if end > until:
-            longest[one.device] = one, end
+        if start + one.dur > until:
+            longest[device] = one, start + one.dur
     return found
 
 

@@ -66,7 +66,6 @@ REDUCES = {
 }  # fmt: skip
 
 
-@lru_cache(4096)  # a trace has many calls of an op with the same inputs
 @lru_cache(4096)  # most ops of a step repeat the inputs of another one
 def moved(name: str, recorded: Inputs, kernel: str) -> int | None:
     """Return the bytes that the only kernel of an op has to move; None if the record does not show them."""

@@ -8,7 +8,7 @@ import msgspec
 
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.gpu_time import GpuTime, Parts, gpu_time
-from tracereader.figures.gpu_work import nearest_roofs
+from tracereader.figures.gpu_work import GpuWork, nearest_roofs
 from tracereader.figures.pace import on_busiest_stream, window
 from tracereader.figures.steps import launches, stands_out
 from tracereader.trace import Step, Trace
@@ -43,10 +43,13 @@ class Regime(msgspec.Struct, frozen=True):
     after_first: bool
 
 
-def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts]) -> Regime:
+def regime_of(
+    trace: Trace, usual: Step, step: Step, parts: Sequence[Parts], measured: Sequence[GpuWork] | None = None
+) -> Regime:
     """Return the regime of a trace.
 
     usual: the typical step. step: the step to report. parts: the GPU's time by device in the window of the steps.
+    measured: the step's GPU work if it is measured already; otherwise only as much is measured as decides.
     """
     counted, start, end = window(trace, usual)
     wide_start = len(counted) == len(trace.steps) and stands_out(trace, trace.steps[0], usual)
@@ -54,7 +57,7 @@ def regime_of(trace: Trace, usual: Step, step: Step, parts: Sequence[Parts]) -> 
     steady, us = gpu_time(parts, begin, stop), (stop - begin) / 1e3
     if steady is not None and not steady.busy_us:  # only the step that is left out has GPU work
         steady = gpu_time(parts, start, end)
-    return Regime(_waits_for(trace, steady, us, step), steady, us, wide_start)
+    return Regime(_waits_for(trace, steady, us, step, measured), steady, us, wide_start)
 
 
 def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
@@ -81,7 +84,9 @@ def _own_start(trace: Trace, step: Step) -> int:
     return max(step.start, min(first.start, earlier))
 
 
-def _waits_for(trace: Trace, steady: GpuTime | None, steady_us: float, step: Step) -> str | None:
+def _waits_for(
+    trace: Trace, steady: GpuTime | None, steady_us: float, step: Step, measured: Sequence[GpuWork] | None
+) -> str | None:
     """Return the name of what limits the steps; None if the GPU is idle and no launch shows why.
 
     "overhead", "gpu-side", "communication", "compute", "memory", "gpu", "capture" or "cpu-only". It is decided from
@@ -97,7 +102,7 @@ def _waits_for(trace: Trace, steady: GpuTime | None, steady_us: float, step: Ste
         return max(causes, key=causes.get)
     if steady.exposed_communication_us > MUCH_EXPOSED * steady.busy_us:
         return "communication"
-    return _roof_met(*nearest_roofs(trace, step), 1 - steady.idle_us / steady_us if steady_us else 0.0)
+    return _roof_met(*nearest_roofs(trace, step, measured), 1 - steady.idle_us / steady_us if steady_us else 0.0)
 
 
 def _captures(found: Captures | None, step: Step) -> bool:

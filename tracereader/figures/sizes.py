@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 import msgspec
 
@@ -63,8 +64,8 @@ def sizes_of(
     if says.family == "GEMM":
         found = product(op.name, shapes) if says.multiplies else None
     elif says.family == "convolution":
-        if _convolves(work) and _alone(work, op, says):
-            found = convolution(op.name, shapes, asked.concrete)
+        if _convolves(work.name) and _alone(work, op, says):
+            found = convolution(op.name, asked)
     elif says.parts.get("does", "forward") != "forward":
         pass  # a kernel that combines parts, or backward, which has other FLOPs
     elif shapes:
@@ -87,9 +88,10 @@ def _asked_by(op: Op, work: Work) -> Iterable[Work]:
     return (one for call in op.children if call.work for one in call.work)
 
 
-def _convolves(work: Work) -> bool:
+@lru_cache(4096)  # names are far fewer than activities
+def _convolves(kernel: str) -> bool:
     """Return whether a kernel that a convolution launched computes the convolution itself, by the kernel's own name."""
-    name = kernel_names.decode(work.name)
+    name = kernel_names.decode(kernel)
     does = name.parts.get("does", "")
     if name.family not in ("convolution", "GEMM") or does.startswith(kernel_names.SPLIT_K):
         return False
@@ -107,7 +109,7 @@ def _alone(work: Work, op: Op, says: KernelName) -> bool:
     others = [
         families.says(one)
         for one in _asked_by(op, work)
-        if one is not work and (says.family != "convolution" or _convolves(one))
+        if one is not work and (says.family != "convolution" or _convolves(one.name))
     ]
     return not any(one.family == says.family and one.parts.get("does") == says.parts.get("does") for one in others)
 

@@ -186,11 +186,8 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     parts = parts_by_device(trace.work, start, end)
     layers = layer_names(trace, step)
     waits_in, waits_in_python = idle_in(trace, step)
-    measured = tuple(
-        msgspec.structs.replace(row, layer=layers.get(id(one)))
-        for row, one in zip(gpu_work(trace, step), step.work, strict=True)
-    )
-    regime = regime_of(trace, usual, step, parts)
+    measured = gpu_work(trace, step, layers)
+    regime = regime_of(trace, usual, step, parts, measured)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
     return Summary(
         source=source(trace),
