@@ -34,11 +34,13 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     covered = union(span for some in spans.values() for span in some)
     cpu[OUTSIDE_PHASES] = step.us - length(covered) / 1e3
     gpu, pieces = Counter(), Counter()
-    lengths = {name: Lengths(some) for name, some in spans.items()}
+    ordered = sorted((left, right, name) for name, some in spans.items() for left, right in some)
+    starts = [left for left, _, _ in ordered]
     for one in step.work:
-        at = one.launch.start if one.launch else None
-        inside = (name for name, some in lengths.items() if at is not None and some.between(at, at + 1))
-        name = next(inside, OUTSIDE_PHASES)
+        name = OUTSIDE_PHASES
+        if one.launch is not None and (after := bisect.bisect_right(starts, one.launch.start)):
+            _, right, phase = ordered[after - 1]
+            name = phase if one.launch.start < right else OUTSIDE_PHASES
         gpu[name] += one.dur
         pieces[name] += 1
     return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())

@@ -64,14 +64,15 @@ class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
 def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
     """Return the CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
     chain = _chain(step, layers)
+    times = _times(chain)
     label = label_of(step)
     cpu_only = not any(one.work for one in trace.steps)
     return Cpu(
         label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
         chain=chain,
-        ops=_times(chain, "op"),
+        ops=times.get("op", {}),
         inputs=inputs_of(step) if trace.has_shapes else {},
-        runtime=_times(chain, "runtime"),
+        runtime=times.get("runtime", {}),
         work=cpu_work(step, layers, trace.facts) if cpu_only else (),
         outside_ops=outside_ops(trace, step) if cpu_only else None,
         op_threads=op_threads(step),
@@ -94,16 +95,16 @@ def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
     return tuple(chain)
 
 
-def _times(chain: tuple[Call, ...], kind: str) -> dict[str, OpTimes]:
-    found: dict[str, list] = {}
+def _times(chain: tuple[Call, ...]) -> dict[str, dict[str, OpTimes]]:
+    """Return the times of all calls by kind and by name."""
+    found: dict[str, dict[str, list]] = {}
     for call in chain:
-        if call.kind == kind:
-            name = call.name
-            if name not in found:
-                found[name] = [0, 0, 0, False]
-            sums = found[name]
-            sums[0] += 1
-            sums[1] += call.us
-            sums[2] += call.self_us
-            sums[3] |= call.reaches_gpu
-    return {name: OpTimes(*sums) for name, sums in found.items()}
+        of_kind = found.setdefault(call.kind, {})
+        sums = of_kind.get(call.name)
+        if sums is None:
+            sums = of_kind[call.name] = [0, 0, 0, False]
+        sums[0] += 1
+        sums[1] += call.us
+        sums[2] += call.self_us
+        sums[3] |= call.reaches_gpu
+    return {kind: {name: OpTimes(*sums) for name, sums in some.items()} for kind, some in found.items()}

@@ -204,7 +204,9 @@ def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)}
     casts: dict[int, tuple[Op, list[Work]]] = {}
     for one, launching in zip(step.work, asking_ops(step.work), strict=True):
-        if one.kind == "kernel" and launching is not None and (op := _cast(launching)):
+        if launching is None or launching.name not in CASTS or one.kind != "kernel":
+            continue
+        if op := _cast(launching):
             casts.setdefault(id(op), (op, []))[1].append(one)
     copies, key_heads = _expanded(step)
     return Unneeded(
@@ -299,9 +301,7 @@ def expanded(step: Step) -> list[tuple[Op, list[Work]]]:
 def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
     """Return the pairs of copies of expanded tensors right before attention, and the heads that the tensors had."""
     found, heads = [], None
-    if not step.named(ATTENDS.__contains__):
-        return found, heads
-    for siblings in _families(step):
+    for siblings in _around_attention(step):
         pending: list[tuple[Op, list[Work], Op]] = []
         expand = None
         for op in siblings:
@@ -321,10 +321,14 @@ def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
     return found, heads
 
 
-def _families(step: Step) -> Iterator[Sequence[Op]]:
-    yield step.roots
-    for op in step.walk():
-        if len(op.children) > 1 and op.name not in ATTENDS:
+def _around_attention(step: Step) -> Iterator[Sequence[Op]]:
+    """Yield the calls beside each attention, in the order of the calls that make them."""
+    attends = step.named(ATTENDS.__contains__)
+    if attends:
+        yield step.roots
+    parents = {id(op.parent) for op in attends}
+    for op in step.walk() if parents else ():
+        if id(op) in parents and len(op.children) > 1 and op.name not in ATTENDS:
             yield op.children
 
 

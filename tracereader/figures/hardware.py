@@ -7,7 +7,6 @@ no peaks.
 
 import re
 from collections.abc import Sequence
-from operator import itemgetter
 
 import msgspec
 
@@ -68,10 +67,11 @@ def roof_met(
     tflops: float | None, gb_s: float | None, peak_tflops: float | None, peak_gb_s: float
 ) -> tuple[str, float] | None:
     """Return the peak that limits the work (memory or compute) and the achieved share of it; None without a rate."""
-    shares = {"memory": gb_s / peak_gb_s} if gb_s else {}
-    if tflops and peak_tflops:
-        shares["compute"] = tflops / peak_tflops
-    return max(shares.items(), key=itemgetter(1), default=None)
+    memory = gb_s / peak_gb_s if gb_s else None
+    compute = tflops / peak_tflops if tflops and peak_tflops else None
+    if compute is not None and (memory is None or compute > memory):
+        return "compute", compute
+    return None if memory is None else ("memory", memory)
 
 
 def common_peaks(devices: Sequence[str]) -> Peaks | None:

@@ -16,10 +16,14 @@ _start = attrgetter("start")
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
     """Return the measured steps, and their first start and last end on both lanes (ns). usual: the typical step."""
-    far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
-    counted = trace.steps[far_wider:]
+    counted = _measured(trace, usual)
     ends = [one.end for one in counted] + [one.start + one.dur for step in counted for one in step.work]
     return counted, min(one.start for one in counted), max(ends)
+
+
+def _measured(trace: Trace, usual: Step) -> tuple[Step, ...]:
+    far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
+    return trace.steps[far_wider:]
 
 
 def pace(starts: Sequence[int], end: int) -> int:
@@ -51,8 +55,7 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
 
     usual: the typical step.
     """
-    counted, _, _ = window(trace, usual)
-    working = [step for step in counted if step.work] or [step for step in trace.steps if step.work]
+    working = [step for step in _measured(trace, usual) if step.work] or [step for step in trace.steps if step.work]
     most = max(len(step.work) for step in working)
     return [step for step in working if 2 * len(step.work) >= most]
 

@@ -36,7 +36,8 @@ def by_label(step: Step) -> tuple[Place, ...]:
     launched counts by the time of its launch. Work of a CUDA graph counts for the annotation that its capture gave it.
     """
     labels = phases(step)
-    annotated = {id(one): name for one in step.work if (name := one.annotation)}
+    replays = step.named(lambda name: "GraphLaunch" in name)
+    annotated = {id(one): name for one in step.work if (name := one.annotation)} if replays else {}
     if len({label.name for label in labels} | set(annotated.values())) < 2:
         return ()
     cpu, gpu, pieces = defaultdict(int), defaultdict(int), defaultdict(int)

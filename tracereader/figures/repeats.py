@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 from operator import eq
 from statistics import median
@@ -123,7 +124,12 @@ def _kind(one: GpuWork) -> Hashable:
     """Return the part of a name that two activities of one kind share. The rest depends on a tensor's position."""
     if one.family == "pointwise" and one.maker == "ATen" and "does" in one.name_says:
         return one.family, one.name_says["does"]  # vectorized if the tensor is aligned, else not
-    return one.family, INDUCTOR.sub(r"\1", one.name)
+    return one.family, _without_ops(one.name)
+
+
+@lru_cache(4096)  # names are far fewer than activities
+def _without_ops(kernel: str) -> str:
+    return INDUCTOR.sub(r"\1", kernel)
 
 
 def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[_Node]:

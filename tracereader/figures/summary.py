@@ -245,9 +245,10 @@ def _first_wait_us(trace: Trace, start: int) -> float | None:
 
     The profiler's own slices meanwhile do not count. None if the launch lies before the window.
     """
-    first = next((one for one in trace.work if one.launch is not None), None)
-    if first is None or first.launch.start < start:
+    place = next((place for place, one in enumerate(trace.work) if one.launch is not None), None)
+    if place is None or trace.work[place].launch.start < start:
         return None
-    wait = first.launch.end, first.start
-    meanwhile = union(clipped(((one.start, one.end) for one in [*trace.work, *trace.overheads]), *wait))
+    wait = trace.work[place].launch.end, trace.work[place].start
+    before = [*trace.work[:place], *trace.overheads]
+    meanwhile = union(clipped(((one.start, one.end) for one in before), *wait))
     return max(0, wait[1] - wait[0] - length(meanwhile)) / 1e3

@@ -125,7 +125,8 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     """Return when no GPU was busy, from the step's start to its end; None without a GPU lane."""
     if not work:
         return None
-    busy = joined(clipped([(one.start, one.start + one.dur) for one in work], step.start, step.end))
+    near = work[: bisect.bisect_left(work, step.end, key=_start)]
+    busy = joined(clipped([(one.start, one.start + one.dur) for one in near], step.start, step.end))
     return gaps(busy, step.start, step.end)
 
 

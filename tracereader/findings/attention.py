@@ -250,7 +250,7 @@ def _its_rate(one: GpuWork) -> str:
 def time_in_a_library(summary: Summary) -> Verdict:
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
     own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
-    total = sum(call.self_us for call in summary.cpu.chain if call.kind in ("op", "runtime"))
+    total = sum(one.self_us for calls in (summary.cpu.ops, summary.cpu.runtime) for one in calls.values())
     name = max(own, key=own.get, default=None)
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")

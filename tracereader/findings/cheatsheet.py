@@ -3,6 +3,8 @@
 markdown() makes the page docs/cheatsheet.md from the findings that have a row.
 """
 
+from collections.abc import Iterable
+
 from tracereader.figures import Summary
 from tracereader.findings import attention, attention_predictions, counters, decoding, gpu_work, ops, steps, training
 from tracereader.findings.finding import WHERE, Finding, Verdict
@@ -16,9 +18,9 @@ CHEATSHEET = sorted((one for one in FINDINGS.values() if one.where), key=lambda 
 Shown = tuple[Finding, Verdict]
 
 
-def found(summary: Summary) -> list[Shown]:
-    """Return the findings that a trace shows, in the cheatsheet's order."""
-    return [(one, verdict) for one in CHEATSHEET if (verdict := one.ask(summary)).holds]
+def found(summary: Summary, asked: Iterable[Finding] = CHEATSHEET) -> list[Shown]:
+    """Return those of the asked findings that a trace shows, in their order."""
+    return [(one, verdict) for one in asked if (verdict := one.ask(summary)).holds]
 
 
 def what_to_do(summary: Summary) -> str:

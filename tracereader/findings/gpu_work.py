@@ -317,7 +317,7 @@ def graph_replay_without_copies(summary: Summary) -> Verdict:
 
 
 def _graph_launches(summary: Summary) -> int:
-    return sum("GraphLaunch" in call.name for call in summary.cpu.chain)
+    return sum(calls.calls for name, calls in summary.cpu.runtime.items() if "GraphLaunch" in name)
 
 
 @finding(

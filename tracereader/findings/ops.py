@@ -187,13 +187,14 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
     change="skip_guards",
 )
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
+    if not summary.compiled.cache_lookups or not all(summary.compiled.cache_lookups):
+        return Verdict(False, "")
     lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
     own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
     lookups = part_of(lookup, summary.chosen.cpu_us, "of the step's")
     seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
-    in_all = bool(summary.compiled.cache_lookups) and all(summary.compiled.cache_lookups)
-    return Verdict(in_all, seen)
+    return Verdict(True, seen)
 
 
 @finding(

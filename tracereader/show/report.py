@@ -582,12 +582,11 @@ def _patterns_of(summary: Summary, changes: Sequence[Opportunity] | Refused, vie
 
     Patterns that only teach are left out of the report of a trace that no numbered script made.
     """
-    found = cheatsheet.found(summary)
     if not view.usual:
-        return found
+        return cheatsheet.found(summary)
     proposed = set() if isinstance(changes, Refused) else {one.change for one in changes}
-    others = [one for one in found if not one[0].said_above and one[0].change not in proposed]
-    return [one for one in others if summary.source.facts.script or not one[0].teaches]
+    others = [one for one in cheatsheet.CHEATSHEET if not one.said_above and one.change not in proposed]
+    return cheatsheet.found(summary, [one for one in others if summary.source.facts.script or not one.teaches])
 
 
 def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown], view: View) -> None:
