@@ -22,10 +22,10 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     Forward reaches from the first op that the backward belongs to (or from the model's frame, if stacks are recorded)
     to the last one.
     """
+    if not trace.forward_of or not step.named(lambda name: name.startswith(AUTOGRAD)):
+        return ()
     labels = {label.name for label in phases(step)}
     if len(labels) > 1 and not all(map(is_torchs_own, labels)):
-        return ()
-    if not step.named(lambda name: name.startswith(AUTOGRAD)):
         return ()
     spans = _spans(trace, step)
     if not spans[BACKWARD] or not spans[FORWARD]:

@@ -1,5 +1,7 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
+from collections import defaultdict
+
 import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
@@ -63,8 +65,7 @@ class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
 
 def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
     """Return the CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
-    chain = _chain(step, layers)
-    times = _times(chain)
+    chain, times = _calls(step, layers)
     label = label_of(step)
     cpu_only = not any(one.work for one in trace.steps)
     return Cpu(
@@ -79,7 +80,8 @@ def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
     )
 
 
-def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
+def _calls(step: Step, layers: dict[int, str]) -> tuple[tuple[Call, ...], dict[str, dict[str, OpTimes]]]:
+    """Return all calls of a step, and their times by kind and by name."""
     below = set()  # the ids of calls that launched work, and of all calls around them
     for one in step.work:
         op = one.launch
@@ -87,24 +89,19 @@ def _chain(step: Step, layers: dict[int, str]) -> tuple[Call, ...]:
             below.add(id(op))
             op = op.parent
     chain, nothing = [], []
+    sums: dict[tuple[str, str], list] = defaultdict(lambda: [0, 0, 0, False])
     for op, depth in step.dispatch():
-        key, us = id(op), op.dur / 1e3
+        key, name, kind, us = id(op), op.name, op.kind, op.dur / 1e3
         own = self_us(op) if op.children else us
+        reaches_gpu = key in below
         launched = [one.name for one in op.work] if op.work else nothing
-        chain.append(Call(op.name, op.kind, depth, us, own, layers.get(key), launched, key in below))
-    return tuple(chain)
-
-
-def _times(chain: tuple[Call, ...]) -> dict[str, dict[str, OpTimes]]:
-    """Return the times of all calls by kind and by name."""
-    found: dict[str, dict[str, list]] = {}
-    for call in chain:
-        of_kind = found.setdefault(call.kind, {})
-        sums = of_kind.get(call.name)
-        if sums is None:
-            sums = of_kind[call.name] = [0, 0, 0, False]
-        sums[0] += 1
-        sums[1] += call.us
-        sums[2] += call.self_us
-        sums[3] |= call.reaches_gpu
-    return {kind: {name: OpTimes(*sums) for name, sums in some.items()} for kind, some in found.items()}
+        chain.append(Call(name, kind, depth, us, own, layers.get(key), launched, reaches_gpu))
+        of_name = sums[kind, name]
+        of_name[0] += 1
+        of_name[1] += us
+        of_name[2] += own
+        of_name[3] |= reaches_gpu
+    times: dict[str, dict[str, OpTimes]] = defaultdict(dict)
+    for (kind, name), of_name in sums.items():
+        times[kind][name] = OpTimes(*of_name)
+    return tuple(chain), times

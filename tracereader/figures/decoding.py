@@ -278,9 +278,9 @@ def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
     if not products:
         return None
     last, shape = products[-1]
-    taken, kept = False, None
+    taken, kept, end = False, None, last.end
     for op in step.walk():
-        dims = op.inputs.dims_at(0) if op.kind == "op" and op.start >= last.end else None
+        dims = op.inputs.dims_at(0) if op.start >= end and op.kind == "op" else None
         if not dims or dims[-1] != shape.n:
             continue
         rows = math.prod(dims[:-1])
