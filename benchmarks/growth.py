@@ -66,6 +66,12 @@ def over_one_product(n: int) -> list[dict]:
     return [op("aten::add", 1 + k, 4 * n - 2 * k) for k in range(n)] + [op("aten::mm", 2 * n, 1)]
 
 
+def nodes_below(n: int) -> list[dict]:
+    nested = [op("aten::add", 1 + k, 4 * n - 2 * k) for k in range(n // 2)]
+    node = "autograd::engine::evaluate_function: AddBackward0"
+    return nested + [op(node, 2 * n + k / n, 0.5 / n) for k in range(n // 2)] + list(launched(1, "k", 1.5 * n))
+
+
 def frames(n: int) -> list[dict]:
     nested = [op(f"f{k % 50}", 1 + k, 4 * n - 2 * k, "python_function") for k in range(n // 2)]
     return nested + [one for k in range(n // 2) for one in launched(k, "k", 1.5 * n + k / 100)]
@@ -145,6 +151,7 @@ KINDS = {
     "aten::linear in aten::linear": deep("aten::linear"),
     "aten::mm in aten::mm": deep("aten::mm", on_gpu=False),
     "aten::add over one aten::mm": over_one_product,
+    "backward's nodes below nested ops": nodes_below,
     "Python frames over launches": frames,
     "late kernels in every step": late_kernels,
     "wide steps times names": wide_steps,

@@ -8,6 +8,7 @@ from collections import Counter
 from math import prod
 from statistics import mean, median
 
+import msgspec
 import pytest
 import references
 from raw_events import GPU, end, raw_steps, raw_work
@@ -16,11 +17,13 @@ from references import H200, OTHERS, REFERENCES, ROOT
 from tracereader import cli, expect
 from tracereader.figures import compare, summarize
 from tracereader.figures.convolution import convolution
+from tracereader.figures.gpu_time import parts_by_device
 from tracereader.figures.intervals import Lengths, length_between
 from tracereader.figures.occupancy import occupancy
+from tracereader.figures.steps import outermost_named
 from tracereader.findings import cheatsheet, differences, steps
 from tracereader.show.predictions import predictions_of
-from tracereader.trace import read
+from tracereader.trace import Op, Work, families, outermost, read
 from tracereader.trace.types import Inputs
 
 
@@ -55,6 +58,51 @@ def test_ops_of_a_name_keep_their_order(path):
     for step in read(path).steps:
         for wanted in (lambda name: name.startswith("aten::"), "aten::mm".__eq__, lambda name: False):
             assert step.named(wanted) == [op for op in step.walk() if wanted(op.name)]
+
+
+@pytest.mark.parametrize("path", [*REFERENCES[::9], *OTHERS[::3]], ids=lambda path: path.stem)
+def test_calls_of_a_name_that_lie_in_no_other_one(path):
+    for step in read(path).steps:
+        for part in ("aten::", "aten::_", "cuda", "Autograd", "a"):
+            found = outermost_named(step, lambda name, part=part: part in name)
+            assert found == list(outermost(step.roots, lambda op, part=part: part in op.name))
+
+
+def test_the_parts_of_a_window_of_overlapping_activities():
+    """Each nanosecond is decided on its own, for all arrangements of three short activities."""
+    kinds = ("kernel", "elementwise_kernel"), ("kernel", "ncclDevKernel_AllReduce"), ("memcpy", "Memcpy DtoH")
+    begin, end = 1, 6
+    for number, spans in enumerate(itertools.product(itertools.product(range(8), range(4)), repeat=3)):
+        if number % 7 or list(spans) != sorted(spans, key=lambda span: span[0]):
+            continue
+        work = []
+        for place, (start, dur) in enumerate(spans):
+            kind, name = kinds[(place + number) % 3]
+            one = Work(name, kind, start, dur, (0, 7), msgspec.Raw(b"{}"))
+            if (place + number) % 4:  # else the launch is not recorded
+                one.launch = Op("cudaLaunchKernel", "runtime", max(0, start - 3), number % 3, (1, 1), msgspec.Raw())
+                one.launch.work = (one,)
+            work.append(one)
+        expected = {name: set() for name in PARTS}
+        inside = [one for one in work if one.start < end and one.start + one.dur > begin]
+        for ns in range(begin, end) if inside else ():
+            running = {families.says(one).family for one in inside if one.start <= ns < one.start + one.dur}
+            following = next((one for one in work if one.start > ns and (one in inside or one.start >= end)), None)
+            if running:
+                name = "communication" if "communication" in running else "copy"
+                expected["compute" if "pointwise" in running else f"exposed_{name}"].add(ns)
+            elif following is not None and following.launch is None:
+                expected["unknown"].add(ns)
+            else:
+                launched = following is not None and ns >= following.launch.start + following.launch.dur
+                expected["launched" if launched else "not_launched"].add(ns)
+        for parts in parts_by_device(work, begin, end):
+            found = {name: {ns for left, right in getattr(parts, name) for ns in range(left, right)} for name in PARTS}
+            assert found == expected, spans
+        assert bool(inside) == bool(parts_by_device(work, begin, end))
+
+
+PARTS = ("compute", "exposed_communication", "exposed_copy", "not_launched", "launched", "unknown")
 
 
 def test_the_length_between_two_times_is_the_same_both_ways():

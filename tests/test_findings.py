@@ -10,7 +10,7 @@ from words import RETIRED
 from tracereader import cli, expect
 from tracereader.figures import summarize
 from tracereader.findings import cheatsheet
-from tracereader.findings.finding import Finding
+from tracereader.findings.finding import Finding, Verdict
 from tracereader.findings.opportunities import CHANGES
 from tracereader.trace import read
 
@@ -252,3 +252,16 @@ def test_patterns_that_only_teach_are_shown_for_numbered_scripts(shown_in, capsy
         assert cli.main([summary.source.trace, *words]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert all((f"{one.where}: {one.see}" in said) == expected for one in taught), (words, said)
+
+
+def test_the_report_asks_only_for_patterns_that_it_may_show(monkeypatch, shown_in, capsys):
+    """Judging a pattern may take a pass over all calls of a step."""
+    theirs, asked = shown_in("memory_bound"), []
+    monkeypatch.setattr(Finding, "ask", lambda self, summary: asked.append(self) or Verdict(False, ""))
+    assert cli.main([theirs.source.trace]) == 0
+    assert asked
+    assert not [one.name for one in asked if one.teaches or one.said_above]
+    asked.clear()
+    assert cli.main([theirs.source.trace, "--all"]) == 0
+    assert asked == cheatsheet.CHEATSHEET
+    capsys.readouterr()
