@@ -101,7 +101,9 @@ def _trace_of(trace: Trace, one: Work) -> Trace:
 
 
 def _has_modules(trace: Trace, step: Step) -> bool:
-    return bool(trace.modules) or any(_trace_of(trace, one).modules for one in step.work)
+    if trace.modules or not trace.captured:
+        return bool(trace.modules)
+    return any(_trace_of(trace, one).modules for one in step.work)
 
 
 def _asked_for(trace: Trace, step: Step) -> Iterator[tuple[Trace, Op | None, int]]:
