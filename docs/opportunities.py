@@ -35,13 +35,14 @@ ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
     f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies to the "
-    f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows",
+    f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
+    "in training, what follows backward stays as it is",
     "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
-    "python": "the work can be done ahead or on another thread",
+    "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
@@ -56,7 +57,7 @@ ASSUMES = {
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
     f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
     "channels_last": "the convolutions themselves take as long",
-    "layout_copies": "the next kernel reads the other layout as fast",
+    "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
     "keep_parameters": "all parameters fit into memory",
     "no_recompute": "the activations fit into memory",
     "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
