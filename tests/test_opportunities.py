@@ -799,6 +799,27 @@ def test_only_a_wait_between_forward_and_backward_prevents_the_graphs_of_trainin
     assert not captured or "22 identical launches per step in forward and backward, no synch" in found.evidence
 
 
+def test_an_op_that_launches_everything_and_then_waits_is_no_cuda_graph(tmp_path):
+    """A library's op launches its kernels itself and synchronizes at its end, so it cannot be captured."""
+    events = []
+    for step in range(3):
+        start = 1000 * step
+        events += [
+            event(f"ProfilerStep#{step}", "user_annotation", start, 990),
+            event("library::step", "cpu_op", start, 980),
+        ]
+        for number in range(60):
+            launch, link = start + 10 * number, {"correlation": 100 * step + number}
+            events += [
+                event("cudaLaunchKernel", "cuda_runtime", launch, 5, **link),
+                event("kernel", "kernel", launch + 8, 2, 7, device=0, stream=7, **link),
+            ]
+        events.append(event("cudaStreamSynchronize", "cuda_runtime", start + 600, 5, correlation=100 * step + 60))
+    file = tmp_path / "library.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    assert "cuda_graph" not in priced_changes(file)
+
+
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     """The copy of waits_in_every_step becomes a call of torch.cuda.synchronize(), which no op contains."""

@@ -80,7 +80,9 @@ def cuda_graph(case: Case) -> Proposal | None:
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if single else _small_graph(case)
     captured = _captured(case, case.step)
-    return captured and Proposal(
+    if not captured:
+        return None
+    return Proposal(
         as_cuda_graph(case.graph),
         _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.step, captured)))),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
