@@ -4,8 +4,8 @@ import gzip
 import itertools
 import json
 import re
-from collections import Counter
-from math import prod
+from collections import Counter, defaultdict
+from math import inf, prod
 from statistics import mean, median
 
 import msgspec
@@ -343,6 +343,17 @@ def test_work_by_annotation_and_module(any_trace):
     assert not ours.places.by_module or sum(place.pieces for place in ours.places.by_module) == len(work)
 
 
+def threads_of_autograd(slices):
+    """Return the threads whose outermost ops are all of autograd's engine."""
+    outermost, reached = defaultdict(list), {}
+    for op in sorted((e for e in slices if e["cat"] == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])):
+        if op["ts"] >= reached.get(op["tid"], -inf):
+            outermost[op["tid"]].append(op["name"])
+            reached[op["tid"]] = end(op)
+    engine = "autograd::engine::evaluate_function: "
+    return {tid for tid, names in outermost.items() if all(name.startswith(engine) for name in names)}
+
+
 def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
     """Each gap is cut at every edge of a slice of the thread, and each part counts for the slice that started last."""
     ours, events = any_trace
@@ -358,6 +369,7 @@ def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
         return
     first, last = min(e["ts"] for e in mine), max(map(end, mine))
     cut, expected, in_python = idle_by_cause(events), Counter(), 0.0
+    of_autograd = threads_of_autograd(slices)
     frames = [e for e in events if e.get("cat") == "python_function" and not e["name"].startswith("nn.Module: ")]
     start = marks[index]["ts"]
     reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
@@ -369,9 +381,10 @@ def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
             inside = {edge for e in mine for edge in (e["ts"], end(e)) if reached < edge < stop}
             for left, right in itertools.pairwise(sorted({reached, stop, *inside})):
                 around = [e for e in mine if e["ts"] <= left and end(e) >= right and e["cat"] != "user_annotation"]
-                name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else "Python, between ops"
+                outside = "backward's thread, between ops" if call["tid"] in of_autograd else "Python, between ops"
+                name = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"] if around else outside
                 expected[name] += right - left
-                if name == "Python, between ops":
+                if not around:
                     near = [e for e in frames if e["tid"] == call["tid"] and e["ts"] < right and end(e) > left]
                     in_python += covered({(max(e["ts"], left), min(end(e), right)) for e in near})
         reached = max(reached, end(piece))

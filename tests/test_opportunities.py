@@ -227,7 +227,9 @@ def unprofiled_us(name: str) -> float:
 
 
 # One batched product takes 46 µs instead of 5.8 ms. The prediction keeps 0.1 ms of the Python around the loop.
-UNPROFILED_OFF = {("small/loop", "larger_batch"): (0.5, 4.0)}
+# cuDNN's plans took 145 ms while they were recorded, and 159 ms without the profiler. Another recording of these two
+# steps had a ratio of 1.26.
+UNPROFILED_OFF = {("small/loop", "larger_batch"): (0.5, 4.0), ("lengths/cudnn", "attention_plans"): (0.7, 1.7)}
 
 
 @pytest.mark.parametrize(("before", "change", "after"), small_first(MEASURED))

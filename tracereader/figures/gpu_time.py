@@ -12,8 +12,10 @@ from tracereader.figures.intervals import Intervals, Lengths, joined, length, le
 from tracereader.figures.steps import ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
+from tracereader.trace.labels import AUTOGRAD
 
 BETWEEN_OPS = "Python, between ops"
+IN_BACKWARD = "backward's thread, between ops"  # autograd's engine, which runs no Python of its own
 # The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
 NO_RECORDED_CALL = "no recorded op or call"
 _start = attrgetter("start")
@@ -202,9 +204,9 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
 
     The gap before an activity begins at the end of the work before it, or at the step's start if there is none or in
     the first step. It counts up to the return of the activity's launch call. The first result is by the innermost op or
-    runtime call on the launching thread, or BETWEEN_OPS outside all of them; NO_RECORDED_CALL if the step's ops were
-    not recorded. The second one is the time outside all of them by Python function (see python_in); it is empty without
-    stacks.
+    runtime call on the launching thread. Outside all of them it is by BETWEEN_OPS, by IN_BACKWARD on a thread of
+    autograd's engine, or by NO_RECORDED_CALL if the step's ops were not recorded. The second one is the time outside
+    all of them by Python function (see python_in); it is empty without stacks.
     """
     if not step.work:
         return {}, {}
@@ -213,7 +215,8 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
     before = [one.start + one.dur for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
     reached = max(before + [step.start] * (not number), default=step.start)
-    roots, outside = roots_by_track(trace.steps[max(0, number - 1) : number + 1]), outside_ops(step)
+    roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
+    outside = outside_ops(step, roots)
     idle: Counter = Counter()
     between: dict[tuple, Intervals] = defaultdict(list)
     for one in trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]:
@@ -222,7 +225,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             track = one.launch.track
             returned = launched_by(one, reached, start)
             if returned > reached:
-                cut_up(roots[track], reached, returned, idle, outside, between[track])
+                cut_up(roots[track], reached, returned, idle, outside.get(track, BETWEEN_OPS), between[track])
         stop = start + one.dur
         if stop > reached:
             reached = stop
@@ -304,9 +307,19 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
     return roots
 
 
-def outside_ops(step: Step) -> str:
-    """Return the name for a thread's time outside all recorded ops and calls."""
-    return BETWEEN_OPS if ops_recorded(step) else NO_RECORDED_CALL
+def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
+    """Return the name for each thread's time outside all recorded ops and calls.
+
+    roots: the outermost slices by thread. A thread whose ops are all autograd's belongs to autograd's engine.
+    """
+    if not ops_recorded(step):
+        return dict.fromkeys(roots, NO_RECORDED_CALL)
+    found = {}
+    for track, some in roots.items():
+        ops = [op for op in some if op.kind == "op"]
+        is_autograds = bool(ops) and all(op.name.startswith(AUTOGRAD) for op in ops)
+        found[track] = IN_BACKWARD if is_autograds else BETWEEN_OPS
+    return found
 
 
 def cut_up(

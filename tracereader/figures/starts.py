@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
+from tracereader.figures.gpu_time import BETWEEN_OPS, cut_up, outside_ops, roots_by_track
 from tracereader.figures.intervals import Lengths
 from tracereader.trace import Op, Step, Trace, Work
 
@@ -33,7 +33,8 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
     """Return each GPU activity of a step, in order."""
     number = trace.steps.index(step)
     near = trace.steps[max(0, number - 1) : number + 1]
-    roots, outside = roots_by_track(near), outside_ops(step)
+    roots = roots_by_track(near)
+    outside = outside_ops(step, roots)
     inside = {id(one) for one in step.work}
     last = max([one.end for one in step.work], default=step.end)
     overheads = _Overheads([one for one in trace.overheads if one.start < last and one.end > step.start])
@@ -46,7 +47,8 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
             gap = max(0, one.start - before) if before is not None else None
             idle = Counter()
             if gap and one.launch is not None:
-                cut_up(roots[one.launch.track], max(before, near[0].start), one.start, idle, outside)
+                track = one.launch.track
+                cut_up(roots[track], max(before, near[0].start), one.start, idle, outside.get(track, BETWEEN_OPS))
             found.append(_start(overheads, one, gap, idle, stream_free.get(one.track)))
         free[one.device] = max(free.get(one.device, one.end), one.end)
         stream_free[one.track] = max(stream_free.get(one.track, one.end), one.end)
