@@ -366,3 +366,10 @@ def test_a_terminals_size_that_is_no_number_is_ignored(written, capsys, monkeypa
     monkeypatch.setenv(name, size)
     assert cli.main([str(written(*launched(0, 1)))]) == 0
     assert "1 kernel" in capsys.readouterr().out
+
+
+def test_a_launch_in_no_op_is_from_nothing_not_from_several_steps(written):
+    steps = [event(f"ProfilerStep#{number}", "user_annotation", 1000 * number, 900) for number in range(3)]
+    work = [one for number in range(3) for one in launched(1000 * number + 10, number)]
+    ours = summarize(read(written(event("aten::mm", "cpu_op", 1, 2), *steps, *work)))
+    assert [one.asked_by for one in ours.kernels] == [""] and [one.asked_by for one in ours.gpu_work] == [""]

@@ -15,7 +15,7 @@ from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
 from tracereader.figures.sizes import Product, count_of, sizes_of
-from tracereader.trace import Op, Step, Trace, Work, families, kernel_names
+from tracereader.trace import STEP, Op, Step, Trace, Work, families, kernel_names
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.facts import RunFacts
 from tracereader.trace.kernel_names import KernelName
@@ -374,9 +374,9 @@ def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
 
 def _asking(one: Work, op: Op | None) -> str:
     """The name of what asked for an activity: the op; of a CUDA graph whose capture is not known, the annotation that
-    the capture gave to it.
+    the capture gave to it. "" for a launch in no op and no annotation. The profiler's mark of a step asks for nothing.
     """
-    launch, name = one.launch, "" if op is None else op.name
+    launch, name = one.launch, "" if op is None or op.name.startswith(STEP) else op.name
     if one.recorded is None and launch is not None and "GraphLaunch" in launch.name:
         return one.annotation or name
     return name
