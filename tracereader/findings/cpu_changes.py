@@ -241,9 +241,9 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     stays, captured, graphs = [], 0, 0
     for step in case.steps:
         for run in launches_between_waits(case.graph, step):
-            launches = sum(len(below.work) for op in run for below in op.walk())
+            launches = sum(len(work) for _, work in run)
             if launches < MANY_LAUNCHES:
-                stays += run
+                stays += [op for op, _ in run]
             elif step is case.step:
                 captured, graphs = captured + launches, graphs + 1
     if not graphs:

@@ -210,20 +210,25 @@ class Case:
         calls = {id(call) for op in labels(self.step, starts) for call in op.walk()}
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
 
+    @cached_property
+    def counterparts(self) -> list[dict[Work, Work]]:
+        """Return for each replayed step its activities by the typical step's activities that they correspond to."""
+        typical = dict(numbered(self.step.work))
+        return [{typical[key]: one for key, one in numbered(step.work) if key in typical} for step in self.steps]
+
     def in_all_steps(self, us: Mapping[Work, float]) -> dict[Work, float]:
         """Return these times (µs) of the typical step's activities for the same activities of every step."""
-        wanted = {key: us[one] for key, one in numbered(self.step.work) if one in us}
-        return {one: wanted[key] for step in self.steps for key, one in numbered(step.work) if key in wanted}
+        return {here[one]: time for here in self.counterparts for one, time in us.items() if one in here}
 
     def groups_in_all_steps(self, groups: Iterable[tuple[list[Work], float]]) -> list[tuple[list[Work], float]]:
         """Return these groups of the typical step's activities for every step that has the same activities."""
-        of = {one: key for key, one in numbered(self.step.work)}
-        wanted = [([of[one] for one in group], us) for group, us in groups]
-        found = []
-        for step in self.steps:
-            here = dict(numbered(step.work))
-            found += [([here[key] for key in keys], us) for keys, us in wanted if all(key in here for key in keys)]
-        return found
+        groups = list(groups)
+        return [
+            ([here[one] for one in group], us)
+            for here in self.counterparts
+            for group, us in groups
+            if all(one in here for one in group)
+        ]
 
     def condensed(self, groups: Sequence[tuple[list[Work], float]], cpu_us: float, widen: Widen | None = None) -> Graph:
         """Return the graph in which each group of activities is one activity of the given time (µs) and one call.
@@ -234,7 +239,7 @@ class Case:
         of_step = {id(one): step for step in self.steps for one in step.work}
         groups = self.groups_in_all_steps(groups)
         spans, added = [], []
-        for (work, _), calls in zip(groups, launching_only([work for work, _ in groups]), strict=True):
+        for (work, _), calls in zip(groups, launching_only(self.graph, [work for work, _ in groups]), strict=True):
             by_track = defaultdict(list)
             for op in calls:
                 by_track[op.track].append(op)

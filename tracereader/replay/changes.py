@@ -6,19 +6,17 @@ is a median over them.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 
 from tracereader.figures.intervals import Intervals, Lengths, minus, union
-from tracereader.replay.graph import NOBODY, Graph, is_wait
-from tracereader.trace import Op, Step, Work, outermost
+from tracereader.replay.graph import NOBODY, Graph, waits_of
+from tracereader.trace import Op, Step, Work
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
 
 FACTORS = 1024  # cpu_factor() decides between so many
-OTHER = -2  # stands for a group: other work, or work of several groups
 # Measurements of graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42
 # to 0.45 µs. While the profiler records, cudaGraphLaunch takes 0.7 to 2.2 µs for each activity in the graph, and the
 # first activity starts when the call returns.
@@ -42,31 +40,35 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
         removed[track] = union([*earlier, *some])
         gone = minus(removed[track], earlier)  # no time is removed twice
         lengths, of_all = Lengths(gone), Lengths(removed[track])
-        for node in _reached(graph, nodes, gone):
-            before = graph.before[node]
-            since = graph.at[before] if before >= 0 else graph.at[node]
-            cut = lengths.between(since, graph.at[node])
+        times = [graph.at[node] for node in nodes]
+        for place, cut in _cuts(times, gone):
+            node, time = nodes[place], times[place]
             if node in returns:
-                if of_all.between(since, graph.at[node]) == graph.at[node] - since:
+                since = times[place - 1]
+                if of_all.between(since, time) == time - since:
                     via[node] = wait[node] = NOBODY
                     lag[node] = 0
             elif via[node] >= 0:  # it continued when another thread stopped
-                delay[node] -= min(delay[node], lengths.between(graph.at[node] - delay[node], graph.at[node]))
+                delay[node] -= min(delay[node], lengths.between(time - delay[node], time))
             else:
                 lag[node] = max(0, lag[node] - cut)
     return replace(graph, lag=lag, delay=delay, via=via, wait=wait, gone=removed)
 
 
-def _reached(graph: Graph, nodes: Collection[int], gone: Intervals) -> Iterable[int]:
-    """Yield the nodes of a thread whose time since the node before overlaps a removed interval, each once."""
-    done = 0
+def _cuts(times: Sequence[int], gone: Intervals) -> Iterator[tuple[int, int]]:
+    """Yield the places of the times up to which some time is removed, and how much since the time before (ns)."""
+    place = cut = 0
     for start, end in gone:
-        first = bisect.bisect_left(nodes, start, key=graph.at.__getitem__)
-        for place in range(max(done, first), len(nodes)):
-            yield nodes[place]
-            done = place + 1
-            if graph.at[nodes[place]] >= end:
-                break
+        while place < len(times) and times[place] < start:
+            if cut:
+                yield place, cut
+            place, cut = place + 1, 0
+        while place < len(times) and times[place] < end:
+            yield place, cut + times[place] - start
+            start, place, cut = times[place], place + 1, 0
+        cut += end - start
+    if cut and place < len(times):
+        yield place, cut
 
 
 def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
@@ -89,7 +91,7 @@ def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
     """Return the graph without this GPU work and without the ops that launch nothing else."""
     work = list(work)
-    return _without_activities(without_cpu_time(graph, spans_of(launching_only([work])[0])), work)
+    return _without_activities(without_cpu_time(graph, spans_of(launching_only(graph, [work])[0])), work)
 
 
 def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
@@ -103,47 +105,36 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
     return replace(graph, dur=dur, lag=lag, via=via, wait=wait)
 
 
-def launching_only(groups: Sequence[Collection[Work]]) -> list[list[Op]]:
-    """Return for each group of work the outermost ops and calls that launch only work of the group."""
-    group_of = {id(one): number for number, group in enumerate(groups) for one in group}
-    found: list[list[Op]] = [[] for _ in groups]
-    roots: dict[int, Op] = {}
-    seen: dict[int, Op] = {}  # id(Op) -> the root above it
+def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[list[Op]]:
+    """Return for each group of work the outermost ops and calls that launch only work of the group.
+
+    An activity is in one group at most.
+    """
+    launched = graph.launched
+    found = []
     for group in groups:
+        calls: dict[int, list] = {}  # id(call) -> the call and the number of the group's activities that it launches
         for one in group:
             if one.launch is not None:
-                top = _outermost_op(one.launch, seen)
-                roots[id(top)] = top
-    for root in roots.values():
-        of_op: dict[int, int] = {}  # id(Op) -> the group of all work that is launched below it
-        for op in reversed(list(root.walk())):
-            found_here = NOBODY
-            for one in op.work:
-                group = group_of.get(id(one), OTHER)
-                found_here = group if found_here in (NOBODY, group) else OTHER
-            for child in op.children:
-                group = of_op[id(child)]
-                if group != NOBODY:
-                    found_here = group if found_here in (NOBODY, group) else OTHER
-            of_op[id(op)] = found_here
-        for op in outermost([root], lambda op, groups=of_op: groups[id(op)] >= 0):
-            found[of_op[id(op)]].append(op)
+                calls.setdefault(id(one.launch), [one.launch, 0])[1] += 1
+        below: dict[int, int] = defaultdict(int)  # id(Op) -> the group's activities in the call and in whole ops below
+        whole: dict[int, Op] = {}  # what launches only activities of the group
+        for op, count in calls.values():
+            while op is not None:
+                key = id(op)
+                below[key] += count
+                count = launched[key]
+                if below[key] != count:
+                    break
+                whole[key] = op
+                op = op.parent
+        found.append([op for op in whole.values() if op.kind != "label" and not _is_in_one_of(op, whole)])
     return found
 
 
-def _outermost_op(call: Op, seen: dict[int, Op]) -> Op:
-    """Return the outermost op or call around a call. Only annotations are above it."""
-    path, top = [], call
-    while True:
-        if id(top) in seen:
-            top = seen[id(top)]
-            break
-        path.append(top)
-        if top.parent is None or top.parent.kind == "label":
-            break
-        top = top.parent
-    seen.update((id(op), top) for op in path)
-    return top
+def _is_in_one_of(op: Op, whole: Container[int]) -> bool:
+    """Return whether the op or call around this one is among these ids. An annotation does not count."""
+    return op.parent is not None and op.parent.kind != "label" and id(op.parent) in whole
 
 
 def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:
@@ -189,16 +180,16 @@ def cuda_graph(
     derives it from the number of activities. gap_us: the time between two activities of one stream.
     """
     spans, added, lag = [], [], graph.lag[:]
-    stays = {id(op): op for op in left_out}
+    left_out = list(left_out)
     for step in graph.trace.steps:
-        for run in launches_between_waits(graph, step, stays):
-            work = [one for op in run for below in op.walk() for one in below.work]
+        for run in launches_between_waits(graph, step, left_out):
+            work = [one for _, launched in run for one in launched]
             by_track = defaultdict(list)
-            for op in run:
+            for op, _ in run:
                 by_track[op.track].append(op)
             spans += [(track, some[0].start, max(op.end for op in some)) for track, some in by_track.items()]
             us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
-            added.append((run[0].track, min(one.launch.start for one in work), us))
+            added.append((run[0][0].track, min(one.launch.start for one in work), us))
             nodes = {graph.activity[id(one)] for one in work}
             for node in nodes:
                 if graph.before[node] in nodes:
@@ -207,45 +198,31 @@ def cuda_graph(
 
 
 def launches_between_waits(
-    graph: Graph, step: Step, stays: Mapping[int, Op] = MappingProxyType({})
-) -> Iterator[list[Op]]:
-    """Yield runs of the outermost ops that launch and do not wait, split where a call of any thread waits or stays.
+    graph: Graph, step: Step, left_out: Collection[Op] = ()
+) -> Iterator[list[tuple[Op, list[Work]]]]:
+    """Yield runs of the outermost ops that launch and do not wait, each with the work that it launches.
 
-    stays: ops or annotations that stay unchanged, by id.
+    A run ends where a call of any thread waits. left_out: ops or annotations that stay unchanged and end a run, too.
     """
-    launching, waiting = set(), set()  # ids
-    waits = []
-    inside = set()  # ids of the ops in stays, and of the ops below them
-    for op in reversed(list(step.walk())):
-        key = id(op)
-        if key in stays:
-            waits.append(op)
-            waiting.add(key)
-            inside |= {id(below) for below in op.walk()}
-        node = graph.returns.get(key, NOBODY)
-        if node >= 0 and graph.via[node] >= 0 and is_wait(op):
-            waits.append(op)
-            waiting.add(key)
-        if op.work:
-            launching.add(key)
-        # The op above comes later in this order.
-        if key in waiting:
-            waiting.add(id(op.parent))
-        if key in launching:
-            launching.add(id(op.parent))
-    wanted = launching - waiting - inside
-    # The waiting op of item() also launches the copy that it waits for, so the copy stays.
-    tops = outermost(
-        step.roots,
-        lambda op: (
-            id(op) in wanted
-            and (op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label")))
-        ),
-    )
-    run: list[Op] = []
-    for op in sorted([*tops, *waits], key=lambda op: op.start):
-        if id(op) not in waiting:
-            run.append(op)
+    roots = set(map(id, step.roots))
+    stays = {id(op): op for op in left_out if id([op, *op.above()][-1]) in roots}
+    waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
+    waiting = {id(above): above for op in waits for above in (op, *op.above())}
+    inside = {key for key, op in waiting.items() if key in stays or any(id(above) in stays for above in op.above())}
+    launching: dict[int, tuple[Op, list[Work]]] = {}
+    for one in step.work:
+        op, top = one.launch, None
+        while op is not None and (key := id(op)) not in waiting:
+            # The waiting op of item() also launches the copy that it waits for, so a call below such an op stays.
+            if op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label")):
+                top = op
+            op = op.parent
+        if top is not None and (op is None or key not in inside):
+            launching.setdefault(id(top), (top, []))[1].append(one)
+    run: list[tuple[Op, list[Work]]] = []
+    for op, work in sorted([*launching.values(), *((op, []) for op in waits)], key=lambda entry: entry[0].start):
+        if work:
+            run.append((op, work))
         elif run:
             yield run
             run = []

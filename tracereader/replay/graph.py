@@ -42,6 +42,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from statistics import median_low
 
@@ -136,6 +137,18 @@ class Graph:
     trace: Trace = field(repr=False)  # with the replayed steps only
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
     gone: Mapping[tuple, Intervals] = field(default_factory=dict)  # by track, the CPU time that changes have removed
+
+    @cached_property
+    def launched(self) -> dict[int, int]:
+        """Return how many GPU activities each op, call and annotation of the steps launches, by id(Op)."""
+        calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
+        found: dict[int, int] = defaultdict(int)
+        for call in calls.values():
+            launched = len(call.work)
+            found[id(call)] += launched
+            for op in call.above():
+                found[id(op)] += launched
+        return found
 
     def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
