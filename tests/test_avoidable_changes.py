@@ -13,8 +13,9 @@ from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as changes
 from tracereader.findings import cpu_changes, made
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
-from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunities import each_priced, opportunities
 from tracereader.findings.opportunity import Case
+from tracereader.replay import graph as graph_module
 from tracereader.replay import graph_of
 from tracereader.trace import read
 
@@ -588,3 +589,32 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
     one, other = (side(path, edit) for edit in both)
     assert [name for name in edits if made.MADE[name](one, other)] == [change]
     assert not made.MADE[change](other, one)
+
+
+def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
+    """Steps of 100, 90, 110 and 140 µs: the first one is typical, and the second and third take the recorded time."""
+    lengths, events = (100, 90, 110, 140), []
+    for number, length in enumerate(lengths):
+        t = 1000 + sum(lengths[:number])
+        events += [
+            event(f"ProfilerStep#{number}", "user_annotation", t, length),
+            event("aten::mm", "cpu_op", t + 2, 60),
+            event("cudaMalloc", "cuda_runtime", t + 5, 20),
+            event("cudaLaunchKernel", "cuda_runtime", t + 30, 5, correlation=number),
+            event("kernel", "kernel", t + 37, 10, tid=7, correlation=number, device=0, stream=7),
+            event("aten::item", "cpu_op", t + 64, 20),
+            event("cudaStreamSynchronize", "cuda_runtime", t + 66, 16),
+        ]
+    path = tmp_path / "uneven.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = read(path)
+    summary = summarize(trace)
+    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    graph = graph_of(trace, trace.steps[summary.typical_index])
+    case = Case(trace, summary, graph)
+    assert [step.number for step in case.steps] == ["#1", "#2"] and case.step.number == "#0"
+    assert graph.step_us() == graph.recorded_us == 110
+    found = {one.change: one for one, _ in each_priced(case)}
+    assert found["allocator"].step_us_after == 90 and "cudaMalloc" in found["allocator"].evidence
+    assert found["remove_sync"].step_us_after == pytest.approx(90, abs=1)
+    assert found["remove_sync"].evidence.endswith(": aten::item")

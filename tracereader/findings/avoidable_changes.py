@@ -2,9 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from statistics import median, median_high
-from typing import TypeVar
 
 from tracereader.figures.avoidable import CUDNN_ATTENTION, cloned_inputs, planning, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
@@ -17,7 +15,6 @@ from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace.labels import COMPILING, LOOKUP
 
-T = TypeVar("T")
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = {
     runtime + what
@@ -35,8 +32,9 @@ PLANNED_CALL_US = 60
 def allocator(case: Case) -> Proposal | None:
     if not case.has(ALLOCATES.__contains__):
         return None
-    calls = [[op for op in step.named(ALLOCATES.__contains__) if op.kind == "runtime"] for step in case.steps]
-    typical = _of_typical(case, calls)
+    calls, typical = case.in_each_step(
+        lambda step: [op for op in step.named(ALLOCATES.__contains__) if op.kind == "runtime"]
+    )
     if not typical:
         return None
     names = Counter(op.name for op in typical)
@@ -49,16 +47,10 @@ def allocator(case: Case) -> Proposal | None:
     )
 
 
-def _of_typical(case: Case, by_step: Sequence[T]) -> T:
-    """Return the value of the typical step. by_step: one value for each replayed step."""
-    return by_step[case.steps.index(case.step)]
-
-
 def recompile(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.endswith(COMPILING)):
         return None
-    compiling = [compilations(step) for step in case.steps]
-    typical = _of_typical(case, compiling)
+    compiling, typical = case.in_each_step(compilations)
     if not typical:
         return None
     return Proposal(
@@ -75,8 +67,7 @@ def in_place(case: Case) -> Proposal | None:
         return None
     if not case.has("aten::clone".__eq__):
         return None
-    clones = [cloned_inputs(step) for step in case.steps]
-    typical = _of_typical(case, clones)
+    clones, typical = case.in_each_step(cloned_inputs)
     if not typical:
         return None
     count = sum(map(len, typical.values()))
@@ -92,8 +83,7 @@ def in_place(case: Case) -> Proposal | None:
 def mask_once(case: Case) -> Proposal | None:
     if not case.has(("aten::tril", "aten::triu").__contains__):
         return None
-    made = [[op for group in triangles(step, in_sdpa=False) for op in group] for step in case.steps]
-    typical = _of_typical(case, made)
+    made, typical = case.in_each_step(lambda step: [op for group in triangles(step, in_sdpa=False) for op in group])
     if len(made) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
         return None
     return Proposal(
@@ -107,8 +97,7 @@ def mask_once(case: Case) -> Proposal | None:
 def shared_keys(case: Case) -> Proposal | None:
     if case.summary.llm.unneeded.expanded is None:
         return None
-    found = [expanded(step) for step in case.steps]
-    typical = _of_typical(case, found)
+    found, typical = case.in_each_step(expanded)
     copies = [work for _, some in typical for work in some]
     if typical:
         graph = without_ops(case.graph, [op for some in found for op, _ in some])
@@ -130,8 +119,7 @@ def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
     if case.trains or case.summary.llm.unneeded.weight_casts is None:
         return None
-    casts = [weight_casts(step) for step in case.steps]
-    typical = _of_typical(case, casts)
+    casts, typical = case.in_each_step(weight_casts)
     if not typical:
         return None
     gpu_us = sum(work.us for _, some in typical for work in some)
@@ -207,8 +195,7 @@ def static_inputs(case: Case) -> Proposal | None:
     """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
     if not any("GraphLaunch" in one.launched_by for one in case.summary.gpu_work):
         return None
-    copies = [step.named(COPIES_INPUTS.__eq__) for step in case.steps]
-    typical = _of_typical(case, copies)
+    copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
     if not typical:
         return None
     us = sum(work.us for op in typical for below in op.walk() for work in below.work)
@@ -228,8 +215,8 @@ def attention_plans(case: Case) -> Proposal | None:
     for name, (plans, others) in recurring.items():
         usual_us = median(op.us for op in others) if others else PLANNED_CALL_US
         spans += [(op.track, op.start + round(usual_us * 1e3), op.end) for op in plans]
-        if here := [op for op in plans if case.step.start <= op.start < case.step.end]:
-            usual = [op for op in others if case.step.start <= op.start < case.step.end]
+        if here := [op for op in plans if case.replayed.start <= op.start < case.replayed.end]:
+            usual = [op for op in others if case.replayed.start <= op.start < case.replayed.end]
             each.append(
                 f"{len(here)} of {counted(len(here) + len(usual), 'call')} of {name} take "
                 f"{duration(sum(op.us for op in here) / len(here))} of CPU time each"
@@ -249,8 +236,7 @@ def attention_plans(case: Case) -> Proposal | None:
 def skip_guards(case: Case) -> Proposal | None:
     if not case.has(lambda name: name.startswith(LOOKUP)):
         return None
-    lookups = [step.named(lambda name: name.startswith(LOOKUP)) for step in case.steps]
-    typical = _of_typical(case, lookups)
+    lookups, typical = case.in_each_step(lambda step: step.named(lambda name: name.startswith(LOOKUP)))
     compiles = case.has(lambda name: name.endswith(COMPILING))
     if not all(lookups) or (compiles and any(compilations(step) for step in case.trace.steps)):
         return None

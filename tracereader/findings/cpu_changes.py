@@ -79,12 +79,12 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None if single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if single else _small_graph(case)
-    captured = _captured(case, case.step)
+    captured = _captured(case, case.replayed)
     if not captured:
         return None
     return Proposal(
         as_cuda_graph(case.graph),
-        _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.step, captured)))),
+        _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.replayed, captured)))),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         assumed=single,
     )
@@ -103,7 +103,7 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
         accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
     captured = {id(step): _captured(case, step, stays) for step in case.steps}
     waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}
-    here = id(case.step)
+    here = id(case.replayed)
     if not captured[here] or not all(_copies_input(op) for some in waits.values() for op in some):
         return None
     return Proposal(
@@ -117,8 +117,8 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
 
 def _captured(case: Case, step: Step, stays: Iterable[Op] = ()) -> list[Work]:
     """Return a step's activities that CUDA graphs would launch. stays: ops or annotations that stay as they are."""
-    runs = launches_between_waits(case.graph, step, {id(op): op for op in stays})
-    return [one for run in runs for op in run for below in op.walk() for one in below.work]
+    runs = launches_between_waits(case.graph, step, list(stays))
+    return [one for run in runs for _, work in run for one in work]
 
 
 def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
@@ -151,11 +151,10 @@ def static_cache(case: Case) -> Proposal | None:
     for step in case.steps:
         decodes = {id(op) for op in step.named(ATTENTION.__contains__) if queries_and_keys(op)[0] == 1}
         for run in launches_between_waits(case.graph, step):
-            ops = [below for op in run for below in op.walk()]
-            launches = sum(len(op.work) for op in ops)
-            if launches < MANY_LAUNCHES or not any(id(op) in decodes for op in ops):
-                stays += run
-            elif step is case.step:
+            launches = sum(len(work) for _, work in run)
+            if launches < MANY_LAUNCHES or not any(id(below) in decodes for op, _ in run for below in op.walk()):
+                stays += [op for op, _ in run]
+            elif step is case.replayed:
                 captured += launches
     if not captured:
         return None
@@ -244,7 +243,7 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
             launches = sum(len(work) for _, work in run)
             if launches < MANY_LAUNCHES:
                 stays += [op for op, _ in run]
-            elif step is case.step:
+            elif step is case.replayed:
                 captured, graphs = captured + launches, graphs + 1
     if not graphs:
         return None
@@ -268,7 +267,7 @@ def remove_sync(case: Case) -> Proposal | None:
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    once = {id(_copying(op)): _waits_in(op) for op in waits_of(case.step) if id(op) in ids}
+    once = {id(_copying(op)): _waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
     names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
@@ -368,7 +367,7 @@ def python(case: Case) -> Proposal | None:
         spans += [(track, start, end) for start, end, *_ in pauses for track in launching]
     if not spans:
         return None
-    pauses = by_step.get(id(case.step)) or max(by_step.values(), key=_longest)
+    pauses = by_step.get(id(case.replayed)) or max(by_step.values(), key=_longest)
     us = [(end - start) / 1e3 for start, end, *_ in pauses]
     _, _, before, after = pauses[us.index(max(us))]
     several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""

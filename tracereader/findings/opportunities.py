@@ -33,7 +33,7 @@ def opportunities(
 def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> list[tuple[Opportunity, float]]:
     """Return all changes that a trace suggests, however little they save, and how much GPU work each saves.
 
-    The GPU work is the summed time of the typical step's activities (µs). show: shows what is done next.
+    The GPU work is the summed time of one step's activities (µs). show: shows what is done next.
     """
     unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
@@ -48,11 +48,11 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
 
 
 def _shorter(case: Case, after: Graph) -> dict[str, int]:
-    """Return by how much (ns) a change shortens or removes the typical step's GPU activities, by name."""
+    """Return by how much (ns) a change shortens or removes a replayed step's GPU activities, by name."""
     before, found = case.graph, {}
     if after.dur is before.dur and after.activity is before.activity:  # it changes no GPU work
         return found
-    for one in case.step.work:
+    for one in case.replayed.work:
         was, now = before.activity.get(id(one)), after.activity.get(id(one))
         if was is not None and (now is None or after.dur[now] < before.dur[was]):
             found[one.name] = found.get(one.name, 0) + before.dur[was] - (after.dur[now] if now is not None else 0)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from tracereader.trace.labels import AUTOGRAD
 WORTH_SHOWING = 0.02
 
 
+T = TypeVar("T")
 # A GPU activity: its slice, its measurements, and the op that launched it.
 Entry = tuple[Work, GpuWork, Op | None]
 
@@ -178,13 +180,18 @@ class Case:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return the replayed steps, which are all of a short trace. The typical one is among them."""
+        """Return the replayed steps, which are all of a short trace. The typical one may not be among them."""
         return self.graph.trace.steps
 
     @cached_property
     def step(self) -> Step:
         """Return the typical step. The summary's GPU work belongs to it."""
         return self.trace.steps[self.summary.typical_index]
+
+    @cached_property
+    def replayed(self) -> Step:
+        """Return the typical step, or a replayed one if it is not replayed."""
+        return self.step if self.step in self.steps else self.steps[-1]
 
     @cached_property
     def activities(self) -> list[Entry]:
@@ -215,6 +222,11 @@ class Case:
         """Return for each replayed step its activities by the typical step's activities that they correspond to."""
         typical = dict(numbered(self.step.work))
         return [{typical[key]: one for key, one in numbered(step.work) if key in typical} for step in self.steps]
+
+    def in_each_step(self, find: Callable[[Step], T]) -> tuple[list[T], T]:
+        """Return what a function finds in each replayed step, and what it finds in the typical step."""
+        found = [find(step) for step in self.steps]
+        return found, found[self.steps.index(self.step)] if self.step in self.steps else find(self.step)
 
     def in_all_steps(self, us: Mapping[Work, float]) -> dict[Work, float]:
         """Return these times (µs) of the typical step's activities for the same activities of every step."""

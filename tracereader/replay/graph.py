@@ -59,8 +59,9 @@ LATENCY_NS, GAP_NS = 7_000, 1_200
 ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
-# Of a trace with more activities than this, only the steps around one are replayed, and at least so many.
-REPLAYED, REPLAYED_STEPS = 5_000, 3
+# Of a trace with more activities than this, only the steps near one are replayed, and at least so many: two if each has
+# more than half of these activities. So many places are tried until the steps there take as long as the recorded one.
+REPLAYED, REPLAYED_STEPS, LARGE_STEPS, TRIED = 5_000, 3, 2, 10
 # The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.
@@ -205,7 +206,7 @@ def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
     recorded_us = recorded_step_us(trace, typical(trace))
     if recorded_us <= 0:
         return Refused(Reason.NO_TIME)
-    part = _steps_around(trace, around) if around is not None else trace
+    part = _steps_near(trace, around, recorded_us) if around is not None else trace
     for replayed in (part, trace) if part is not trace else (trace,):
         graph = _Builder(replayed, recorded_us).built()
         off = graph.step_us() / recorded_us
@@ -214,21 +215,41 @@ def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
     return Refused(Reason.NOT_REPRODUCED, off)
 
 
-def _steps_around(trace: Trace, step: Step) -> Trace:
-    """Return the trace with only the steps around one that have about REPLAYED activities together.
+def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
+    """Return the trace with only the steps near one that have about REPLAYED activities together.
 
-    Activities of earlier steps that still run when the first of these steps starts are kept without their launches.
+    They take as long as the recorded step. If no such steps are found, all steps stay. Activities of earlier steps that
+    still run when the first of these steps starts are kept without their launches.
     """
-    count = max(REPLAYED_STEPS, REPLAYED * len(trace.steps) // max(1, len(trace.work)))
-    if count >= len(trace.steps):
-        return trace
-    first = min(max(0, trace.steps.index(step) - count // 2), len(trace.steps) - count)
-    steps = trace.steps[first : first + count]
-    start, end = steps[0].start, steps[-1].end
-    work = (one for one in trace.work if one.end > start and (one.launch or one).start < end)
-    return replace(
-        trace, steps=steps, work=tuple(work), outside=tuple(op for op in trace.outside if start <= op.start < end)
-    )
+    usual, total = typical(trace), len(trace.steps)
+    least = recorded_us * TOLERANCE
+    counts = [max(REPLAYED_STEPS, REPLAYED * total // max(1, len(trace.work)))]
+    if 2 * len(trace.work) > REPLAYED * total:
+        counts.insert(0, LARGE_STEPS)
+    for count in counts:
+        if count >= total:
+            break
+        middle = trace.steps.index(around) - count // 2
+        for first in sorted(range(total - count + 1), key=lambda first: abs(first - middle))[:TRIED]:
+            steps = trace.steps[first : first + count]
+            alone = replace(trace, steps=steps)
+            if not any(step.work for step in steps) or abs(recorded_step_us(alone, usual) - recorded_us) > least:
+                continue
+            # The middle one of three steps shows the steady state, even if the CPU is far ahead of the GPU.
+            if count < REPLAYED_STEPS and any(
+                _behind_us(step) > least for step in trace.steps[max(0, first - 1) : first + count]
+            ):
+                continue
+            start, end = steps[0].start, steps[-1].end
+            work = tuple(one for one in trace.work if one.end > start and (one.launch or one).start < end)
+            outside = tuple(op for op in trace.outside if start <= op.start < end)
+            return replace(alone, work=work, outside=outside)
+    return trace
+
+
+def _behind_us(step: Step) -> float:
+    """Return how long (µs) the step's GPU work runs after the step's end on the CPU."""
+    return (max((one.end for one in step.work), default=step.end) - step.end) / 1e3
 
 
 def is_wait(call: Op) -> bool:
