@@ -4,11 +4,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from functools import cache
 
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
-from tracereader.figures.steps import ops_recorded
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
@@ -89,7 +89,7 @@ def moving_us(moved: float, peaks: Peaks) -> float:
 
 
 def fuse_pointwise(case: Case) -> Proposal | None:
-    if not ops_recorded(case.step):
+    if not case.ops_recorded:
         return None  # equal grids alone show twice as many chains as there are
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
@@ -191,10 +191,14 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
     memory = max(one.us for _, one, _ in chain)
     if not isinstance(elements, int) or peaks is None:
         return memory
-    flops = sum(
-        TRANSCENDENTAL if any(word in op.name for word in COSTLY) else OTHER for _, _, op in chain if op is not None
-    )
+    flops = sum(_flops_of_one(op.name) for _, _, op in chain if op is not None)
     return min(sum(one.us for _, one, _ in chain), max(memory, flops * elements / peaks.fp32 / 1e6))
+
+
+@cache
+def _flops_of_one(name: str) -> int:
+    """Return the fp32 FLOPs that an op of this name costs for each element."""
+    return TRANSCENDENTAL if any(word in name for word in COSTLY) else OTHER
 
 
 def fused_attention(case: Case) -> Proposal | None:
@@ -491,12 +495,12 @@ def channels_last(case: Case) -> Proposal | None:
 
 
 def layout_copies(case: Case) -> Proposal | None:
-    shared = {id(work) for _, some in expanded(case.step) for work in some}
-    found = [(work, one, _changes_layout(op)) for work, one, op in case.activities if op and id(work) not in shared]
-    copies = [(work, one) for work, one, name in found if name]
+    found = [(work, one, name) for work, one, op in case.activities if op and (name := _changes_layout(op))]
+    shared = {id(work) for _, some in expanded(case.step) for work in some} if found else ()
+    copies = [(work, one) for work, one, _ in found if id(work) not in shared]
     if not copies:
         return None
-    names = sorted({name for *_, name in found if name})
+    names = sorted({name for work, _, name in found if id(work) not in shared})
     mine = {id(work) for work, _ in copies}
     above = [one.name for work, _, op in case.activities if op and id(work) in mine for one in op.above()]
     need = sorted(set(above) & set(NEED_CONTIGUOUS))

@@ -49,11 +49,10 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
 
 def _shorter(case: Case, after: Graph) -> dict[str, int]:
     """Return by how much (ns) a change shortens or removes a replayed step's GPU activities, by name."""
-    before, found = case.graph, {}
-    if after.dur is before.dur and after.activity is before.activity:  # it changes no GPU work
+    before, now, found = case.graph.dur, after.dur, {}
+    if now is before:  # it changes no GPU work
         return found
-    for one in case.replayed.work:
-        was, now = before.activity.get(id(one)), after.activity.get(id(one))
-        if was is not None and (now is None or after.dur[now] < before.dur[was]):
-            found[one.name] = found.get(one.name, 0) + before.dur[was] - (after.dur[now] if now is not None else 0)
+    for name, node in case.nodes:
+        if now[node] < before[node]:
+            found[name] = found.get(name, 0) + before[node] - now[node]
     return found

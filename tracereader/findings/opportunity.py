@@ -15,6 +15,7 @@ import msgspec
 from tracereader.figures import Summary
 from tracereader.figures.gpu_work import GpuWork, asking_ops, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
+from tracereader.figures.steps import ops_recorded
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
@@ -194,6 +195,16 @@ class Case:
         return self.step if self.step in self.steps else self.steps[-1]
 
     @cached_property
+    def nodes(self) -> list[tuple[str, int]]:
+        """Return the name and the node of each GPU activity of a replayed step."""
+        return [(one.name, self.graph.activity[id(one)]) for one in self.replayed.work]
+
+    @cached_property
+    def ops_recorded(self) -> bool:
+        """Return whether the profiler recorded the typical step's ops."""
+        return ops_recorded(self.step)
+
+    @cached_property
     def activities(self) -> list[Entry]:
         """Return the GPU activities of the typical step."""
         work = self.step.work
@@ -220,8 +231,13 @@ class Case:
     @cached_property
     def counterparts(self) -> list[dict[Work, Work]]:
         """Return for each replayed step its activities by the typical step's activities that they correspond to."""
-        typical = dict(numbered(self.step.work))
-        return [{typical[key]: one for key, one in numbered(step.work) if key in typical} for step in self.steps]
+        typical = dict(numbered(self.step.work)) if self.steps != (self.step,) else {}
+        return [
+            dict(zip(step.work, step.work, strict=True))
+            if step is self.step
+            else {typical[key]: one for key, one in numbered(step.work) if key in typical}
+            for step in self.steps
+        ]
 
     def in_each_step(self, find: Callable[[Step], T]) -> tuple[list[T], T]:
         """Return what a function finds in each replayed step, and what it finds in the typical step."""

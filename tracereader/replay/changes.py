@@ -6,7 +6,7 @@ is a median over them.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -128,13 +128,15 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
                     break
                 whole[key] = op
                 op = op.parent
-        found.append([op for op in whole.values() if op.kind != "label" and not _is_in_one_of(op, whole)])
+        # An annotation has no work of its own, so the ops in it are outermost.
+        found.append(
+            [
+                op
+                for op in whole.values()
+                if op.kind != "label" and (op.parent is None or op.parent.kind == "label" or id(op.parent) not in whole)
+            ]
+        )
     return found
-
-
-def _is_in_one_of(op: Op, whole: Container[int]) -> bool:
-    """Return whether the op or call around this one is among these ids. An annotation does not count."""
-    return op.parent is not None and op.parent.kind != "label" and id(op.parent) in whole
 
 
 def with_durations(graph: Graph, us: Mapping[Work, float]) -> Graph:

@@ -74,6 +74,8 @@ AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
+# In the names of the calls that make a stream wait for an event.
+STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
 STREAM_WAITS, STREAM, EVENT = "Stream Wait Event", "Stream Sync", "Event Sync"
 
@@ -329,7 +331,9 @@ class _Builder:
         marks = [on_its_thread(step) for step in steps]
         # First, because it needs as much memory as the points.
         handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
-        points = {track: self._calls_of(some) for track, some in roots.items()}
+        points: dict[tuple, list[tuple]] = {track: [] for track in roots}
+        for track, point in self._calls():
+            points[track].append(point)
         for times in self.between_streams.values():
             times.sort()
         for number, (track, start, end) in enumerate(marks):
@@ -362,22 +366,25 @@ class _Builder:
             self._tie(node, "via", found["stop", number], went_on - stopped)
         return [(found["start", number], found["end", number]) for number in range(len(steps))]
 
-    def _calls_of(self, roots: Sequence[Op]) -> list[tuple]:
-        """Return the points of a thread's runtime calls that launch or wait: (time, rank at that time, meaning)."""
-        points = []
-        for root in roots:
-            for op in root.walk():
-                if op.kind != "runtime":
-                    continue
-                if "StreamWaitEvent" in op.name:
-                    self.between_streams[op.track].append(op.start)
-                    continue
-                waits = is_wait(op)
-                if op.work or waits:
-                    points.append((op.start, 1, ("call", op)))
-                    if waits or self._is_blocked(op):
-                        points.append((op.end, 0, ("return", op)))
-        return points
+    def _calls(self) -> Iterator[tuple[tuple, tuple]]:
+        """Yield the thread of each runtime call that launches or waits, and its points: (time, rank there, meaning)."""
+        launching = {one.launch.name for one in self.trace.work if one.launch is not None}
+
+        def wanted(name: str) -> bool:
+            return name in launching or may_wait(name) or STREAM_WAITS_FOR in name
+
+        outside = (op for root in self.trace.outside for op in root.walk() if wanted(op.name))
+        for op in chain(*(step.named(wanted) for step in self.trace.steps), outside):
+            if op.kind != "runtime":
+                continue
+            if STREAM_WAITS_FOR in op.name:
+                self.between_streams[op.track].append(op.start)
+                continue
+            waits = is_wait(op)
+            if op.work or waits:
+                yield op.track, (op.start, 1, ("call", op))
+                if waits or self._is_blocked(op):
+                    yield op.track, (op.end, 0, ("return", op))
 
     def _is_blocked(self, call: Op) -> bool:
         """Return whether a launch call waited for room in the launch queue.
