@@ -27,6 +27,7 @@ from tracereader.replay import (
     without_work,
 )
 from tracereader.replay import graph as graph_module
+from tracereader.replay.changes import launching_only
 from tracereader.trace import outermost, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -518,6 +519,35 @@ def test_only_steps_that_reproduce_the_recorded_step_are_replayed_alone(made, mo
         graph = graph_of(trace, trace.steps[place])
         assert graph.step_us() == graph.recorded_us == 100
         assert [step.number for step in graph.trace.steps] == [f"#{number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "path", [*SOME[:2], ROOT / "tests/traces/h200-x4/launches_late/rank0.json.gz"], ids=lambda path: path.name[:20]
+)
+def test_the_ops_that_launch_only_given_work_are_outermost(path):
+    graph = graph_from(path)
+    groups = []
+    for step in graph.trace.steps:
+        # Groups of one to four activities, and one of all that is left.
+        work, place = list(step.work), 0
+        for size in (1, 2, 3, 4) * 20:
+            groups.append(work[place : place + size])
+            place += size
+        groups.append(work[place:])
+    groups = [group for group in groups if group]
+    assert len(groups) > 100
+    for group, ops in zip(groups, launching_only(graph, groups), strict=True):
+        mine = set(map(id, group))
+        inside = set()  # the calls in the ops that were found
+        for op in ops:
+            launched = {id(one) for below in op.walk() for one in below.work}
+            assert launched and launched <= mine
+            inside |= {id(below) for below in op.walk()}
+            if op.parent is not None and op.parent.kind != "label":
+                assert not {id(one) for below in op.parent.walk() for one in below.work} <= mine
+        for one in group:
+            alone = set(map(id, one.launch.work)) <= mine
+            assert (id(one.launch) in inside) == alone
 
 
 def graph_from(path):

@@ -572,12 +572,9 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
 def overlap_copies(case: Case) -> Proposal | None:
     """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
-    batches = [(work, one) for work, one, _ in case.activities if "HtoD" in one.name and work.kind == "memcpy"]
-    results = [
-        (work, one)
-        for work, one, _ in case.activities
-        if "DtoH" in one.name and work.kind == "memcpy" and (one.bytes_moved or 0) > STAGED_BYTES
-    ]
+    copied = [(work, one) for work, one, _ in case.activities if work.kind == "memcpy"]
+    batches = [(work, one) for work, one in copied if "HtoD" in one.name]
+    results = [(work, one) for work, one in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
     copies = batches + results
     if not copies:
         return None

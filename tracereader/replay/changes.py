@@ -108,34 +108,43 @@ def _without_activities(graph: Graph, work: Iterable[Work]) -> Graph:
 def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[list[Op]]:
     """Return for each group of work the outermost ops and calls that launch only work of the group.
 
-    An activity is in one group at most.
+    An activity is in one group at most. Only ops around the work's calls that no annotation separates from them are
+    looked at, and what lies in these ops.
     """
-    launched = graph.launched
-    found = []
-    for group in groups:
-        calls: dict[int, list] = {}  # id(call) -> the call and the number of the group's activities that it launches
-        for one in group:
-            if one.launch is not None:
-                calls.setdefault(id(one.launch), [one.launch, 0])[1] += 1
+    launched, found = graph.launched, []
+    of_groups = [{id(one.launch): one.launch for one in group if one.launch is not None} for group in groups]
+    seen: dict[int, int] = {}  # id(Op) -> the id of the outermost op around it
+    roots = {_outermost_op(call, seen) for calls in of_groups for call in calls.values()}
+    for group, calls in zip(groups, of_groups, strict=True):
         below: dict[int, int] = defaultdict(int)  # id(Op) -> the group's activities in the call and in whole ops below
+        for one in group:
+            below[id(one.launch)] += 1
         whole: dict[int, Op] = {}  # what launches only activities of the group
-        for op, count in calls.values():
-            while op is not None:
-                key = id(op)
-                below[key] += count
-                count = launched[key]
-                if below[key] != count:
+        for op in calls.values():
+            while below[id(op)] == launched[id(op)] and id(op) not in whole:
+                whole[id(op)] = op
+                if op.parent is None:
                     break
-                whole[key] = op
+                below[id(op.parent)] += launched[id(op)]
                 op = op.parent
-        # An annotation has no work of its own, so the ops in it are outermost.
         found.append(
             [
                 op
-                for op in whole.values()
-                if op.kind != "label" and (op.parent is None or op.parent.kind == "label" or id(op.parent) not in whole)
+                for key, op in whole.items()
+                if key in roots or (id(op.parent) not in whole and any(id(above) in roots for above in op.above()))
             ]
         )
+    return found
+
+
+def _outermost_op(call: Op, seen: dict[int, int]) -> int:
+    """Return the id of the outermost op or call around a call. Only annotations are above it."""
+    path, top = [], call
+    while id(top) not in seen and top.parent is not None and top.parent.kind != "label":
+        path.append(id(top))
+        top = top.parent
+    found = seen.setdefault(id(top), id(top))
+    seen.update(dict.fromkeys(path, found))
     return found
 
 
@@ -182,7 +191,7 @@ def cuda_graph(
     derives it from the number of activities. gap_us: the time between two activities of one stream.
     """
     spans, added, lag = [], [], graph.lag[:]
-    left_out = list(left_out)
+    left_out, gap_ns = list(left_out), round(gap_us * 1e3)
     for step in graph.trace.steps:
         for run in launches_between_waits(graph, step, left_out):
             work = [one for _, launched in run for one in launched]
@@ -195,7 +204,7 @@ def cuda_graph(
             nodes = {graph.activity[id(one)] for one in work}
             for node in nodes:
                 if graph.before[node] in nodes:
-                    lag[node] = min(lag[node], round(gap_us * 1e3))
+                    lag[node] = min(lag[node], gap_ns)
     return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
 
 
