@@ -126,7 +126,8 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     if not work:
         return None
     near = work[: bisect.bisect_left(work, step.end, key=_start)]
-    busy = joined(clipped([(one.start, one.start + one.dur) for one in near], step.start, step.end))
+    spans = [(one.start, one.start + one.dur) for one in near if one.start + one.dur > step.start]
+    busy = joined(clipped(spans, step.start, step.end))
     return gaps(busy, step.start, step.end)
 
 
