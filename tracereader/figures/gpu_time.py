@@ -262,7 +262,10 @@ class _Calls:
         if not stretches:
             return
         inside = Lengths(stretches)
-        near = [one for one in frames if one.start < stretches[-1][1] and one.end > stretches[0][0]]
+        # Most frames reach into no interval, and so have no time.
+        starts, ends = [start for start, _ in stretches], [end for _, end in stretches]
+        places = ((one, bisect.bisect_right(ends, one.start)) for one in frames)
+        near = [one for one, place in places if place < len(starts) and starts[place] < one.end]
         near.sort(key=lambda one: (one.start, -one.end))
         open_now: list[tuple[int, int]] = []  # the end of each open call, and the call
         at = stretches[0][0]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
-from tracereader.figures.intervals import Intervals, union
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
@@ -25,7 +24,7 @@ from tracereader.replay import (
     without_waits,
 )
 from tracereader.replay.changes import launches_between_waits, spans_of
-from tracereader.trace import Frame, Op, Step, Work, outermost
+from tracereader.trace import Op, Step, Work, outermost
 from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
 # CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
@@ -405,20 +404,10 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     by_track = defaultdict(list)
     for track, start, end in spans:
         by_track[track].append((start, end))
-    by_track = {track: union(some) for track, some in by_track.items()}
-    # Few of a trace's frames lie in the spans, and the others have no time in them.
-    frames = {track: _reaching_into(case.trace.frames.get(track, ()), some) for track, some in by_track.items()}
     ns = Counter()
-    for name, time in python_in(frames, by_track).items():
+    for name, time in python_in(case.trace.frames, by_track).items():
         ns[name.rpartition("): ")[2]] += time
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
-
-
-def _reaching_into(frames: Iterable[Frame], spans: Intervals) -> list[Frame]:
-    """Return the frames that lie in these spans of their thread, or partly do."""
-    ends = [end for _, end in spans]
-    places = ((one, bisect.bisect_right(ends, one.start)) for one in frames)
-    return [one for one, place in places if place < len(spans) and spans[place][0] < one.end]
 
 
 def _outside_annotations(step: Step) -> list[Op]:
