@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shlex
 
 import pytest
 from raw_events import end, event, raw_work
@@ -11,6 +12,7 @@ from references import H200, OTHERS, ROOT
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.trace import TraceError, read
+from tracereader.trace.facts import of_other_steps
 
 DECODER = H200 / "05_llm/1x512_bf16_warm_eager_active2_shapes.json.gz"
 MLP = H200 / "03_simple_mlp/64x128x768x3072_bf16_warm_eager.json.gz"
@@ -132,3 +134,71 @@ def test_an_unknown_annotation_is_refused_with_those_that_there_are(tmp_path, ca
 def test_steps_of_an_annotation_are_for_the_report_of_one_process(capsys, flags):
     assert cli.main([*map(str, OTHERS[:2]), "--steps", "mlp_fwd", *flags]) == 2
     assert "--steps" in capsys.readouterr().err
+
+
+def test_what_a_run_measured_per_step_is_not_said_of_other_steps(tmp_path, capsys):
+    """The trace holds the time of its own steps without the profiler; here another number of steps is asked for."""
+    document = json.loads(gzip.decompress(MLP.read_bytes()))
+    document["unprofiled_step_us"] = 123.4
+    marks = [e for e in document["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and "dur" in e]
+    for mark in [e for e in marks if e["cat"] == "user_annotation"]:
+        half = mark["dur"] / 2
+        for ts in (mark["ts"], mark["ts"] + half):
+            document["traceEvents"].append(
+                event("half", "user_annotation", ts, half) | {k: mark[k] for k in ("pid", "tid")}
+            )
+    document.pop("lesson", None)
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps(document))
+    for steps_by, known in [(None, 123.4), ("mlp_fwd", 123.4), ("half", None)]:
+        ours = summarize(read(file, steps_by=steps_by))
+        assert ours.unprofiled_step_us == known, steps_by
+    assert len(ours.steps) == 6
+    assert cli.main([str(file), "--steps", "half"]) == 0
+    assert "without the profiler" not in capsys.readouterr().out
+
+
+def test_no_fact_of_a_script_about_its_step_is_kept_for_other_steps():
+    whole = read(DECODER).facts
+    assert whole.decoding is not None and whole.guesses
+    other = of_other_steps(whole)
+    assert (other.decoding, other.guesses) == (None, ())
+    assert (other.script, other.run, other.roofs) == (whole.script, whole.run, whole.roofs)
+
+
+def written(tmp_path, name, *calls):
+    """Return a trace with ops and these calls of an annotation: start and duration."""
+    events = [event("aten::mm", "cpu_op", ts, 6) for ts in range(0, 400, 20)]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps({"traceEvents": [*events, *(event(name, "user_annotation", *call) for call in calls)]}))
+    return file
+
+
+def test_calls_that_begin_at_the_same_time_are_one_step(tmp_path):
+    file = written(tmp_path, "w", (50, 0), (50, 0), (50, 10), (150, 0), (150, 0), (250, 0))
+    assert [step.us for step in read(file, steps_by="w").steps] == [100, 100, 136]
+
+
+def test_one_call_is_not_said_to_last_until_the_next(tmp_path, capsys):
+    assert cli.main([str(written(tmp_path, "w", (50, 60))), "--steps", "w"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "one step of 60.0 µs, a call of w CPU only." in said and "to the next" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "proposed"),
+    [("", "--steps ''"), ("-x", "--steps=-x"), ("a b", "--steps 'a b'"), ("a\nb", None), ("x" * 5000, None)],
+    ids=["empty", "dash", "space", "newline", "long"],
+)
+def test_the_header_proposes_only_what_can_be_typed(tmp_path, capsys, name, proposed):
+    file = str(written(tmp_path, name, (0, 90), (100, 90), (200, 90), (300, 90)))
+    assert cli.main([file]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "counts as one step" in said
+    if proposed is None:
+        assert "--steps" not in said
+    else:
+        assert f"(with {proposed}, each of its 4 calls is a step)" in said
+        assert cli.main([file, *shlex.split(proposed)]) == 0
+        shown = name or "''"
+        assert f"each from a call of {shown} to the next" in " ".join(capsys.readouterr().out.split())

@@ -61,6 +61,7 @@ STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
 WIDE = 100  # columns; in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
 LONG_US = 1e5
+LONGEST_NAME = 60  # of an annotation, in the header
 EXPLAINED = 12  # the largest number of calls in a step for which each pattern is explained
 
 
@@ -231,11 +232,14 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
         if (name := summary.source.steps_by) is not None:
-            words[-1] += f", each from a call of {cut(name, 60)} to the next"
+            name = cut(name, LONGEST_NAME) or "''"
+            words[-1] += f", each from a call of {name} to the next" if count > 1 else f", a call of {name}"
     else:
         words.append(f"no profiler steps: the recording of {step_us} counts as one step")
-        if (calls := summary.source.may_be_steps) is not None:
-            words[-1] += f" (with --steps {shlex.quote(calls.name)}, each of its {calls.calls:,} calls is a step)"
+        calls = summary.source.may_be_steps
+        if calls is not None and len(calls.name) <= LONGEST_NAME and calls.name.isprintable():
+            flag = "--steps=" if calls.name.startswith("-") else "--steps "
+            words[-1] += f" (with {flag}{shlex.quote(calls.name)}, each of its {calls.calls:,} calls is a step)"
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:

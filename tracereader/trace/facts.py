@@ -120,6 +120,13 @@ def run_facts(lesson: object, unprofiled_step_us: object = None) -> RunFacts:
     return _usable(RunFacts, top | {name: one for name, one in facts.items() if one is not None} | beside)
 
 
+def of_other_steps(facts: RunFacts) -> RunFacts:
+    """Return the facts that still hold where other intervals count as the steps: those that are not about a step."""
+    return msgspec.structs.replace(
+        facts, guesses=(), unprofiled_step_us=None, layers=(), attention=None, decoding=None, training=None
+    )
+
+
 def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and abs(value) < 2**53 else value
 

@@ -34,7 +34,7 @@ from tracereader.trace.document import (
     TraceError,
     load,
 )
-from tracereader.trace.facts import RunFacts
+from tracereader.trace.facts import RunFacts, of_other_steps
 from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
@@ -455,8 +455,12 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         raise TraceError(f"{path}: one event, too little to read")
 
     show("building the call tree")
+    facts = document.facts
     if steps_by is not None:
+        recorded = len(_marks(ops))
         ops = _marked(ops, steps_by, path)
+        if recorded not in (0, len(_marks(ops))):
+            facts = of_other_steps(facts)
         spans = [one for one in spans if not one.name.startswith(STEP)]
     crossing = Counter()
     roots = _nest(ops, crossing)
@@ -474,7 +478,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         _tie_nodes([*work, *nodes], edges, zero)
     _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
-    marks = sorted((op for op in ops if op.kind == "label" and op.name.startswith(STEP)), key=_start)
+    marks = sorted(_marks(ops), key=_start)
     if (processes := len({mark.track[0] for mark in marks})) > 1:
         # Their launches have the same ids, so it cannot be known which process launched what.
         raise TraceError(
@@ -504,7 +508,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         forward_of=_forward_of(flows, zero),
         devices=_devices(properties, work, "device" if taken else "GPU"),
         device_properties=properties,
-        facts=document.facts,
+        facts=facts,
         rank=_rank(document.distributed),
         has_shapes=document.shapes_recorded,
         zeroed=zeroed,
@@ -784,12 +788,17 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
+def _marks(ops: list[Op]) -> list[Op]:
+    """Return the slices that mark a step."""
+    return [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
+
+
 def _marked(ops: list[Op], name: str, path: Path) -> list[Op]:
     """Return the slices with a mark of a step for each call of an annotation, in place of the profiler's own marks.
 
     A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
     are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
-    decides. A call inside another one is not counted. Raises TraceError.
+    decides. A call inside another one, or one that begins at the same time, is not counted. Raises TraceError.
     """
     calls: dict[tuple, list[Op]] = defaultdict(list)
     for op in ops:
@@ -805,7 +814,7 @@ def _marked(ops: list[Op], name: str, path: Path) -> list[Op]:
     each = sorted(max(calls.values(), key=len), key=lambda op: (op.start, -op.dur))
     starts, ends = [], []
     for op in each:
-        if not ends or op.start >= ends[-1]:
+        if not ends or (op.start >= ends[-1] and op.start > starts[-1]):
             starts.append(op.start)
             ends.append(op.end)
     track, nothing = each[0].track, msgspec.Raw(b"{}")
