@@ -470,6 +470,68 @@ def test_a_single_plan_or_a_launch_that_takes_long_is_no_reason_to_avoid_cudnn(c
     assert changes.attention_plans(case_of(CHANGES / "bert/eager.json.gz")) is None, "cuDNN has its plans"
 
 
+def attention_calls(document):
+    """Return the slices of attention by call: each has those of the op and of the ops in it, in order of time."""
+    calls = []
+    for e in sorted((e for e in slices(document) if "attention" in e["name"]), key=lambda e: e["ts"]):
+        if "Input Dims" not in e.get("args", {}):
+            continue
+        if calls and e["ts"] < end(calls[-1][0]):
+            calls[-1].append(e)
+        else:
+            calls.append([e])
+    return calls
+
+
+def with_sizes(size_of):
+    """Return an edit of a trace. size_of: batch and keys of a call of attention, by its place and its own keys."""
+
+    def edit(document):
+        for place, call in enumerate(attention_calls(document)):
+            batch, keys = size_of(place, call[0]["args"]["Input Dims"][1][2])
+            for e in call:
+                axis = 1 if e["name"] == "aten::_flash_attention_forward" else 2
+                query, key, value = e["args"]["Input Dims"][:3]
+                query[0] = key[0] = value[0] = batch
+                key[axis] = value[axis] = keys
+
+    return edit
+
+
+def test_a_slow_call_with_the_shapes_and_strides_of_an_earlier_one_builds_no_plan(case_of):
+    def same(document):
+        with_sizes(lambda place, keys: (1, 100))(document)
+        for call in attention_calls(document):
+            for e in call:
+                e["args"].pop("Input Strides", None)
+
+    path = CHANGES / "lengths/cudnn.json.gz"
+    assert changes.attention_plans(case_of(path, with_sizes(lambda place, keys: (1, keys)))) is not None
+    assert changes.attention_plans(case_of(path, same)) is None
+
+    def without_shapes(document):
+        for e in slices(document):
+            for name in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs"):
+                e.get("args", {}).pop(name, None)
+
+    assert changes.attention_plans(case_of(path, without_shapes)) is not None, "shapes were not recorded"
+
+
+@pytest.mark.parametrize(
+    ("size_of", "grows"),
+    [
+        (lambda place, keys: (4, keys), True),
+        (lambda place, keys: (1 + place // 8 % 2, keys), False),
+        (lambda place, keys: (1, min(keys, 96)), False),
+        (lambda place, keys: (1, 100 if place < 8 else 101), False),
+    ],
+    ids=["four sequences", "sequences come and go", "a window of keys fills", "keys grow only once"],
+)
+def test_a_cache_grows_only_if_every_token_has_one_key_more_for_the_same_sequences(case_of, size_of, grows):
+    case = case_of(CHANGES / "lengths/flash.json.gz", with_sizes(size_of))
+    assert (cpu_changes.static_cache(case) is not None) == grows
+
+
 def attention_shapes(events):
     return [e["args"]["Input Dims"] for e in events if "attention" in e["name"] and "Input Dims" in e.get("args", {})]
 

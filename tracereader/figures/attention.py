@@ -92,10 +92,11 @@ def queries_and_keys(op: Op) -> tuple[int, int] | None:
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
     """Return the fewest and the most keys of one query, if each token has one key more, as in a growing KV cache.
 
-    A call with more queries, as for a prompt, starts anew. None if any other call has other keys, or if all have the
-    same. Needs recorded shapes.
+    A call with more queries, as for a prompt, starts anew. None if any other call has other keys, if all have the same,
+    or if the batch or the number of calls is not the same for each token. The first and the last token may have fewer
+    calls, because the recording may begin or end inside them. Needs recorded shapes.
     """
-    seen, last = set(), None
+    seen, calls, batches, last = set(), [], set(), None
     for step in steps:
         for op in step.named(ATTENTION.__contains__):
             if (sizes := queries_and_keys(op)) is None:
@@ -104,9 +105,15 @@ def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
             if queries == 1:
                 if last is not None and keys not in (last, last + 1):
                     return None
+                if keys != last:
+                    calls.append(0)
+                calls[-1] += 1
                 seen.add(keys)
+                batches.add(op.inputs.dims[0][0])
             last = keys if queries == 1 else None
-    return (min(seen), max(seen)) if len(seen) > 1 else None
+    each = set(calls[1:-1] or calls)
+    alike = len(batches) == 1 and len(each) == 1 and max(calls) in each
+    return (min(seen), max(seen)) if len(seen) > 1 and alike else None
 
 
 def stored(facts: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:

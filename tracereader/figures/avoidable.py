@@ -112,14 +112,19 @@ def _below(op: Op) -> Iterator[Work]:
 def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
     """Return the calls of cuDNN's attention in these steps that build a plan, and the others, by the op's name.
 
-    Only the time outside of CUDA calls decides, because a launch call may wait for room in the launch queue. Ops
-    without a call that builds a plan are left out.
+    Only the time outside of CUDA calls decides, because a launch call may wait for room in the launch queue. A call
+    with the same recorded inputs as an earlier one of its thread has its plan. Ops without a call that builds a plan
+    are left out.
     """
     found: dict[str, tuple[list[Op], list[Op]]] = {}
+    planned = set()  # by thread, as cuDNN's plans are in torch
     for step in steps:
         for op in step.named(lambda name: CUDNN_ATTENTION in name):
             if op.kind == "op" and not any(CUDNN_ATTENTION in above.name for above in op.above()):
-                plans = op.us > PLAN_US and op.us - _in_cuda_calls_us(op) > PLAN_US
+                inputs = (op.track, op.name, id(op.inputs))  # ops with equal inputs share one object
+                plans = op.us > PLAN_US and op.us - _in_cuda_calls_us(op) > PLAN_US and inputs not in planned
+                if op.inputs.dims:
+                    planned.add(inputs)
                 found.setdefault(op.name, ([], []))[not plans].append(op)
     return {name: calls for name, calls in found.items() if calls[0]}
 
