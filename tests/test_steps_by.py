@@ -65,7 +65,7 @@ def test_a_report_without_steps_names_the_annotation_that_repeats(unmarked, caps
     file, _ = unmarked(MLP)
     assert cli.main([str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "counts as one step (with --steps mlp_fwd, each of its 3 calls is a step)" in said
+    assert "counts as one step (--steps mlp_fwd counts its 3 calls as the steps)" in said
     assert cli.main([str(MLP)]) == 0
     assert "--steps" not in capsys.readouterr().out
     file, _ = unmarked(DECODER)  # two calls may be no loop
@@ -198,7 +198,7 @@ def test_the_header_proposes_only_what_can_be_typed(tmp_path, capsys, name, prop
     if proposed is None:
         assert "--steps" not in said
     else:
-        assert f"(with {proposed}, each of its 4 calls is a step)" in said
+        assert f"({proposed} counts its 4 calls as the steps)" in said
         assert cli.main([file, *shlex.split(proposed)]) == 0
         shown = name or "''"
         assert f"each from a call of {shown} to the next" in " ".join(capsys.readouterr().out.split())

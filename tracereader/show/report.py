@@ -239,7 +239,7 @@ def _header(out: Console, summary: Summary, view: View) -> None:
         calls = summary.source.may_be_steps
         if calls is not None and len(calls.name) <= LONGEST_NAME and calls.name.isprintable():
             flag = "--steps=" if calls.name.startswith("-") else "--steps "
-            words[-1] += f" (with {flag}{shlex.quote(calls.name)}, each of its {calls.calls:,} calls is a step)"
+            words[-1] += f" ({flag}{shlex.quote(calls.name)} counts its {calls.calls:,} calls as the steps)"
     if (known := summary.unprofiled_step_us) is not None:
         words[-1] += f" ({duration(known)} without the profiler)"
     if summary.has_gpu_work:
