@@ -158,6 +158,15 @@ def test_what_a_run_measured_per_step_is_not_said_of_other_steps(tmp_path, capsy
     assert "without the profiler" not in capsys.readouterr().out
 
 
+def test_a_step_takes_no_longer_than_from_one_call_to_the_next_where_few_steps_are_large():
+    """Two of the 15 steps have most of the launches, and four small steps lie between them."""
+    path = ROOT / "tests/traces/h200-x4/launches_even/rank1.json.gz"
+    calls = calls_of(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"], "nccl:all_reduce")
+    lasts = sorted(after["ts"] - call["ts"] for call, after in itertools.pairwise(calls))
+    ours = summarize(read(path, steps_by="nccl:all_reduce"))
+    assert len(ours.steps) == len(calls) and lasts[0] < ours.recorded_step_us < lasts[-1]
+
+
 def test_no_fact_of_a_script_about_its_step_is_kept_for_other_steps():
     whole = read(DECODER).facts
     assert whole.decoding is not None and whole.guesses

@@ -53,11 +53,12 @@ def recorded_step_us(trace: Trace, usual: Step) -> float:
 def working_steps(trace: Trace, usual: Step) -> list[Step]:
     """Return the steps that count, without a far longer first step and the stub after the loop's last call.
 
-    usual: the typical step.
+    A small step between others counts, because the time between their starts includes it. usual: the typical step.
     """
     working = [step for step in _measured(trace, usual) if step.work] or [step for step in trace.steps if step.work]
     most = max(len(step.work) for step in working)
-    return [step for step in working if 2 * len(step.work) >= most]
+    large = [place for place, step in enumerate(working) if 2 * len(step.work) >= most]
+    return working[large[0] : large[-1] + 1]
 
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
