@@ -226,7 +226,7 @@ def attention_plans(case: Case) -> Proposal | None:
         return None
     return Proposal(
         without_cpu_time(case.graph, spans),
-        f"{listed(each)}: cuDNN builds a plan for each new shape",
+        f"{listed(each)}: cuDNN builds a plan for each shape that is new to the process",
         "torch.backends.cuda.enable_cudnn_sdp(False), so that another backend computes attention; or pad to a few "
         "lengths",
         unrecorded=True,

@@ -159,8 +159,8 @@ def static_cache(case: Case) -> Proposal | None:
         return None
     return Proposal(
         as_cuda_graph(case.graph, stays),
-        f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so each token has other "
-        f"shapes; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
+        f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
+        f"with each token; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
         'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
         assumed=True,  # attention also reads the empty part of the cache
     )
