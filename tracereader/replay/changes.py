@@ -221,14 +221,22 @@ def launches_between_waits(
     waiting = {id(above): above for op in waits for above in (op, *op.above())}
     inside = {key for key, op in waiting.items() if key in stays or any(id(above) in stays for above in op.above())}
     launching: dict[int, tuple[Op, list[Work]]] = {}
+    tops: dict[int, Op | None] = dict.fromkeys(waiting)  # id(Op) -> the outermost op around it; None: there is none
     for one in step.work:
-        op, top = one.launch, None
-        while op is not None and (key := id(op)) not in waiting:
-            # The waiting op of item() also launches the copy that it waits for, so a call below such an op stays.
-            if op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label")):
-                top = op
+        path, op = [], one.launch
+        while op is not None and id(op) not in tops:
+            path.append(op)
             op = op.parent
-        if top is not None and (op is None or key not in inside):
+        top = tops[id(op)] if op is not None else None
+        stays_inside = op is not None and id(op) in inside
+        for op in reversed(path):
+            # The waiting op of item() also launches the copy that it waits for, so a call below such an op stays.
+            if top is None and not stays_inside and _is_op_or_call_in_none(op):
+                top = op
+            tops[id(op)] = top
+            if stays_inside:
+                inside.add(id(op))
+        if top is not None:
             launching.setdefault(id(top), (top, []))[1].append(one)
     run: list[tuple[Op, list[Work]]] = []
     for op, work in sorted([*launching.values(), *((op, []) for op in waits)], key=lambda entry: entry[0].start):
@@ -239,6 +247,11 @@ def launches_between_waits(
             run = []
     if run:
         yield run
+
+
+def _is_op_or_call_in_none(op: Op) -> bool:
+    """Return whether this is an op, or a call in no op."""
+    return op.kind == "op" or (op.kind == "runtime" and (op.parent is None or op.parent.kind == "label"))
 
 
 def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Graph:
