@@ -49,8 +49,8 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     """Return the time intervals of each phase, in order. They do not overlap."""
     backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))
-    labels = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
-    labels = [op for op in labels]
+    named = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
+    labels = [op for op in named if op.kind == "label"]
     marks = [(op.start, op.end, BACKWARD) for op in backward]
     marks += [(op.start, op.end, LOADING if op.name.startswith(LOADER) else OPTIMIZER) for op in labels]
     marks += [(op.start, op.end, FORWARD) for op in _forward(trace, step, backward)]

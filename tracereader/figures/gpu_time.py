@@ -225,7 +225,7 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
             track = one.launch.track
             returned = launched_by(one, reached, start)
             if returned > reached:
-                cut_up(roots[track], reached, returned, idle, outside.get(track, BETWEEN_OPS), between[track])
+                cut_up(roots[track], reached, returned, idle, outside[track], between[track])
         stop = start + one.dur
         if stop > reached:
             reached = stop
@@ -311,17 +311,17 @@ def roots_by_track(steps: Sequence[Step]) -> dict[tuple, list[Op]]:
 
 
 def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
-    """Return the name for each thread's time outside all recorded ops and calls.
+    """Return the name for each thread's time outside all recorded ops and calls, also for threads without any.
 
     roots: the outermost slices by thread. A thread whose ops are all autograd's belongs to autograd's engine.
     """
     if not ops_recorded(step):
-        return dict.fromkeys(roots, NO_RECORDED_CALL)
-    found = {}
+        return defaultdict(lambda: NO_RECORDED_CALL)
+    found = defaultdict(lambda: BETWEEN_OPS)
     for track, some in roots.items():
         ops = [op for op in some if op.kind == "op"]
-        is_autograds = bool(ops) and all(op.name.startswith(AUTOGRAD) for op in ops)
-        found[track] = IN_BACKWARD if is_autograds else BETWEEN_OPS
+        if ops and all(op.name.startswith(AUTOGRAD) for op in ops):
+            found[track] = IN_BACKWARD
     return found
 
 

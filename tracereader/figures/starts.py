@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.gpu_time import BETWEEN_OPS, cut_up, outside_ops, roots_by_track
+from tracereader.figures.gpu_time import cut_up, outside_ops, roots_by_track
 from tracereader.figures.intervals import Lengths
 from tracereader.trace import Op, Step, Trace, Work
 
@@ -48,7 +48,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
             idle = Counter()
             if gap and one.launch is not None:
                 track = one.launch.track
-                cut_up(roots[track], max(before, near[0].start), one.start, idle, outside.get(track, BETWEEN_OPS))
+                cut_up(roots[track], max(before, near[0].start), one.start, idle, outside[track])
             found.append(_start(overheads, one, gap, idle, stream_free.get(one.track)))
         free[one.device] = max(free.get(one.device, one.end), one.end)
         stream_free[one.track] = max(stream_free.get(one.track, one.end), one.end)

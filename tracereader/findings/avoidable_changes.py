@@ -210,13 +210,14 @@ def attention_plans(case: Case) -> Proposal | None:
     """Return a proposal to build no plans in the steps. One plan for each op may be the cost of a first call."""
     if not case.has(lambda name: CUDNN_ATTENTION in name):
         return None
+    step = case.replayed
     recurring = {name: calls for name, calls in planning(case.steps).items() if len(calls[0]) > 1}
     spans, each = [], []
     for name, (plans, others) in recurring.items():
         usual_us = median(op.us for op in others) if others else PLANNED_CALL_US
         spans += [(op.track, op.start + round(usual_us * 1e3), op.end) for op in plans]
-        if here := [op for op in plans if case.replayed.start <= op.start < case.replayed.end]:
-            usual = [op for op in others if case.replayed.start <= op.start < case.replayed.end]
+        here, usual = ([op for op in some if step.start <= op.start < step.end] for some in (plans, others))
+        if here:
             each.append(
                 f"{len(here)} of {counted(len(here) + len(usual), 'call')} of {name} take "
                 f"{duration(sum(op.us for op in here) / len(here))} of CPU time each"

@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
@@ -146,15 +146,10 @@ def static_cache(case: Case) -> Proposal | None:
         return None
     if (keys := growing_keys(case.steps)) is None:
         return None
-    stays, captured = [], 0
-    for step in case.steps:
-        decodes = {id(op) for op in step.named(ATTENTION.__contains__) if queries_and_keys(op)[0] == 1}
-        for run in launches_between_waits(case.graph, step):
-            launches = sum(len(work) for _, work in run)
-            if launches < MANY_LAUNCHES or not any(id(below) in decodes for op, _ in run for below in op.walk()):
-                stays += [op for op, _ in run]
-            elif step is case.replayed:
-                captured += launches
+    decodes = {
+        id(op) for step in case.steps for op in step.named(ATTENTION.__contains__) if queries_and_keys(op)[0] == 1
+    }
+    stays, captured, _ = _graphs_of_runs(case, lambda op: id(op) in decodes)
     if not captured:
         return None
     return Proposal(
@@ -164,6 +159,24 @@ def static_cache(case: Case) -> Proposal | None:
         'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
         assumed=True,  # attention also reads the empty part of the cache
     )
+
+
+def _graphs_of_runs(case: Case, contains: Callable[[Op], bool] | None = None) -> tuple[list[Op], int, int]:
+    """Return the ops that stay, and the number of launches and of graphs of a replayed step.
+
+    Each run of launches between two waits is a graph. The ops of a run with few launches stay. contains: so do those of
+    a run without such an op.
+    """
+    stays, captured, graphs = [], 0, 0
+    for step in case.steps:
+        for run in launches_between_waits(case.graph, step):
+            launches = sum(len(work) for _, work in run)
+            fits = contains is None or any(contains(below) for op, _ in run for below in op.walk())
+            if launches < MANY_LAUNCHES or not fits:
+                stays += [op for op, _ in run]
+            elif step is case.replayed:
+                captured, graphs = captured + launches, graphs + 1
+    return stays, captured, graphs
 
 
 def _launches(launches: int, single: bool = False, where: str = "", copies: bool = False) -> str:
@@ -236,14 +249,7 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     """
     if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
-    stays, captured, graphs = [], 0, 0
-    for step in case.steps:
-        for run in launches_between_waits(case.graph, step):
-            launches = sum(len(work) for _, work in run)
-            if launches < MANY_LAUNCHES:
-                stays += [op for op, _ in run]
-            elif step is case.replayed:
-                captured, graphs = captured + launches, graphs + 1
+    stays, captured, graphs = _graphs_of_runs(case)
     if not graphs:
         return None
     names = listed(dict.fromkeys(map(_waits_in, waits)))

@@ -497,10 +497,11 @@ def channels_last(case: Case) -> Proposal | None:
 def layout_copies(case: Case) -> Proposal | None:
     found = [(work, one, name) for work, one, op in case.activities if op and (name := _changes_layout(op))]
     shared = {id(work) for _, some in expanded(case.step) for work in some} if found else ()
-    copies = [(work, one) for work, one, _ in found if id(work) not in shared]
+    found = [entry for entry in found if id(entry[0]) not in shared]
+    copies = [(work, one) for work, one, _ in found]
     if not copies:
         return None
-    names = sorted({name for work, _, name in found if id(work) not in shared})
+    names = sorted({name for *_, name in found})
     mine = {id(work) for work, _ in copies}
     above = [one.name for work, _, op in case.activities if op and id(work) in mine for one in op.above()]
     need = sorted(set(above) & set(NEED_CONTIGUOUS))

@@ -455,12 +455,13 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         raise TraceError(f"{path}: one event, too little to read")
 
     show("building the call tree")
-    facts = document.facts
+    facts, marks = document.facts, [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
     if steps_by is not None:
-        recorded = len(_marks(ops))
-        ops = _marked(ops, steps_by, path)
-        if recorded not in (0, len(_marks(ops))):
+        recorded, marks = marks, _marks_of(ops, steps_by, path)
+        if recorded and len(recorded) != len(marks):
             facts = of_other_steps(facts)
+        # The marks come first, so that a call as long as its step lies inside it.
+        ops = marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
         spans = [one for one in spans if not one.name.startswith(STEP)]
     crossing = Counter()
     roots = _nest(ops, crossing)
@@ -478,7 +479,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         _tie_nodes([*work, *nodes], edges, zero)
     _link(calls, work, nodes)
     properties = _properties(document.device_properties, {one.device for one in work})
-    marks = sorted(_marks(ops), key=_start)
+    marks.sort(key=_start)
     if (processes := len({mark.track[0] for mark in marks})) > 1:
         # Their launches have the same ids, so it cannot be known which process launched what.
         raise TraceError(
@@ -788,13 +789,8 @@ def _forward_of(flows: list[Event], zero: int) -> dict[tuple, tuple]:
     return {backward: ends["s"][id] for id, backward in ends["f"].items() if id in ends["s"]}
 
 
-def _marks(ops: list[Op]) -> list[Op]:
-    """Return the slices that mark a step."""
-    return [op for op in ops if op.kind == "label" and op.name.startswith(STEP)]
-
-
-def _marked(ops: list[Op], name: str, path: Path) -> list[Op]:
-    """Return the slices with a mark of a step for each call of an annotation, in place of the profiler's own marks.
+def _marks_of(ops: list[Op], name: str, path: Path) -> list[Op]:
+    """Return a mark of a step for each call of an annotation, in order.
 
     A step lasts until the next call begins, as with prof.step(). The last one lasts as long as its call, or, if calls
     are less than half of the steps, as long as the thread's ops. Of several threads, the one with the most calls
@@ -823,12 +819,10 @@ def _marked(ops: list[Op], name: str, path: Path) -> list[Op]:
             op.end for op in ops if op.track == track and op.kind != "runtime" and not op.name.startswith(STEP)
         )
     ends[:-1] = starts[1:]
-    marks = [
+    return [
         Op(f"{STEP}{number}", "label", start, end - start, track, nothing)
         for number, (start, end) in enumerate(zip(starts, ends, strict=True), 1)
     ]
-    # The marks come first, so that a call as long as its step lies inside it.
-    return marks + [op for op in ops if op.kind != "label" or not op.name.startswith(STEP)]
 
 
 def _steps(marks: list[Op], roots: list[Op], work: list[Work]) -> tuple[tuple[Step, ...], tuple[Op, ...]]:
