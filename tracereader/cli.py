@@ -201,6 +201,7 @@ def _compare(args, view, first: list, summary, limits) -> None:
     for path in args.traces[1:]:
         if runs is None and not args.markdown and (args.previous or not proposed):
             proposed.append(comparison.proposed_by(trace, summary, view))
+        summary.cpu.keep()
         del trace
         gc.collect()  # frees the trace: parents and children refer to each other
         trace, summary = report.opened(path, view, args.limit or DEFAULT_LIMIT)

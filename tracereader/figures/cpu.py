@@ -1,6 +1,10 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
 from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+from operator import attrgetter
+from types import MappingProxyType
 
 import msgspec
 
@@ -8,6 +12,8 @@ from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_
 from tracereader.figures.inputs import inputs_of
 from tracereader.figures.steps import label_of, self_us
 from tracereader.trace import Step, Trace
+
+_dur = attrgetter("dur")
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -45,63 +51,106 @@ class Label(msgspec.Struct, frozen=True):
     calls_inside: int
 
 
-class Cpu(msgspec.Struct, frozen=True, rename={"work": "cpu_work"}):
-    """The CPU's side of the reported step. work and outside_ops are set only if the steps have no GPU work.
+class Cpu:
+    """The CPU's side of the reported step.
 
-    inputs: shapes of the ops' inputs, each with its number of calls; empty without recorded shapes. runtime: calls of
-    the CUDA runtime API, including synchronizations. outside_ops: the share of the step in which nothing recorded is
-    open on any thread.
+    Each figure is measured when it is asked for, because a report of a large step needs only some of them. Until
+    then the step stays in memory; see keep(). work and outside_ops are set only if the steps have no GPU work.
     """
 
-    label: Label | None
-    chain: tuple[Call, ...]
-    ops: dict[str, OpTimes]
-    inputs: dict[str, dict[str, int]]
-    runtime: dict[str, OpTimes]
-    work: tuple[CpuWork, ...]
-    outside_ops: float | None
-    op_threads: int
-
-
-def cpu(trace: Trace, step: Step, layers: dict[int, str]) -> Cpu:
-    """Return the CPU's side of a step. layers: the model's layer of an op, by the op's id (see layers.py)."""
-    chain, times = _calls(step, layers)
-    label = label_of(step)
-    cpu_only = not any(one.work for one in trace.steps)
-    return Cpu(
-        label=Label(label.name, label.us, self_us(label), len(label.children)) if label else None,
-        chain=chain,
-        ops=times.get("op", {}),
-        inputs=inputs_of(step) if trace.has_shapes else {},
-        runtime=times.get("runtime", {}),
-        work=cpu_work(step, layers, trace.facts) if cpu_only else (),
-        outside_ops=outside_ops(trace, step) if cpu_only else None,
-        op_threads=op_threads(step),
+    # As --json names them.
+    FIELDS = MappingProxyType(
+        {
+            "label": "label",
+            "chain": "chain",
+            "ops": "ops",
+            "inputs": "inputs",
+            "runtime": "runtime",
+            "cpu_work": "work",
+            "outside_ops": "outside_ops",
+            "op_threads": "op_threads",
+        }
     )
 
+    def __init__(self, trace: Trace, step: Step, layers: Mapping[int, str]):
+        """layers: the model's layer of an op, by the op's id (see layers.py)."""
+        self._trace, self._step, self._layers = trace, step, layers
+        self._no_gpu = not any(one.work for one in trace.steps)
+        self.calls = step.size
 
-def _calls(step: Step, layers: dict[int, str]) -> tuple[tuple[Call, ...], dict[str, dict[str, OpTimes]]]:
-    """Return all calls of a step, and their times by kind and by name."""
-    below = set()  # the ids of calls that launched work, and of all calls around them
-    for one in step.work:
-        op = one.launch
-        while op is not None and id(op) not in below:
-            below.add(id(op))
-            op = op.parent
-    chain, nothing = [], []
-    sums: dict[tuple[str, str], list] = defaultdict(lambda: [0, 0, 0, False])
-    for op, depth in step.dispatch():
-        key, name, kind, us = id(op), op.name, op.kind, op.dur / 1e3
-        own = self_us(op) if op.children else us
-        reaches_gpu = key in below
-        launched = [one.name for one in op.work] if op.work else nothing
-        chain.append(Call(name, kind, depth, us, own, layers.get(key), launched, reaches_gpu))
-        of_name = sums[kind, name]
-        of_name[0] += 1
-        of_name[1] += us
-        of_name[2] += own
-        of_name[3] |= reaches_gpu
-    times: dict[str, dict[str, OpTimes]] = defaultdict(dict)
-    for (kind, name), of_name in sums.items():
-        times[kind][name] = OpTimes(*of_name)
-    return tuple(chain), times
+    def keep(self) -> None:
+        """Measure everything now, so that the trace can be freed."""
+        self.fields()
+        del self._trace, self._step, self._layers
+
+    def fields(self) -> dict[str, object]:
+        """Return all figures by their names in --json."""
+        return {name: getattr(self, field) for name, field in self.FIELDS.items()}
+
+    @cached_property
+    def label(self) -> Label | None:
+        label = label_of(self._step)
+        return Label(label.name, label.us, self_us(label), len(label.children)) if label else None
+
+    @cached_property
+    def chain(self) -> tuple[Call, ...]:
+        """Return all calls of the step, parents first."""
+        below, nothing, chain = self._reach_gpu, [], []
+        for op, depth in self._step.dispatch():
+            key, us = id(op), op.dur / 1e3
+            own = self_us(op) if op.children else us
+            launched = [one.name for one in op.work] if op.work else nothing
+            chain.append(Call(op.name, op.kind, depth, us, own, self._layers.get(key), launched, key in below))
+        return tuple(chain)
+
+    @property
+    def ops(self) -> dict[str, OpTimes]:
+        return self._times.get("op", {})
+
+    @cached_property
+    def inputs(self) -> dict[str, dict[str, int]]:
+        """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
+        return inputs_of(self._step) if self._trace.has_shapes else {}
+
+    @property
+    def runtime(self) -> dict[str, OpTimes]:
+        """Return the calls of the CUDA runtime API, including synchronizations."""
+        return self._times.get("runtime", {})
+
+    @cached_property
+    def work(self) -> tuple[CpuWork, ...]:
+        return cpu_work(self._step, self._layers, self._trace.facts) if self._no_gpu else ()
+
+    @cached_property
+    def outside_ops(self) -> float | None:
+        """Return the share of the step in which nothing recorded is open on any thread."""
+        return outside_ops(self._trace, self._step) if self._no_gpu else None
+
+    @cached_property
+    def op_threads(self) -> int:
+        return op_threads(self._step)
+
+    @cached_property
+    def _reach_gpu(self) -> set[int]:
+        """The ids of calls that launched work, and of all calls around them."""
+        found = set()
+        for one in self._step.work:
+            op = one.launch
+            while op is not None and id(op) not in found:
+                found.add(id(op))
+                op = op.parent
+        return found
+
+    @cached_property
+    def _times(self) -> dict[str, dict[str, OpTimes]]:
+        """All calls by kind and by name."""
+        below = self._reach_gpu
+        times: dict[str, dict[str, OpTimes]] = defaultdict(dict)
+        for name, same in self._step.by_name():
+            kinds = {op.kind for op in same}
+            for kind in kinds:
+                calls = same if len(kinds) == 1 else [op for op in same if op.kind == kind]
+                total = sum(map(_dur, calls)) / 1e3
+                own = sum([self_us(op) if op.children else op.dur / 1e3 for op in calls])
+                times[kind][name] = OpTimes(len(calls), total, own, not below.isdisjoint(map(id, calls)))
+        return times

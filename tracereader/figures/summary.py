@@ -11,7 +11,7 @@ from tracereader.figures.avoidable import CastProducts, HiddenCopy, MaskMade, ca
 from tracereader.figures.captures import Captures, captures
 from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.counters import Counters, counters
-from tracereader.figures.cpu import Cpu, cpu
+from tracereader.figures.cpu import Cpu
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -214,7 +214,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         idle_in=waits_in,
         first_wait_us=_first_wait_us(trace, start),
         idle_python=waits_in_python,
-        cpu=cpu(trace, step, layers),
+        cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), by_module(trace, step), by_module_class(trace, step)),
         training=training(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),

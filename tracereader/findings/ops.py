@@ -189,9 +189,10 @@ def dynamo_costs_more_than_the_op(summary: Summary, op: str) -> Verdict:
 def cache_lookup_in_every_step(summary: Summary) -> Verdict:
     if not summary.compiled.cache_lookups or not all(summary.compiled.cache_lookups):
         return Verdict(False, "")
-    lookup = sum(call.us for call in summary.cpu.chain if call.name.startswith(LOOKUP))
+    lookup = sum(one.total_us for name, one in summary.cpu.ops.items() if name.startswith(LOOKUP))
     # Self times are summed, because after a graph break a region contains the next region and the eager ops between.
-    own = sum(call.self_us for call in summary.cpu.chain if call.name.startswith((*COMPILED_ROWS, PREGRAPH)))
+    rows = [one for name, one in summary.cpu.ops.items() if name.startswith((*COMPILED_ROWS, PREGRAPH))]
+    own = sum(one.self_us for one in rows)
     lookups = part_of(lookup, summary.chosen.cpu_us, "of the step's")
     seen = f"{lookups}; with pregraph bytecode, prologues and the regions' self time it is {duration(own)}"
     return Verdict(True, seen)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import Cpu
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.figures.table import profiler_table
@@ -53,7 +54,7 @@ FLAT = ("source", "cpu", "places", "attention", "llm", "compiled", "profiler")
 
 def as_json(trace: Trace, summary: Summary, predictions: Sequence[Prediction], view: View) -> str:
     """Return one JSON document: times in µs, shares from 0 to 1."""
-    measured = msgspec.to_builtins(summary)
+    measured = msgspec.to_builtins(summary, enc_hook=Cpu.fields)
     del measured["source"]["facts"]  # stored facts keep the form that they have in the trace
     stored = as_stored(summary.source.facts)
     if summary.counters is None:

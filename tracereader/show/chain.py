@@ -1,15 +1,15 @@
 """The call tree of a step: all of it if it is small, else along the slowest path."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
 from tracereader.figures import Summary
-from tracereader.figures.cpu import Call
 from tracereader.figures.repeats import repeated_names
 from tracereader.findings.finding import duration
 from tracereader.show.text import head, paragraph, plain
 from tracereader.show.view import View
+from tracereader.trace import Op, Step
 from tracereader.trace.kernel_names import short
 
 LINES_SHOWN = 24
@@ -18,14 +18,17 @@ CALLS_SHOWN, DEPTHS_SHOWN, LAYERS_NAMED = 3, 10, 4
 WORTH_FOLLOWING = 0.1
 
 
-def show(out: Console, summary: Summary, view: View) -> None:
-    """Print every call of a small step; for a large one the costliest names at each level along the slowest path."""
-    folded = not view.all and len(summary.cpu.chain) > LINES_SHOWN
-    step = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
-    path = f"call tree along the slowest path, {step}: the {CALLS_SHOWN} costliest names per level"
-    out.print(head(path if folded else f"call tree of {step}", "chain"))
+def show(out: Console, step: Step, summary: Summary, layers: Mapping[int, str], view: View) -> None:
+    """Print every call of a small step; for a large one the costliest names at each level along the slowest path.
+
+    layers: the model's layer of an op, by the op's id (see layers.py).
+    """
+    folded = not view.all and step.size > LINES_SHOWN
+    of = f"{'step ' * summary.source.has_steps}{plain(summary.chosen.number)}"
+    path = f"call tree along the slowest path, {of}: the {CALLS_SHOWN} costliest names per level"
+    out.print(head(path if folded else f"call tree of {of}", "chain"))
     if folded:
-        _folded_chain(out, summary.cpu.chain, 0, len(summary.cpu.chain))
+        _slowest_path(out, step.roots, layers)
         return
     for call in summary.cpu.chain:
         indent = "  " * (call.depth + 1)
@@ -41,59 +44,57 @@ def show(out: Console, summary: Summary, view: View) -> None:
         paragraph(out, line, indent, indent + "    ")
 
 
-def _folded_chain(out: Console, chain: Sequence[Call], start: int, end: int) -> None:
-    """Print the calls of one depth by name, then the same inside the longest call of the costliest name."""
-    deeper, last = 0, DEPTHS_SHOWN - 1
-    for level in range(DEPTHS_SHOWN):
-        if start >= end:
+def _slowest_path(out: Console, calls: Sequence[Op], layers: Mapping[int, str]) -> None:
+    """Print the calls of one depth by name, then the same inside the longest call of the costliest name.
+
+    calls: those of the outermost depth.
+    """
+    deeper = 0
+    for depth in range(DEPTHS_SHOWN):
+        if not calls:
             return
-        depth = chain[start].depth
-        calls = [index for index in range(start, end) if chain[index].depth == depth]
-        if found := _repetition(chain, calls) if len(calls) > LINES_SHOWN else None:
-            calls, end = _median_stretch(out, chain, calls, end, found, deeper)
+        if found := _repetition(calls) if len(calls) > LINES_SHOWN else None:
+            calls = _median_stretch(out, calls, found, depth + deeper)
             deeper += 1
-        by_name: dict[str, list[int]] = {}
-        for index in calls:
-            by_name.setdefault(chain[index].name, []).append(index)
-        costliest = sorted(by_name.items(), key=lambda item: -sum(chain[index].us for index in item[1]))
-        longest = max(costliest[0][1], key=lambda index: chain[index].us)
-        start, end = longest + 1, next((i for i in calls if i > longest), end)
+        by_name: dict[str, list[Op]] = {}
+        for call in calls:
+            by_name.setdefault(call.name, []).append(call)
+        costliest = sorted(by_name.items(), key=lambda item: -_us(item[1]))
+        longest = max(costliest[0][1], key=lambda call: call.dur)
+        calls = longest.children
         for name, same in costliest[CALLS_SHOWN - 1 : 0 : -1] + costliest[:1]:
-            total = sum(chain[index].us for index in same)
             times = f"{len(same):,} calls of " if len(same) > 1 else ""
             summed = " in total" * bool(times)
-            layers = [chain[index].layer for index in same if chain[index].layer][:LAYERS_NAMED]
-            named = f"  {plain(', '.join(layers))}" if layers else ""
+            of_layers = [layers[id(call)] for call in same if id(call) in layers][:LAYERS_NAMED]
+            named = f"  {plain(', '.join(of_layers))}" if of_layers else ""
             indent = "  " * (depth + deeper + 1)
             # The calls below are those of one call, not of the sum.
-            one = "; the slowest call:" * (len(same) > 1 and name == costliest[0][0] and start < end and last > level)
-            line = f"{times}{plain(short(name, 60))}  [dim]{duration(total)}{summed}[/dim]{named}{one}"
+            followed = name == costliest[0][0] and calls and depth < DEPTHS_SHOWN - 1
+            one = "; the slowest call:" if len(same) > 1 and followed else ""
+            line = f"{times}{plain(short(name, 60))}  [dim]{duration(_us(same))}{summed}[/dim]{named}{one}"
             paragraph(out, line, indent, indent + "    ")
 
 
-def _repetition(chain: Sequence[Call], calls: Sequence[int]) -> tuple[int, int, int] | None:
+def _us(calls: Sequence[Op]) -> float:
+    return sum(call.dur for call in calls) / 1e3
+
+
+def _repetition(calls: Sequence[Op]) -> tuple[int, int, int] | None:
     """Return start, length and number of repetitions, if most of these calls repeat and take enough of their time."""
-    found = repeated_names([chain[index].name for index in calls])
+    found = repeated_names([call.name for call in calls])
     if found is None:
         return None
     first, length, times = found
-    taken = sum(chain[index].us for index in calls[first : first + length * times])
-    return found if taken > WORTH_FOLLOWING * sum(chain[index].us for index in calls) else None
+    return found if _us(calls[first : first + length * times]) > WORTH_FOLLOWING * _us(calls) else None
 
 
-def _median_stretch(
-    out: Console, chain: Sequence[Call], calls: list[int], end: int, found: tuple[int, int, int], deeper: int
-) -> tuple[list[int], int]:
-    """Print that calls repeat. Return the calls of the repetition with the median time, and its end.
-
-    deeper: the extra indentation of calls, in levels.
-    """
+def _median_stretch(out: Console, calls: Sequence[Op], found: tuple[int, int, int], depth: int) -> Sequence[Op]:
+    """Print that calls repeat, and return those of the repetition with the median time. depth: of the indentation."""
     first, length, times = found
     stretches = [calls[at : at + length] for at in range(first, first + length * times, length)]
-    each = [sum(chain[index].us for index in stretch) for stretch in stretches]
+    each = [_us(stretch) for stretch in stretches]
     middle = sorted(range(times), key=each.__getitem__)[(times - 1) // 2]
-    kept = stretches[middle]
-    indent = "  " * (chain[calls[0]].depth + deeper + 1)
+    indent = "  " * (depth + 1)
     line = f"the same {length:,} calls repeat {times} times, [dim]{duration(sum(each))} in total[/dim]; one repetition:"
     paragraph(out, line, indent, indent + "    ")
-    return kept, next((index for index in calls if index > kept[-1]), end)
+    return stretches[middle]

@@ -146,7 +146,7 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         ("starts", lambda: starts_of.show(out, starts(trace, step), summary.chosen.number, view)),
         ("counters", lambda: counters.show(out, summary, view)),
         ("series", lambda: series_of.show(out, over_steps, view, ascii_only(out), bool(summary.source.facts.script))),
-        ("chain", lambda: chain.show(out, summary, view)),
+        ("chain", lambda: chain.show(out, step, summary, layer_names(trace, step), view)),
         ("patterns", lambda: _patterns(out, summary, found, view)),
     ]
     printed = set()
@@ -597,7 +597,7 @@ def _patterns(out: Console, summary: Summary, found: Sequence[cheatsheet.Shown],
     """Print the patterns. A small trace's are explained; a large trace's are not, because its report is long."""
     if not found and view.usual:
         return
-    roomy = len(summary.cpu.chain) <= EXPLAINED and not summary.source.facts.script
+    roomy = summary.cpu.calls <= EXPLAINED and not summary.source.facts.script
     explained = not view.usual or roomy
     out.print(f"{head('patterns from the cheatsheet in this trace', 'patterns')}{'' if found else ': none'}")
     for pattern, verdict in found:
