@@ -10,10 +10,10 @@ import msgspec
 
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import inputs_of
-from tracereader.figures.steps import label_of, self_us
+from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Step, Trace
 
-_dur = attrgetter("dur")
+_dur, _kind = attrgetter("dur"), attrgetter("kind")
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -144,13 +144,12 @@ class Cpu:
     @cached_property
     def _times(self) -> dict[str, dict[str, OpTimes]]:
         """All calls by kind and by name."""
-        below = self._reach_gpu
+        below, nested = self._reach_gpu, not self._trace.crossing
         times: dict[str, dict[str, OpTimes]] = defaultdict(dict)
         for name, same in self._step.by_name():
-            kinds = {op.kind for op in same}
+            kinds = set(map(_kind, same))
             for kind in kinds:
                 calls = same if len(kinds) == 1 else [op for op in same if op.kind == kind]
-                total = sum(map(_dur, calls)) / 1e3
-                own = sum([self_us(op) if op.children else op.dur / 1e3 for op in calls])
-                times[kind][name] = OpTimes(len(calls), total, own, not below.isdisjoint(map(id, calls)))
+                total_us, own_us = sum(map(_dur, calls)) / 1e3, self_us_of(calls, nested)
+                times[kind][name] = OpTimes(len(calls), total_us, own_us, not below.isdisjoint(map(id, calls)))
         return times

@@ -190,6 +190,13 @@ def self_us(op: Op) -> float:
     return max(0, own) / 1e3
 
 
+def self_us_of(calls: Sequence[Op], nested: bool) -> float:
+    """Return the sum of the self times (µs) of some calls. nested: whether every child ends before its parent."""
+    if not nested:
+        return sum(map(self_us, calls))
+    return (sum([op.dur for op in calls]) - sum([child.dur for op in calls for child in op.children])) / 1e3
+
+
 def launches(step: Step) -> int:
     """Return the number of the step's calls that launched GPU work."""
     return len({id(one.launch) for one in step.work if one.launch is not None})
