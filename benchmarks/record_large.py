@@ -84,7 +84,7 @@ def replaying() -> Callable[[], torch.Tensor]:
 def recorded(step: Callable, steps: int, **options) -> profile:
     for _ in range(3):
         step()
-    with profile(schedule=schedule(wait=0, warmup=1, active=steps), **WITH_SHAPES, **options) as prof:
+    with profile(schedule=schedule(wait=0, warmup=1, active=steps, repeat=1), **WITH_SHAPES, **options) as prof:
         for _ in range(steps + 1):
             step()
             prof.step()
