@@ -47,7 +47,7 @@ ASSUMES = {
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
     f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs if no output's size "
-    "depends on the data",
+    f"depends on the data, and a batch norm is {gpu.BATCH_NORM_KERNELS} such calls",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "

@@ -15,7 +15,7 @@ from references import PREDICTED, measured, proposals, recording, sampled, small
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.findings import rank_changes, ranks
+from tracereader.findings import gpu_changes, rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph, remove_sync
 from tracereader.findings.gpu_changes import layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
@@ -25,6 +25,7 @@ from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
 from tracereader.trace.document import DEFAULT_LIMIT
+from tracereader.trace.labels import ACCUMULATES
 
 TESTS = Path(__file__).resolve().parent / "traces"
 TWO_GPUS = CHANGED.parent.parent / "nvidia-h200-x2/06_training"
@@ -274,6 +275,48 @@ def test_a_saving_that_recording_hides_is_shown():
     one = proposed("syncs/item")["fuse_pointwise"]
     assert one.saves_us < 0.02 * one.step_us
     assert 0.05 * unprofiled_us("syncs/item") < one.unprofiled_step_us - one.unprofiled_step_us_after
+
+
+def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):
+    """The CPU limits this step, so each call of a batch norm makes the predicted step longer."""
+    name = "resnet/tf32"
+    events = json.loads(gzip.decompress(recording(name).read_bytes()))["traceEvents"]
+    ops = [one for one in events if re.fullmatch("aten::cudnn_batch_norm(_backward)?", one.get("name", ""))]
+    in_a_step = len(ops) / len(raw_steps(events))
+    after = proposed(name)["fuse_pointwise"].step_us_after
+    monkeypatch.setattr(gpu_changes, "BATCH_NORM_KERNELS", 1)
+    with_one_call = priced_changes(recording(name))["fuse_pointwise"].step_us_after
+    more = in_a_step * 2 * gpu_changes.COMPILED_CALL_US
+    assert in_a_step == 106
+    assert after - with_one_call == pytest.approx(more, rel=0.01)
+
+
+def test_torch_compile_of_a_model_fuses_no_gradients_that_are_added_or_zeroed(tmp_path):
+    """Three pointwise kernels in a row on equal tensors are a chain in the model, but not in the code around it."""
+
+    def written(around: str, category: str) -> Path:
+        events = []
+        name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)"
+        shapes = {"Input Dims": [[4096, 4096]], "Input type": ["float"]}
+        for step in range(4):
+            start, on_gpu_from = 3000.0 * step, 30 + 4000.0 * step
+            events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 3000.0))
+            for number in range(40):
+                at, launch = start + 10 + 70 * number, 40 * step + number + 1
+                on_gpu = {"correlation": launch, "device": 0, "stream": 7}
+                events += [
+                    event(around, category, at, 60.0),
+                    event("aten::add_", "cpu_op", at + 5, 40.0, **shapes),
+                    event("cudaLaunchKernel", "cuda_runtime", at + 10, 5.0, correlation=launch),
+                    event(name, "kernel", on_gpu_from + 100 * number, 99.0, 7, **on_gpu) | {"pid": 0},
+                ]
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        file.write_text(json.dumps({"traceEvents": events}))
+        return file
+
+    assert "fuse_pointwise" in priced_changes(written("aten::mish", "cpu_op"))
+    for around, kind in ((ACCUMULATES, "cpu_op"), ("Optimizer.zero_grad#SGD.zero_grad", "user_annotation")):
+        assert "fuse_pointwise" not in priced_changes(written(around, kind))
 
 
 def in_hip(event):

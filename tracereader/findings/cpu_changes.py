@@ -25,7 +25,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import launches_between_waits, spans_of
 from tracereader.trace import Op, Step, Work, outermost
-from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
 # CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
 # tensors takes 470 to 1,500 µs (the medians of seven recordings). A foreach optimizer with 160 tensors takes 1,400 µs
@@ -51,7 +51,6 @@ FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16
-ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
 # A loop writes into memory that these ops allocate. One batched call allocates its result itself.

@@ -25,7 +25,7 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZER, WRAPPERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZERS, WRAPPERS
 from tracereader.trace.types import dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -69,6 +69,9 @@ BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five pro
 # medians of nine recordings), scaled_dot_product_attention 35 to 140, in training 100 to 230, and its backward 130 to
 # 375.
 COMPILED_CALL_US, ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 20, 75, 150
+# The kernels of a compiled batch norm in training, and of its backward: two for its sums, one for its result. In a
+# ResNet-152 on an H100 there are 2,023 kernels per step compiled, and 2,021 before.
+BATCH_NORM_KERNELS = 3
 # Ops that copy their input to the contiguous layout.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 HEAVY = ("GEMM", "attention", "convolution", "communication")
@@ -102,7 +105,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     after = sum(us for _, us in chains)
     in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
     if case.trains and not _has_outputs_of_unknown_size(case):  # the compiled backward makes none of autograd's calls
-        graph = case.condensed(in_typical, COMPILED_CALL_US)
+        graph = with_cpu_time(case.condensed(in_typical, COMPILED_CALL_US), _more_calls(case))
     else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
@@ -118,6 +121,14 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     )
 
 
+def _more_calls(case: Case) -> Iterator[tuple[tuple, int, float]]:
+    """Yield thread, time and length (µs) of the compiled calls that each batch norm adds, for with_cpu_time()."""
+    calls = {id(op): work for work, one, op in case.activities if op and "batch_norm" in op.name and one.launched_by}
+    us = dict.fromkeys(calls.values(), (BATCH_NORM_KERNELS - 1) * COMPILED_CALL_US)
+    for work, added_us in case.in_all_steps(us).items():
+        yield work.launch.track, work.launch.start, added_us
+
+
 def _has_outputs_of_unknown_size(case: Case) -> bool:
     """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it."""
     return any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE)))
@@ -125,6 +136,12 @@ def _has_outputs_of_unknown_size(case: Case) -> bool:
 
 def _is_compiled(one: GpuWork) -> bool:
     return one.maker.startswith("Inductor")
+
+
+def _accumulating(case: Case) -> set[int]:
+    """Return the ids of the activities that add gradients to existing ones."""
+    calls = (below for op in case.step.named(ACCUMULATES.__eq__) for below in op.walk())
+    return {id(work) for call in calls for work in call.work}
 
 
 def _of_a_wrapper(op: Op | None) -> bool:
@@ -136,7 +153,7 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
     """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it."""
     runs: list[list[Entry]] = []
     open_runs: dict[tuple, list] = {}
-    of_optimizer = case.launched_in(OPTIMIZER)
+    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     for entry in case.activities:
         work, one, op = entry
@@ -145,7 +162,8 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
         name = (op.name if op else "").removeprefix("aten::")
         if (
             one.family not in FUSABLE
-            or id(work) in of_optimizer
+            or id(work) in not_the_models
+            or (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
             or "HtoD" in one.name
             or "DtoH" in one.name
             or name.startswith("_foreach")

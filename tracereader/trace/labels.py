@@ -9,6 +9,7 @@ STEP = "ProfilerStep#"
 MODULE = "nn.Module: "  # of a Python frame
 # autograd's engine records each node of backward as an op of this name, which encloses the node's own ops.
 AUTOGRAD = "autograd::engine::evaluate_function: "
+ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
