@@ -54,6 +54,14 @@ def test_each_step_lasts_from_one_call_to_the_next_and_has_what_is_launched_in_i
     assert ours.source.steps_by == name and ours.source.may_be_steps is None
 
 
+def test_a_comparison_and_the_page_say_which_calls_count_as_the_steps(capsys, tmp_path):
+    assert cli.main([str(MLP), str(MLP), "--steps", "mlp_fwd"]) == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line[:3] in ("1  ", "2  "))
+    assert all(line.endswith(", each step from a call of mlp_fwd to the next") for line in (first, second))
+    assert cli.main([str(MLP), "--steps", "mlp_fwd", "--html", str(tmp_path / "page.html")]) == 0
+    assert '"recorded":"3 steps, each from a call of mlp_fwd to the next"' in (tmp_path / "page.html").read_text()
+
+
 def test_the_profilers_own_marks_are_replaced(capsys):
     assert cli.main([str(MLP), "--steps", "mlp_fwd", "--only", "short,steps"]) == 0
     said = " ".join(capsys.readouterr().out.split())

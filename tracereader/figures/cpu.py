@@ -74,14 +74,17 @@ class Cpu:
 
     def __init__(self, trace: Trace, step: Step, layers: Mapping[int, str]):
         """layers: the model's layer of an op, by the op's id (see layers.py)."""
-        self._trace, self._step, self._layers = trace, step, layers
+        # None once everything is measured.
+        self._trace: Trace | None = trace
+        self._step, self._layers = step, layers
         self._no_gpu = not any(one.work for one in trace.steps)
         self.calls = step.size
 
     def keep(self) -> None:
         """Measure everything now, so that the trace can be freed."""
-        self.fields()
-        del self._trace, self._step, self._layers
+        if self._trace is not None:
+            self.fields()
+            self._trace = self._step = self._layers = None
 
     def fields(self) -> dict[str, object]:
         """Return all figures by their names in --json."""

@@ -26,9 +26,11 @@ from tracereader.findings.finding import (
     part_of,
 )
 from tracereader.trace import STEP
+from tracereader.trace.kernel_names import cut
 from tracereader.trace.labels import COLLECTIVE, LOADER
 
 WAITS_NAMED = 2
+LONGEST_NAME = 60  # of an annotation whose calls are the steps
 # Idle time of at least this share is mentioned even if it does not decide the regime.
 SOME_IDLE = 0.1
 # Share of the best CPU rate that the run measured. A 64 x 64 product reaches 3 to 5% on two cores, and 0% beside a busy
@@ -458,6 +460,8 @@ def first_step_is_wider(summary: Summary) -> Verdict:
     usual = summary.cpu_us
     more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
     if not slow_first_step.ask(summary).holds:
+        if duration(first.cpu_us) == duration(usual):
+            return Verdict(False, f"it takes {duration(usual)}, as the typical step does")
         slower = "it is hardly slower" if more > 0 else "it is not slower"
         return Verdict(False, f"{slower}: {part_of(first.cpu_us, usual, 'instead of')}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
@@ -467,6 +471,20 @@ def first_step_is_wider(summary: Summary) -> Verdict:
         f"{gap_unit})"
     )
     return Verdict(gap_more > more / 2, seen, cause(summary, first) or "")
+
+
+def by_calls(summary: Summary, step: str = "") -> str:
+    """Return how the steps were told apart, as the end of a sentence, if the calls of an annotation are the steps.
+
+    step: " step" where the sentence does not speak of steps.
+    """
+    name = summary.source.steps_by
+    if name is None:
+        return ""
+    name = cut(name, LONGEST_NAME) or "''"
+    if len(summary.steps) > 1:
+        return f", each{step} from a call of {name} to the next"
+    return f",{step and ' the step is'} a call of {name}"
 
 
 def _gaps(summary: Summary) -> list[float]:

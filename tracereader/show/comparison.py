@@ -86,9 +86,9 @@ def _runs(out: Console, sides: Sequence[compare.Side], names: Sequence[str]) -> 
     devices = [compare.devices_of(side) for side in sides]
     differ = len(set(devices)) > 1
     out.print("[yellow]the devices differ[/yellow]" if differ else f"[bold]{plain(devices[0])}[/bold]")
-    for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
+    for number, (name, device, side) in enumerate(zip(names, devices, sides, strict=True), 1):
         text = name if not differ or name.endswith(f", {device}") else f"{name}, {device}"
-        paragraph(out, plain(text), f"{number}  ", "   ")
+        paragraph(out, plain(f"{text}{steps.by_calls(side.summary, ' step')}"), f"{number}  ", "   ")
 
 
 def _in_short(

@@ -61,7 +61,6 @@ STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
 WIDE = 100  # columns; in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
 LONG_US = 1e5
-LONGEST_NAME = 60  # of an annotation, in the header
 EXPLAINED = 12  # the largest number of calls in a step for which each pattern is explained
 
 
@@ -231,13 +230,11 @@ def _header(out: Console, summary: Summary, view: View) -> None:
     if summary.source.has_steps:
         count = len(summary.steps)
         words.append(f"{count:,} steps of {step_us}" if count > 1 else f"one step of {step_us}")
-        if (name := summary.source.steps_by) is not None:
-            name = cut(name, LONGEST_NAME) or "''"
-            words[-1] += f", each from a call of {name} to the next" if count > 1 else f", a call of {name}"
+        words[-1] += steps.by_calls(summary)
     else:
         words.append(f"no profiler steps: the recording of {step_us} counts as one step")
         calls = summary.source.may_be_steps
-        if calls is not None and len(calls.name) <= LONGEST_NAME and calls.name.isprintable():
+        if calls is not None and len(calls.name) <= steps.LONGEST_NAME and calls.name.isprintable():
             flag = "--steps=" if calls.name.startswith("-") else "--steps "
             words[-1] += f" ({flag}{shlex.quote(calls.name)} counts its {calls.calls:,} calls as the steps)"
     if (known := summary.unprofiled_step_us) is not None:

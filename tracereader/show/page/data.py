@@ -83,7 +83,8 @@ def _head(summary: Summary) -> dict:
         "gpu_us": summary.chosen.gpu_busy_us,
         "busy_share": summary.busy_share,
         "launches": summary.chosen.launches,
-        "recorded": counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps",
+        "recorded": (counted(len(summary.steps), "step") if summary.source.has_steps else "no profiler steps")
+        + steps.by_calls(summary),
         "step": summary.chosen.number,
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
