@@ -460,10 +460,11 @@ def first_step_is_wider(summary: Summary) -> Verdict:
     usual = summary.cpu_us
     more, gap_more = first.cpu_us - usual, first.label_to_first_op_us - median(gaps)
     if not slow_first_step.ask(summary).holds:
-        if duration(first.cpu_us) == duration(usual):
-            return Verdict(False, f"it takes {duration(usual)}, as the typical step does")
-        slower = "it is hardly slower" if more > 0 else "it is not slower"
-        return Verdict(False, f"{slower}: {part_of(first.cpu_us, usual, 'instead of')}")
+        seen = part_of(first.cpu_us, usual, "instead of")
+        this, *_, typical, unit = seen.split()
+        if this == typical:
+            return Verdict(False, f"it takes {this} {unit}, as the typical step does")
+        return Verdict(False, f"{'it is hardly slower' if more > 0 else 'it is not slower'}: {seen}")
     in_gap = part_of(max(0.0, gap_more), more, "of the additional")
     gap_unit, shown = in_one_unit(gaps[:3])
     seen = (
