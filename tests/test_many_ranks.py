@@ -104,6 +104,8 @@ def test_a_slow_host_is_named_and_none_of_its_ranks_is_the_straggler(capsys, mon
     late = sum(one.last in SLOW_HOST for one in summary.matched)
     assert f"host node008 keeps the others waiting: one of its 8 ranks is last in {late} of 42 collectives" in text
     assert re.search(r"node008 +8 of 8 +5\.0 +they compute longer", text)
+    slowest = r"rank (\d+) on node008, the slowest of 8 there, 5\.0 ms"
+    assert re.findall(r"rank \d+ on node008", text) == [f"rank {re.search(slowest, text)[1]} on node008"]
 
 
 def test_one_slow_rank_makes_no_slow_host():

@@ -410,11 +410,16 @@ def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
     return {rank: us - middle for rank, us in mine.items() if us - middle > least}
 
 
-def costs(summary: RanksSummary, most: int | None = None) -> tuple[Cost, ...]:
-    """Return the slow ranks and links, the costliest first. Among fewer than three ranks none is called slow."""
+def costs(summary: RanksSummary, most: int | None = None, hosts: Sequence[SlowHost] = ()) -> tuple[Cost, ...]:
+    """Return the slow ranks and links, the costliest first. Among fewer than three ranks none is called slow.
+
+    hosts: slow hosts, of which only the costliest rank is returned.
+    """
     figures = _Usual(summary)
     found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
-    found += [Cost((rank,), us, (), None) for rank, us in _beyond(summary, figures).items()]
+    beyond = _beyond(summary, figures)
+    left_out = {rank for one in hosts for rank in one.slow} - {max(one.slow, key=beyond.get) for one in hosts}
+    found += [Cost((rank,), us, (), None) for rank, us in beyond.items() if rank not in left_out]
     found = sorted(found, key=lambda one: -one.more_us)[:most]
     return tuple(
         one if one.link else msgspec.structs.replace(one, reasons=figures.reasons(one.ranks[0], one.more_us))

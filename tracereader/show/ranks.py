@@ -213,7 +213,9 @@ def _in_short(out: Console, summary: RanksSummary, view: View) -> None:
 
 def _costs(out: Console, summary: RanksSummary, view: View) -> None:
     """Print the ranks and links that cost most, with the reason, and the hosts with several slow ranks."""
-    found = findings.costs(summary, view.most(COSTS_SHOWN))
+    hosts = findings.slow_hosts(summary)
+    found = findings.costs(summary, view.most(COSTS_SHOWN), () if view.all else hosts)
+    slow = {} if view.all else {rank: len(one.slow) for one in hosts for rank in one.slow}
     host = {one.rank: one.host for one in summary.ranks}
     several = len(summary.clocks.hosts) > 1
     if found:
@@ -223,11 +225,11 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
         whose = f"rank {one.ranks[0]}" if one.link is None else f"ranks {findings.listed(one.ranks, most=4)}"
         if several and one.link is None and host[one.ranks[0]]:
             whose += f" on {host[one.ranks[0]]}"
+            whose += f", the slowest of {count} there" if (count := slow.get(one.ranks[0])) else ""
         why = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
         if one.link is not None:
             why = findings.link_in_words(one.link)
         paragraph(out, plain(f"{whose}, {findings.ms(one.more_us)}: {why}"), "  ", "    ")
-    hosts = findings.slow_hosts(summary)
     if not hosts:
         return
     out.print()
