@@ -47,7 +47,8 @@ ASSUMES = {
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
     f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs if no output's size "
-    f"depends on the data, and a batch norm is {gpu.BATCH_NORM_KERNELS} such calls",
+    f"depends on the data, and a batch norm is {gpu.BATCH_NORM_KERNELS} such calls; the "
+    "launch of a CUDA graph takes less time, in proportion to its kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
@@ -171,8 +172,8 @@ WHY = {
          "the second run makes another change, too: torch.compile fuses 1,880 kernels to 565, so that the graph's "
          "launch is shorter."),
         ("05_llm/1x512_bf16_warm_eager_graph", "05_llm/1x512_bf16_warm_compile_reduce-overhead",
-         "the prediction is the CPU's time: it keeps the launch of a graph of 1,880 kernels, 4.4 ms. The compiled "
-         "graph has 565, and its launch takes 2.4 ms."),
+         "the prediction is the CPU's time. It fuses only kernels of equally many elements, so the graph keeps 995 of "
+         "1,880 kernels. The compiled graph has 565."),
         ("05_llm/1x512_bf16_warm_eager_triton-overlap_active2", "05_llm/1x512_bf16_warm_eager_triton-overlap_graph",
          "in the graph the kernels overlap by programmatic dependent launch: together they take 1.6 ms of 0.67 ms. The "
          "replay does not model an overlap that only the changed step has."),

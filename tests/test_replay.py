@@ -333,6 +333,27 @@ def test_one_launch_of_a_cuda_graph_starts_all_its_activities(made):
     assert [starts[node] / 1e3 for node in work] == [1038 - 1000, 60, 82]  # gaps of 2 within the graph
 
 
+def launch_of_many(n, t, c):
+    """Return a step of the launch of a CUDA graph of 100 kernels, which start when the call returns."""
+    return [
+        step(n, t, 500), call(t + 10, c, 400, "cudaGraphLaunch"),
+        *(kernel(t + 410 + 2 * i, 1, c, name=f"kernel {i % 4}") for i in range(100)),
+    ]  # fmt: skip
+
+
+def test_a_smaller_cuda_graph_is_launched_in_less_time(made):
+    graph = graph_of(made(repeated(launch_of_many, 500)))
+    assert graph.step_us() == 500
+    gone = [one for one in graph.trace.work if one.name in ("kernel 1", "kernel 3")]
+    smaller = without_work(graph, gone)
+    assert smaller.step_us() == 500 - 400 / 2
+    starts, _ = smaller.times()
+    first = graph.trace.steps[0].work[0]
+    assert starts[graph.activity[id(first)]] / 1e3 == 10 + 400 / 2
+    nothing = without_work(graph, graph.trace.work)
+    assert nothing.step_us() == 500 - 400
+
+
 def test_launches_become_one_cuda_graph(made):
     graph = graph_of(made(repeated(overhead_bound, 100)))
     # From 10 to 90 the CPU was in ops that launch.
