@@ -117,6 +117,7 @@ PREDICTED = [
     ("unet/contiguous", "fuse_pointwise", "unet/compile"),
     ("llama/sdpa", "fuse_pointwise", "llama/compile"),
     ("trained/eager", "fuse_pointwise", "trained/compile"),
+    ("batch_norm/eager", "fuse_pointwise", "batch_norm/compile"),
     ("llama/eager_attention", "fused_attention", "llama/sdpa"),
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
     ("convnet/fused", "cuda_graph", "convnet/graph"),

@@ -1,13 +1,38 @@
 """The changes between two runs' typical steps, and the similarities: flags, GPU work and ops."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
+from tracereader.figures.summary import Summary
 from tracereader.trace.labels import COMPILE_ROWS
+
+
+def with_like_families(summaries: Sequence[Summary]) -> list[Summary]:
+    """Return the summaries with the families that kernels of CUDA graphs have in a run that records their ops.
+
+    A name alone often does not show whether a kernel computes a product or a convolution, and a replay has no ops.
+    """
+    known: dict[str, Counter] = defaultdict(Counter)
+    for summary in summaries:
+        for one in summary.gpu_work:
+            if "::" in one.asked_by:
+                known[one.name][one.family] += 1
+    family_of = {name: families.most_common(1)[0][0] for name, families in known.items()}
+    return [
+        msgspec.structs.replace(summary, gpu_work=tuple([_of_family(one, family_of) for one in summary.gpu_work]))
+        for summary in summaries
+    ]
+
+
+def _of_family(one: GpuWork, family_of: dict[str, str]) -> GpuWork:
+    family = family_of.get(one.name, one.family)
+    is_replayed = "GraphLaunch" in one.launched_by and "::" not in one.asked_by
+    return msgspec.structs.replace(one, family=family) if is_replayed and family != one.family else one
 
 
 def devices_of(side: Side) -> str:

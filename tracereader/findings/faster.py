@@ -100,13 +100,22 @@ def share_in_common(before: Side, after: Side) -> float:
     return (one & other).total() / most if most else 1.0
 
 
+def share_kept(before: Side, after: Side) -> float:
+    """Return the share of the first step's kernels that the second step has by name, beside any others."""
+    one = kernels(before)
+    return (one & kernels(after)).total() / one.total() if one else 1.0
+
+
 def graphs_launched(side: Side) -> int:
     """Return the number of CUDA graphs that a step launches if most of its GPU activities belong to one; else 0."""
-    work = side.summary.gpu_work
-    inside = sum("GraphLaunch" in one.launched_by for one in work)
-    if not work or inside < ALMOST * len(work):
+    if _share_in_graphs(side) <= MOSTLY:
         return 0
     return sum(one.calls for name, one in side.summary.cpu.runtime.items() if "GraphLaunch" in name) or 1
+
+
+def _share_in_graphs(side: Side) -> float:
+    work = side.summary.gpu_work
+    return sum("GraphLaunch" in one.launched_by for one in work) / len(work) if work else 0.0
 
 
 def synchronizations(side: Side) -> int:
@@ -131,6 +140,9 @@ def _launched(before: Side, after: Side) -> list[str]:
         return [which] if same and graphs == [0, 0] and not _differ(*calls) else []
     instead = "" if common >= ALMOST else f" {counted(was, 'kernel')}"
     as_graph = [("one CUDA graph" if count == 1 else f"{count:,} CUDA graphs") for count in graphs]
+    for here, side in enumerate((before, after)):
+        if graphs[here] and _share_in_graphs(side) < ALMOST:
+            as_graph[here] += f" and {counted(calls[here] - graphs[here], 'other call')}"
     if graphs[1]:
         single = counted(calls[0], "call")
         return [f"{which}, launched as {as_graph[1]} instead of{instead}{' in' if instead else ''} {single}"]
@@ -160,10 +172,11 @@ def _other_ways(before: Side, after: Side) -> list[str]:
 def _waits(before: Side, after: Side) -> list[str]:
     was, now = synchronizations(before), synchronizations(after)
     said = counted(now, "synchronization") if now else "no synchronization"
-    found = [f"{said} per step instead of {was:,}"] if was != now else []
+    difference = step_us(before) - step_us(after)
+    found = [f"{said} per step instead of {was:,}"] if (was - now) * difference > 0 else []
     loading = [side.summary.training.loading for side in (before, after)]
     us = [one.us if one else 0.0 for one in loading]
-    if (us[0] - us[1]) / (step_us(before) - step_us(after)) >= CONSIDERABLE:
+    if (us[0] - us[1]) / difference >= CONSIDERABLE:
         unit, (was_us, now_us) = in_one_unit(us)
         found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
     return found

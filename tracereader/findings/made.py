@@ -15,7 +15,15 @@ from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS
 from tracereader.findings.decoding import filled_part, head_of_all
-from tracereader.findings.faster import ALMOST, FUSABLE, graphs_launched, share_in_common, step_us, synchronizations
+from tracereader.findings.faster import (
+    ALMOST,
+    FUSABLE,
+    graphs_launched,
+    share_in_common,
+    share_kept,
+    step_us,
+    synchronizations,
+)
 from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.trace.labels import LOOKUP
@@ -67,15 +75,15 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """A CUDA graph launches the second step: about the same kernels, or compiled ones with as many products."""
+    """CUDA graphs launch most of the second step: nearly all old kernels, or compiled ones with as many products."""
     if graphs_launched(before) or not graphs_launched(after):
         return False
     compiled = _newly_compiled(before, after) and _same_products(before, after)
-    return compiled or share_in_common(before, after) >= ALMOST
+    return compiled or share_kept(before, after) >= ALMOST
 
 
 def _static_cache(before: Side, after: Side) -> bool:
-    """A CUDA graph launches the second step, and it has as many products and attention kernels."""
+    """CUDA graphs launch most of the second step, and it has as many products and attention kernels."""
     return bool(not graphs_launched(before) and graphs_launched(after) and _same_products(before, after))
 
 
@@ -346,10 +354,11 @@ def _same_heavy(before: Side, after: Side) -> bool:
 def _same_products(before: Side, after: Side) -> bool:
     """Return whether equally many ops launch products and convolutions.
 
-    If one of the steps has no such op, as a CUDA graph's replay, kernels of products and other heavy work are counted.
+    If only one of the steps is mostly CUDA graphs, whose replay has no ops, or one of them has no such op, kernels of
+    products and other heavy work are counted.
     """
     calls = [[sum(side.ops[name] for name in names) for names in (PRODUCTS, CONVOLUTIONS)] for side in (before, after)]
-    if all(map(any, calls)):
+    if all(map(any, calls)) and _by_calls(before, after):
         return calls[0] == calls[1]
     kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
     return kernels[0] == kernels[1]

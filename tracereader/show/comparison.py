@@ -58,6 +58,7 @@ def side_by_side(
     if not on_gpu:
         wanted = [name for name in wanted if name != "gpu"]
     out = console()
+    summaries = compare.with_like_families(summaries)
     sides = [compare.Side(summary) for summary in summaries]
     names = compare.distinct_names(sides)
     bases = [sides[max(0, number - 1)] if previous else sides[0] for number in range(len(sides))]

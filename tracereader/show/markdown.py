@@ -22,7 +22,7 @@ APART = "\u200b"  # invisible; it keeps @name, #1 and addresses from becoming li
 
 def side_by_side(summaries: Sequence[Summary]) -> str:
     """Return the comparison of several runs, each against the first."""
-    sides = [compare.Side(summary) for summary in summaries]
+    sides = [compare.Side(summary) for summary in compare.with_like_families(summaries)]
     names = compare.distinct_names(sides)
     numbers = range(1, len(sides) + 1)
     lines = ["### Profile", ""]

@@ -297,6 +297,24 @@ def bert(variant):
     return graphed(step) if variant == "graph" else step
 
 
+def batch_norm(variant):
+    """A training step of a small ResNet with few images: many small launches, batch norms among them."""
+    model = torchvision.models.resnet34().cuda()
+    images, labels = torch.randn(8, 3, 224, 224, device="cuda"), torch.randint(1000, (8,), device="cuda")
+    if variant == "graph":
+        model = torch.cuda.make_graphed_callables(model, (images,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if variant == "compile":
+        model = torch.compile(model)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
 def unet(variant):
     """Residual blocks of a diffusion model: group normalization, SiLU and convolutions in bf16."""
 
@@ -624,6 +642,7 @@ WORKLOADS = {
     results: ("at_once", "a_step_later"),
     inputs: ("copied", "in_place"),
     lengths: ("cudnn", "flash", "static"),
+    batch_norm: ("eager", "compile", "graph"),
 }
 
 

@@ -68,7 +68,7 @@ class Runs:
 
 
 def _figures(summaries: Sequence[Summary], proposed: Sequence[Opportunity]) -> dict:
-    sides = [compare.Side(summary) for summary in summaries]
+    sides = [compare.Side(summary) for summary in compare.with_like_families(summaries)]
     names = compare.distinct_names(sides)
     runs = [_run(side, name) for side, name in zip(sides, names, strict=True)]
     for number, (run, side) in enumerate(zip(runs[1:], sides[1:], strict=True), 2):
