@@ -102,7 +102,7 @@ PAIRS = (
         ("logits/all", "logits/last"), ("guards/compile", "guards/compile_skipped"),
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
-        ("batch_norm/eager", "batch_norm/compile"),
+        ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),

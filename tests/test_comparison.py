@@ -157,6 +157,42 @@ def test_every_change_except_small_grids_has_a_judge():
     assert all(judge.__doc__.endswith(".") for judge in made.MADE.values())
 
 
+def test_a_replays_convolutions_are_those_of_the_run_with_ops(capsys):
+    """Many of cuDNN's convolutions have names of matrix products, and a CUDA graph's replay has no ops."""
+    before, after = (slices(file) for file in files("batch_norm/eager", "batch_norm/graph"))
+    ops = [one for one in before if re.fullmatch("aten::(cudnn_convolution|convolution_backward)", one["name"])]
+    calls = {
+        one["args"]["correlation"] for one in before
+        if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})
+        and any(op["tid"] == one["tid"] and op["ts"] <= one["ts"] < end(op) for op in ops)
+    }  # fmt: skip
+    names = {
+        one["name"] for one in before if one.get("cat") == "kernel" and one["args"]["correlation"] in calls
+    }  # fmt: skip
+    common = sum(one["dur"] for one in raw_work(after, raw_steps(after)[1]) if one["name"] in names) / 1e3
+    screen = printed(capsys, *files("batch_norm/eager", "batch_norm/graph"))
+    shown = float(re.search(r"^convolution +\S+ +(\S+)", screen, re.M)[1])
+    assert common > 1
+    assert shown == pytest.approx(common, rel=0.1), "kernels that the first run does not have keep their families"
+    alone = printed(capsys, *files("batch_norm/graph"), "--only", "gpu")
+    assert "matrix products" in alone
+
+
+def test_cuda_graphs_of_a_part_of_the_step_are_recognized(capsys):
+    screen = said(capsys, *files("batch_norm/eager", "batch_norm/graph"))
+    events = slices(recording("batch_norm/graph"))
+    launched = Counter(
+        one["name"] for one in events
+        if one.get("cat") in ("cuda_runtime", "cuda_driver") and one["args"]["correlation"] in {
+            work["args"]["correlation"] for work in raw_work(events, raw_steps(events)[1])
+        }
+    )  # fmt: skip
+    graphs = launched["cudaGraphLaunch"]
+    assert graphs == 2
+    assert f"launched as 2 CUDA graphs and {launched.total() - graphs} other calls instead of" in screen
+    assert "the first's report proposed it (replay forward and backward as CUDA graphs)" in screen
+
+
 def test_the_first_lines_are_the_pace_and_the_reason(capsys):
     screen = said(capsys, *files("vit/eager", "vit/graph"))
     events = [slices(file) for file in files("vit/eager", "vit/graph")]
