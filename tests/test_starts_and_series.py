@@ -12,6 +12,7 @@ from raw_events import end, event
 from references import H200, OTHERS, REFERENCES
 
 from tracereader import cli
+from tracereader.figures.gpu_time import cut_up
 from tracereader.figures.series import series
 from tracereader.figures.starts import starts
 from tracereader.show.series import ASCII_BARS, BARS, spark
@@ -96,6 +97,42 @@ def test_a_wait_is_cut_up_moment_by_moment(tmp_path, seed):
         assert found.own_us == {name: spent[name] for name in "abc" if spent[name]}
         assert (found.queue_us, found.call_us, found.way_us) == (spent["queue"], spent["call"], spent["way"])
         free = max(free, end(piece))
+
+
+def nested(lot, left, right, depth=4):
+    """Yield slices that nest in a stretch of time, some of which begin or end with the slice around them."""
+    while depth and left < right:
+        start = left + lot.randrange(3)
+        stop = min(right, start + lot.randrange(1, 20))
+        if start < stop:
+            cat = lot.choice(("cpu_op", "cpu_op", "user_annotation"))
+            yield event(lot.choice("abcd"), cat, start, stop - start)
+            yield from nested(lot, start, stop, depth - 1)
+        left = stop
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_moment_of_several_gaps_is_the_innermost_ops(tmp_path, seed):
+    lot = random.Random(seed)
+    slices = list(nested(lot, 5, 95))
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": slices}))
+    trace = read(tmp_path / "a.json")
+    edges = sorted(lot.sample(range(100), 12))
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    idle, between = Counter(), []
+    zero = slices[0]["ts"]
+    in_ns = [(1000 * (left - zero), 1000 * (right - zero)) for left, right in gaps]
+    cut_up(trace.steps[0].roots, in_ns, idle, "outside", between)
+    expected, outside = Counter(), []
+    for left, right in gaps:
+        for moment in range(left, right):
+            # The slices are in the order in which they nest. An annotation counts for the op around it.
+            ops = [e["name"] for e in slices if e["ts"] <= moment < end(e) and e["cat"] == "cpu_op"]
+            expected[ops[-1] if ops else "outside"] += 1
+            outside += [] if ops else [moment]
+    assert {name: ns / 1000 for name, ns in idle.items() if ns} == dict(expected)
+    stretches = [(left // 1000 + zero, right // 1000 + zero) for left, right in between]
+    assert [moment for left, right in stretches for moment in range(left, right)] == outside
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")

@@ -81,8 +81,9 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
 def cloned_inputs(step: Step) -> dict[str, list[Op]]:
     """Return the clones that ops work on in place, by the name of the op that preserves its input."""
     found: dict[str, list[Op]] = {}
-    cloning = {id(clone.parent) for clone in step.named("aten::clone".__eq__)}
-    for op in step.walk() if cloning else ():
+    clones = step.named("aten::clone".__eq__)
+    cloning = {id(clone.parent): clone.parent.name for clone in clones if clone.parent is not None}
+    for op in step.named(set(cloning.values()).__contains__):
         if id(op) in cloning and op.kind == "op" and (clone := _clone_of(op)):
             found.setdefault(op.name, []).append(clone)
     return found

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from statistics import median
 
 import msgspec
@@ -18,7 +18,7 @@ from tracereader.trace.facts import ModelFacts, RunFacts
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
-ATTENDS = ("aten::scaled_dot_product_attention", "aten::matmul", *ATTENTION)
+ATTENDS = frozenset(("aten::scaled_dot_product_attention", "aten::matmul", *ATTENTION))
 # Inductor's kernel that writes an expanded tensor out. Its name lists the ops that it fuses.
 EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_dot_product|sdpa|attention))", re.S)
 # Share of a step's time in which the GPU is busy. Below it the GPU waits for the CPU, however unevenly the steps begin.
@@ -148,10 +148,14 @@ def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decodin
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
     """Return the matrix products that mostly read weights, by rows, the longest first. Needs recorded shapes."""
     peaks = common_peaks(trace.devices)
-    launched: dict[int, list[GpuWork]] = {}  # by the op, because split K is two kernels of one product
-    for op, one in zip(asking_ops(step.work), measured, strict=True):
-        if op is not None:
-            launched.setdefault(id(op), []).append(one)
+    asking = asking_ops(step.work)
+    # By the op, because split K is two kernels of one product.
+    launched: dict[int, list[GpuWork]] = {
+        id(op): [] for op, one in zip(asking, measured, strict=True) if one.product and op is not None
+    }
+    for op, one in zip(asking, measured, strict=True):
+        if id(op) in launched:
+            launched[id(op)].append(one)
     by_rows: dict[int, list[tuple[int, float, int]]] = {}
     for same in launched.values():
         products = [one for one in same if one.product and one.bytes_moved]
@@ -201,20 +205,23 @@ def _signature(work: Sequence[Work]) -> list:
 
 def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     """Return the casts of a step, and its keys and values that are expanded in memory."""
-    us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)}
+    asking = asking_ops(step.work)
     casts: dict[int, tuple[Op, list[Work]]] = {}
-    for one, launching in zip(step.work, asking_ops(step.work), strict=True):
+    for one, launching in zip(step.work, asking, strict=True):
         if launching is None or launching.name not in CASTS or one.kind != "kernel":
             continue
         if op := _cast(launching):
             casts.setdefault(id(op), (op, []))[1].append(one)
     copies, key_heads = _expanded(step)
+    of_weights = weight_casts(step)
+    some = casts or copies or of_weights
+    us = {id(work): one.us for work, one in zip(step.work, measured, strict=True)} if some else {}
     return Unneeded(
         casts=_asked(list(casts.values()), us),
         expanded=_asked(copies, us) or _of_inductor([measured[place] for place in expanded_by_inductor(measured)]),
         key_heads=key_heads,
-        weight_casts=_asked(weight_casts(step), us),
-        logits_kept=_logits_kept(step, measured),
+        weight_casts=_asked(of_weights, us),
+        logits_kept=_logits_kept(step, asking, measured),
     )
 
 
@@ -232,7 +239,7 @@ def _of_inductor(kernels: Sequence[GpuWork]) -> Asked | None:
 def _cast(launching: Op) -> Op | None:
     """Return the outermost aten::to whose cast this op launches."""
     found, casts = None, False
-    for op in (launching, *islice(launching.above(), DEEPEST_CAST)):
+    for op in chain((launching,), islice(launching.above(), DEEPEST_CAST)):
         if op.name == "aten::_to_copy":
             casts = True
         elif op.name == "aten::copy_":
@@ -250,9 +257,10 @@ def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
     """Return the ops of a step that cast a layer's weight or bias to another type, with the work that each launches."""
     found, pending = [], []
     for op in step.named(lambda name: name == "aten::to" or name in TAKES_WEIGHTS):
-        if op.name == "aten::to" and (work := _cast_below(op)):
-            pending.append((op, work))
-        elif pending and op.name in TAKES_WEIGHTS:
+        if op.name == "aten::to":
+            if op.children and (work := _cast_below(op)):
+                pending.append((op, work))
+        elif pending:
             of_input, of_weights = TAKES_WEIGHTS[op.name]
             weights = [op.inputs.dims_at(place) for place in of_weights]
             # A tensor of the input's shape may be the input.
@@ -271,16 +279,15 @@ def _cast_below(op: Op) -> list[Work]:
     return [one for one in _copies(op) if one.kind == "kernel"]
 
 
-def _logits_kept(step: Step, measured: Sequence[GpuWork]) -> int | None:
+def _logits_kept(step: Step, asking: Sequence[Op | None], measured: Sequence[GpuWork]) -> int | None:
     """Return the number of rows kept of the last product's result, if nothing but a cast reads all of them."""
-    launched = zip(asking_ops(step.work), measured, strict=True)
-    products = [(op, one.product) for op, one in launched if op is not None and one.product]
+    products = [(op, one.product) for op, one in zip(asking, measured, strict=True) if one.product and op is not None]
     if not products:
         return None
     last, shape = products[-1]
     taken, kept, end = False, None, last.end
-    for op in step.walk():
-        dims = op.inputs.dims_at(0) if op.start >= end and op.kind == "op" else None
+    for op in [op for op in step.walk() if op.start >= end and op.kind == "op"]:
+        dims = op.inputs.dims_at(0)
         if not dims or dims[-1] != shape.n:
             continue
         rows = math.prod(dims[:-1])
@@ -305,17 +312,18 @@ def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
         pending: list[tuple[Op, list[Work], Op]] = []
         expand = None
         for op in siblings:
-            if op.name == "aten::expand":
+            name = op.name
+            if name == "aten::expand":
                 expand = op
             elif expand is not None:
-                if op.name in WRITES_OUT and (copies := _copies(op)) and _adds_a_dimension(expand):
+                if name in WRITES_OUT and (copies := _copies(op)) and _adds_a_dimension(expand):
                     pending.append((op, copies, expand))
                 expand = None
-            if op.name in ATTENDS:
+            if name in ATTENDS:
                 if len(pending) == 2:
                     found += [(copy, work) for copy, work, _ in pending]
                     heads = heads or _second(pending[0][2])
-                elif op.name == "aten::scaled_dot_product_attention":
+                elif name == "aten::scaled_dot_product_attention":
                     heads = heads or _second(op, 1)
                 pending = []
     return found, heads
@@ -326,8 +334,8 @@ def _around_attention(step: Step) -> Iterator[Sequence[Op]]:
     attends = step.named(ATTENDS.__contains__)
     if attends:
         yield step.roots
-    parents = {id(op.parent) for op in attends}
-    for op in step.walk() if parents else ():
+    parents = {id(op.parent): op.parent.name for op in attends if op.parent is not None}
+    for op in step.named(set(parents.values()).__contains__):
         if id(op) in parents and len(op.children) > 1 and op.name not in ATTENDS:
             yield op.children
 

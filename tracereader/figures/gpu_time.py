@@ -1,6 +1,7 @@
 """The GPU's time by activity. The parts add up exactly to the window."""
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ BETWEEN_OPS = "Python, between ops"
 IN_BACKWARD = "backward's thread, between ops"  # autograd's engine, which runs no Python of its own
 # The name for the same time if the trace has no ops, because the thread may be in an op that was not recorded.
 NO_RECORDED_CALL = "no recorded op or call"
-_start = attrgetter("start")
+_start, _end = attrgetter("start"), attrgetter("end")
 
 
 class GpuTime(msgspec.Struct, frozen=True):
@@ -217,18 +218,20 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
     reached = max(before + [step.start] * (not number), default=step.start)
     roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
     outside = outside_ops(step, roots)
-    idle: Counter = Counter()
-    between: dict[tuple, Intervals] = defaultdict(list)
+    gaps: dict[tuple, Intervals] = defaultdict(list)  # by the launching thread
     for one in trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]:
         start = one.start
         if start > reached and one.launch is not None:
-            track = one.launch.track
             returned = launched_by(one, reached, start)
             if returned > reached:
-                cut_up(roots[track], reached, returned, idle, outside[track], between[track])
+                gaps[one.launch.track].append((reached, returned))
         stop = start + one.dur
         if stop > reached:
             reached = stop
+    idle: Counter = Counter()
+    between: dict[tuple, Intervals] = {track: [] for track in gaps}
+    for track, some in gaps.items():
+        cut_up(roots[track], some, idle, outside[track], between[track])
     in_python = python_in(trace.frames, between)
     return tuple({name: ns / 1e3 for name, ns in some.most_common() if ns} for some in (idle, in_python))
 
@@ -246,7 +249,8 @@ def python_in(frames: dict[tuple, list[Frame]], between: dict[tuple, Intervals])
     """
     calls = _Calls()
     for track, stretches in between.items():
-        calls.add(frames.get(track, []), union(stretches))
+        if track in frames:
+            calls.add(frames[track], union(stretches))
     return calls.by_function(WORTH_NAMING * sum(map(length, between.values())))
 
 
@@ -266,23 +270,35 @@ class _Calls:
         starts, ends = [start for start, _ in stretches], [end for _, end in stretches]
         places = ((one, bisect.bisect_right(ends, one.start)) for one in frames)
         near = [one for one, place in places if place < len(starts) and starts[place] < one.end]
-        near.sort(key=lambda one: (one.start, -one.end))
+        near.sort(key=_end, reverse=True)
+        near.sort(key=_start)
+        own, names = self.own, {}
         open_now: list[tuple[int, int]] = []  # the end of each open call, and the call
-        at = stretches[0][0]
+        at, before = stretches[0][0], 0  # before: the part of the intervals before `at`
         for one in (*near, None):
-            while open_now and (one is None or open_now[-1][0] <= one.start):
+            start = math.inf if one is None else one.start
+            while open_now and open_now[-1][0] <= start:
                 end, call = open_now.pop()
-                self.own[call] += inside.between(at, end)
-                at = max(at, end)
-            if one is not None:
-                above = open_now[-1][1] if open_now else 0
-                self.own[above] += inside.between(at, one.start)
-                at = max(at, one.start)
-                open_now.append((one.end, self._called(above, one.name.partition(" at 0x")[0])))
+                if end > at:
+                    until = inside.until(end)
+                    own[call] += until - before
+                    at, before = end, until
+            if one is None:
+                break
+            above = open_now[-1][1] if open_now else 0
+            if start > at:
+                until = inside.until(start)
+                own[above] += until - before
+                at, before = start, until
+            name = one.name
+            if name not in names:
+                names[name] = name.partition(" at 0x")[0]
+            open_now.append((one.end, self._called(above, names[name])))
 
     def _called(self, above: int, name: str) -> int:
-        call = self.children.setdefault((above, name), len(self.names))
-        if call == len(self.names):
+        call = self.children.get((above, name))
+        if call is None:
+            call = self.children[above, name] = len(self.names)
             self.names.append(name)
             self.parents.append(above)
             self.own.append(0)
@@ -319,44 +335,54 @@ def outside_ops(step: Step, roots: dict[tuple, list[Op]]) -> dict[tuple, str]:
         return defaultdict(lambda: NO_RECORDED_CALL)
     found = defaultdict(lambda: BETWEEN_OPS)
     for track, some in roots.items():
-        ops = [op for op in some if op.kind == "op"]
-        if ops and all(op.name.startswith(AUTOGRAD) for op in ops):
+        of_backward = (op.name.startswith(AUTOGRAD) for op in some if op.kind == "op")
+        if next(of_backward, False) and all(of_backward):
             found[track] = IN_BACKWARD
     return found
 
 
-def cut_up(
-    ops: Sequence[Op], start: int, end: int, idle: Counter, outside: str, between: Intervals | None = None
-) -> None:
-    """Add each moment of a gap to the innermost open op, or to `outside` where no op is open.
+def cut_up(ops: Sequence[Op], gaps: Intervals, idle: Counter, outside: str, between: Intervals | None = None) -> None:
+    """Add each moment of the gaps to the innermost open op, or to `outside` where no op is open.
 
-    between: receives the intervals in which no op is open.
+    ops: the outermost slices of one thread, by start. gaps: at least one, disjoint and in order. between: receives the
+    intervals in which no op is open.
     """
-    pending = [(ops, start, end, outside)]
-    while pending:
-        ops, at, end, name = pending.pop()
-        for index in range(max(0, bisect.bisect_right(ops, at, key=_start) - 1), len(ops)):
-            op = ops[index]
-            begin = op.start
-            stop = begin + op.dur
-            if begin >= end:
-                break
-            if stop <= at:
+    # The way down to the innermost open op is kept from gap to gap, because the next gap often begins in the same op.
+    index, name, until = _open_at(ops, gaps[0][0]), outside, math.inf
+    above: list[tuple[Sequence[Op], int, str, float]] = []
+    for at, end in gaps:
+        while at < end:
+            if until <= at:  # the innermost op has ended
+                ops, index, name, until = above.pop()
                 continue
-            if begin > at:
-                idle[name] += begin - at
-                if name == outside and between is not None:
-                    between.append((at, begin))
-                at = begin
-            if stop > end:
-                stop = end
-            inner = name if op.kind == "label" else op.name
-            if op.children or inner == outside:
-                pending.append((op.children, at, stop, inner))
-            else:
-                idle[inner] += stop - at
-            at = stop
-        if end > at:
-            idle[name] += end - at
+            stop = end if end < until else until
+            if index < len(ops):
+                op = ops[index]
+                begin = op.start
+                if begin <= at:
+                    ended = begin + op.dur
+                    if ended <= at:
+                        index += 1
+                        continue
+                    inner = name if op.kind == "label" else op.name
+                    if op.children or inner == outside:
+                        above.append((ops, index + 1, name, until))
+                        ops, name, until = op.children, inner, ended if ended < until else until
+                        index = _open_at(ops, at) if len(ops) > 8 else 0  # a few are passed faster one by one
+                        continue
+                    if ended < stop:
+                        stop = ended
+                    idle[inner] += stop - at
+                    at = stop
+                    continue
+                if begin < stop:
+                    stop = begin
+            idle[name] += stop - at
             if name == outside and between is not None:
-                between.append((at, end))
+                between.append((at, stop))
+            at = stop
+
+
+def _open_at(ops: Sequence[Op], time: int) -> int:
+    """Return the place of the last op that starts at this time or before; 0 if there is none. ops: by start."""
+    return max(0, bisect.bisect_right(ops, time, key=_start) - 1)

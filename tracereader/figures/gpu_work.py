@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from statistics import fmean, median
@@ -14,7 +14,7 @@ from tracereader.figures.attention import Attention
 from tracereader.figures.convolution import Convolution
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops, roof_met
 from tracereader.figures.occupancy import Occupancy, occupancy
-from tracereader.figures.sizes import Product, count_of, sizes_of
+from tracereader.figures.sizes import Product, count_of, does_it_alone, sizes_of
 from tracereader.trace import STEP, Op, Step, Trace, Work, families, kernel_names
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.facts import RunFacts
@@ -133,37 +133,71 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     layers: the model's layer of an activity, by its id (see layers.py).
     """
     overlapping = _overlapping(trace.work)
-    queries = _queries_before(chosen.work) if trace.queries else {}
+    queries = _queries_before(trace.queries)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
-    known: dict[tuple, tuple[LaunchArgs, Occupancy | None]] = {}  # many activities have equal arguments
-
-    def occupied(one: Work, launch: LaunchArgs) -> Occupancy | None:
-        key = one.device, id(launch)
-        if key not in known:
+    alike: dict[tuple, _Alike] = {}
+    found = []
+    for one, op, same in zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True):
+        says, launch, call = families.says(one), launch_args(one), one.launch
+        alone = does_it_alone(one, op, says)
+        asked = (None, None) if op is None else (op.name, id(op.inputs))  # ops with equal inputs share one object
+        key = (one.name, one.kind, one.device, id(says), id(launch), alone, *asked)
+        if key not in alike:
             device = trace.device_properties.get(one.device, {})
-            known[key] = launch, occupancy(device, launch.registers, launch.shared, launch.block, launch.reported)
-        return known[key][1]
-
-    return tuple(
-        [
-            _measured(
-                one,
-                op,
-                [each.dur / 1e3 for each in same],
+            alike[key] = _Alike(
+                launch,
+                _sizes(one, op, launch, says, alone, peaks, facts),
+                occupancy(device, launch.registers, launch.shared, launch.block, launch.reported),
+            )
+        _, sizes, occupied = alike[key]
+        shape = sizes.shape
+        tflops, gb_s, roof, of_roof = _rates(sizes, one.dur)
+        us = mean_us = low_us = high_us = one.dur / 1e3
+        if len(same) > 1:
+            times = [each.dur / 1e3 for each in same]
+            us, mean_us, low_us, high_us = median(times), fmean(times), min(times), max(times)
+        # By position, because keywords take several times as long.
+        found.append(
+            GpuWork(
+                one.name,
+                one.kind,
+                _asking(one, op),
+                us,
+                mean_us,
+                low_us,
+                high_us,
+                len(same),
                 overlapping.isdisjoint(map(id, same)),
-                queries.get(id(one.launch), 0),
-                peaks,
+                "" if call is None else call.name,
+                None if call is None else (one.start - call.start) / 1e3,
+                queries.get(id(call), 0),
+                says.family,
+                says.maker,
+                says.parts,
+                shape if isinstance(shape, Product) else None,
+                shape if isinstance(shape, Attention) else None,
+                shape if isinstance(shape, Convolution) else None,
+                sizes.flops,
+                tflops,
+                sizes.moved,
+                gb_s,
+                roof,
+                of_roof,
+                launch.registers,
+                launch.shared,
+                launch.grid,
+                launch.block,
                 occupied,
-                facts,
                 layers.get(id(one)),
             )
-            for one, op, same in zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True)
-        ]
-    )
+        )
+    return tuple(found)
 
 
 def _in_all_steps(trace: Trace, chosen: Step) -> list[list[Work]]:
     """Return each activity of the step with those of the other steps that are numbered alike: see numbered()."""
+    if len(trace.steps) == 1:
+        return [[one] for one in chosen.work]
     by_name = defaultdict(list)
     for step in trace.steps:
         named = defaultdict(list)
@@ -190,8 +224,14 @@ def nearest_roofs(
     entries = zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True)
     timed = [(median([each.dur / 1e3 for each in same]), one, op) for one, op, same in entries]
     timed.sort(key=lambda entry: -entry[0])
-    rates = ((us, _rates(one, op, launch_args(one), families.says(one), peaks, facts)) for us, one, op in timed)
-    return sum(us for us, *_ in timed), ((us, one.roof, one.of_roof) for us, one in rates)
+
+    def rates() -> Iterator[tuple[float, str | None, float | None]]:
+        for us, one, op in timed:
+            says = families.says(one)
+            sizes = _sizes(one, op, launch_args(one), says, does_it_alone(one, op, says), peaks, facts)
+            yield us, *_rates(sizes, one.dur)[2:]
+
+    return sum(us for us, *_ in timed), rates()
 
 
 def _facts(trace: Trace, chosen: Step) -> RunFacts:
@@ -200,88 +240,56 @@ def _facts(trace: Trace, chosen: Step) -> RunFacts:
     return trace.facts if alone else RunFacts()
 
 
-class _Rates(NamedTuple):
-    """The sizes and rates of an activity; see the fields of GpuWork."""
+class _Sizes(NamedTuple):
+    """The sizes of an activity, and the peaks (TFLOP/s, GB/s) that its rates are compared with.
+
+    The peak of arithmetic is None if the element type is unknown; peaks is None if the rates are compared with none.
+    """
 
     shape: Product | Attention | Convolution | None
     flops: int | None
-    tflops: float | None
     moved: int | None
-    gb_s: float | None
-    roof: str | None
-    of_roof: float | None
+    peaks: tuple[float | None, float] | None
 
 
-def _rates(
-    one: Work, op: Op | None, launch: LaunchArgs, says: KernelName, peaks: Peaks | None, facts: RunFacts
-) -> _Rates:
-    """Return an activity's sizes and rates, and the peak that it is closer to."""
-    # Sizes and rates are those of this activity. Another step may have another size here.
-    shape, moved, types = sizes_of(one, op, launch.bytes, says, facts)
-    flops = shape.flops if shape else None
-    if not flops and not moved:
-        return _Rates(shape, flops, None, moved, None, None, None)
-    us = one.dur / 1e3
-    tflops, gb_s = flops / us * 1e-6 if flops and us else None, moved / us * 1e-3 if moved and us else None
+class _Alike(NamedTuple):
+    """What activities with equal names, launches and inputs have in common."""
+
+    launch: LaunchArgs
+    sizes: _Sizes
+    occupancy: Occupancy | None
+
+
+def _sizes(
+    one: Work,
+    op: Op | None,
+    launch: LaunchArgs,
+    says: KernelName,
+    alone: bool,
+    peaks: Peaks | None,
+    facts: RunFacts,
+) -> _Sizes:
+    # The sizes are those of this activity. Another step may have another size here.
+    shape, moved, types = sizes_of(one, op, launch.bytes, says, alone, facts)
     # Attention with an unrecorded mask gets no share of a peak, because a causal mask halves its FLOPs. A copy over the
     # bus gets none either, because it is never limited by the GPU's memory bandwidth.
     mask_unknown = isinstance(shape, Attention) and shape.causal is None
     over_the_bus = one.kind == "memcpy" and says.parts.get("does") != kernel_names.COPIES["DtoD"]
-    met = None
+    compared = None
     if peaks and not mask_unknown and not over_the_bus:
-        met = roof_met(tflops, gb_s, peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s)
-    if met and met[1] > 1:
-        # A rate above the device's peak means less data, or data in a cache. No rate is reported then.
-        tflops, gb_s, met = None, None, None
-    return _Rates(shape, flops, tflops, moved, gb_s, *(met or (None, None)))
+        compared = peak_tflops(peaks, says.parts.get("types") or types), peaks.gb_s
+    return _Sizes(shape, shape.flops if shape else None, moved, compared)
 
 
-def _measured(
-    one: Work,
-    op: Op | None,
-    times: list[float],
-    alone: bool,
-    queries: int,
-    peaks: Peaks | None,
-    occupied: Callable[[Work, LaunchArgs], Occupancy | None],
-    facts: RunFacts,
-    layer: str | None,
-) -> GpuWork:
-    launch, says = launch_args(one), families.says(one)
-    shape, flops, tflops, moved, gb_s, roof, of_roof = _rates(one, op, launch, says, peaks, facts)
-    several = len(times) > 1
-    return GpuWork(
-        name=one.name,
-        kind=one.kind,
-        asked_by=_asking(one, op),
-        us=median(times) if several else times[0],
-        mean_us=fmean(times) if several else times[0],
-        low_us=min(times) if several else times[0],
-        high_us=max(times) if several else times[0],
-        steps=len(times),
-        ran_alone=alone,
-        launched_by=one.launch.name if one.launch else "",
-        launch_to_start_us=(one.start - one.launch.start) / 1e3 if one.launch else None,
-        occupancy_queries=queries,
-        family=says.family,
-        maker=says.maker,
-        name_says=says.parts,
-        product=shape if isinstance(shape, Product) else None,
-        attention=shape if isinstance(shape, Attention) else None,
-        convolution=shape if isinstance(shape, Convolution) else None,
-        flops=flops,
-        tflops=tflops,
-        bytes_moved=moved,
-        gb_s=gb_s,
-        roof=roof,
-        of_roof=of_roof,
-        registers=launch.registers,
-        shared_memory=launch.shared,
-        grid=launch.grid,
-        block=launch.block,
-        occupancy=occupied(one, launch),
-        layer=layer,
-    )
+def _rates(sizes: _Sizes, ns: int) -> tuple[float | None, float | None, str | None, float | None]:
+    """Return TFLOP/s and GB/s of an activity that takes this time, the peak that it is closer to, and its share."""
+    us, flops, moved = ns / 1e3, sizes.flops, sizes.moved
+    tflops, gb_s = flops / us * 1e-6 if flops and us else None, moved / us * 1e-3 if moved and us else None
+    met = roof_met(tflops, gb_s, *sizes.peaks) if sizes.peaks else None
+    if met is None:
+        return tflops, gb_s, None, None
+    # A rate above the device's peak means less data, or data in a cache. No rate is reported then.
+    return (None, None, None, None) if met[1] > 1 else (tflops, gb_s, *met)
 
 
 def _overlapping(work: Sequence[Work]) -> set[int]:
@@ -382,9 +390,12 @@ def _asking(one: Work, op: Op | None) -> str:
     return name
 
 
-def _queries_before(work: Sequence[Work]) -> dict[int, int]:
-    """Return the number of occupancy queries between a launch and the previous one on its thread, by launch id."""
-    parents = {id(one.launch.parent): one.launch.parent for one in work if one.launch and one.launch.parent}
+def _queries_before(queries: Sequence[Op]) -> dict[int, int]:
+    """Return the number of occupancy queries between a launch and the previous one on its thread, by launch id.
+
+    queries: all queries of the trace. Launches without one may be left out.
+    """
+    parents = {id(query.parent): query.parent for query in queries if query.parent is not None}
     before = {}
     for parent in parents.values():
         queries = 0

@@ -32,6 +32,8 @@ def joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 def minus(one: Intervals, other: Intervals) -> Intervals:
     """Return the first set of intervals without the second."""
+    if not other:
+        return list(one)
     left = []
     index = 0
     for start, end in one:
@@ -93,8 +95,12 @@ class Lengths:
         self.before = list(accumulate([end - start for start, end in intervals], initial=0))
 
     def between(self, start: int, end: int) -> int:
-        return max(0, self._until(end) - self._until(start))
+        return max(0, self.until(end) - self.until(start))
 
-    def _until(self, time: int) -> int:
+    def until(self, time: int) -> int:
+        """Return the covered length before a time."""
         index = bisect.bisect_right(self.starts, time)
-        return self.before[index] - max(0, self.ends[index - 1] - time) if index else 0
+        if not index:
+            return 0
+        beyond = self.ends[index - 1] - time
+        return self.before[index] - beyond if beyond > 0 else self.before[index]

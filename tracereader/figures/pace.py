@@ -46,7 +46,7 @@ def recorded_step_us(trace: Trace, usual: Step) -> float:
     marks = [on_its_thread(step) for step in steps]
     on_cpu = pace([start for _, start, _ in marks], marks[-1][2])
     work = on_busiest_stream(steps)
-    on_gpu = pace([min(map(_start, some)) for some in work], max([one.end for one in work[-1]]))
+    on_gpu = pace([some[0].start for some in work], max([one.start + one.dur for one in work[-1]]))
     return max(on_cpu, on_gpu) / 1e3
 
 
@@ -62,7 +62,10 @@ def working_steps(trace: Trace, usual: Step) -> list[Step]:
 
 
 def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
-    """Return each step's work on the busiest stream of all steps; all of its work if a step has none there."""
+    """Return each step's work on the busiest stream of all steps; all of its work if a step has none there.
+
+    The work is in the order of the starts.
+    """
     everything = [step.work for step in steps]
     if len({one.track for work in everything for one in work}) == 1:
         return everything
@@ -77,11 +80,11 @@ def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
 
 def on_its_thread(step: Step) -> tuple[tuple, int, int]:
     """Return the thread that a step runs on, and the step's start and end there (ns)."""
-    mark = next((op for op in step.roots if op.name == step.name and op.start == step.start), None)
+    mark = next((op for op in step.roots if op.start == step.start and op.name == step.name), None)
     if mark is not None:
         return mark.track, step.start, step.end
     # In a trace without steps the profiler's last synchronization does not count.
-    launched = max([one.launch.end for one in step.work if one.launch is not None], default=step.start)
+    launched = max([call.start + call.dur for one in step.work if (call := one.launch) is not None], default=step.start)
     if not step.roots:
         return (), step.start, step.end
     own = [op for op in step.roots if not ("DeviceSynchronize" in op.name and op.start >= launched)] or step.roots

@@ -4,6 +4,7 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -71,28 +72,44 @@ def _outermost_labels(ops: Sequence[Op]) -> list[Op]:
     pending = list(reversed(ops))
     while pending:
         op = pending.pop()
-        if op.kind == "label" and is_phase(op.name):
-            labels.append(op)
-        elif op.kind == "label" or (op.children and op.children[-1].end > op.end):
-            # An asynchronous call's slice outlasts the op in which it begins, and encloses what follows.
-            pending.extend(reversed(op.children))
+        if op.kind == "label":
+            if is_phase(op.name):
+                labels.append(op)
+            else:
+                pending.extend(reversed(op.children))
+        elif op.children:
+            last = op.children[-1]
+            if last.start + last.dur > op.start + op.dur:
+                # An asynchronous call's slice outlasts the op in which it begins, and encloses what follows.
+                pending.extend(reversed(op.children))
     return labels
 
 
-def by_module(trace: Trace, step: Step) -> tuple[Place, ...]:
+def by_module(trace: Trace, step: Step) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """Return the time of a step by the innermost nn.Module around the launch, the largest first; empty without stacks.
 
     The time is GPU time, or the CPU time of the outermost ops in a step without GPU work. Backward's work counts for
-    the module of the forward op that its op belongs to, if the trace ties them.
+    the module of the forward op that its op belongs to, if the trace ties them. The second result has the sums by the
+    module's class and its parent's class, with the number of modules per parent. A model's equal layers become one row:
+    "84 x Linear in Qwen3MLP".
     """
-    if not _has_modules(trace, step):
-        return ()
     time, pieces = defaultdict(int), defaultdict(int)
-    for shown, call, dur in _asked_for(trace, step):
-        name = _module_of(shown, call) or "no module"
-        time[name] += dur
-        pieces[name] += 1
-    return _places(step, time, pieces)
+    of_class, pieces_of_class, members = defaultdict(int), defaultdict(int), defaultdict(set)
+    for names, backward, ns, count in _in_modules(trace, step):
+        name = names[-1] + " backward" * backward if names else "no module"
+        time[name] += ns
+        pieces[name] += count
+        classes = [NUMBER.sub("", one) for one in reversed(names[-2:])]
+        name = " in ".join(classes) + " backward" * backward if names else "no module"
+        of_class[name] += ns
+        pieces_of_class[name] += count
+        members[name].add(names[-1] if names else "")
+    named = {name: f"{len(some)} x {name}" if len(some) > 1 else name for name, some in members.items()}
+    of_class = {named[name]: ns for name, ns in of_class.items()}
+    return (
+        _places(step, time, pieces),
+        _places(step, of_class, {named[name]: count for name, count in pieces_of_class.items()}),
+    )
 
 
 def _trace_of(trace: Trace, one: Work) -> Trace:
@@ -127,43 +144,34 @@ def _places(step: Step, time: dict[str, int], pieces: dict[str, int]) -> tuple[P
     return tuple(Place(name, ns / 1e3, 0.0, pieces[name]) for name, ns in ordered)
 
 
-def by_module_class(trace: Trace, step: Step) -> tuple[Place, ...]:
-    """Return by_module() summed by the module's class and its parent's class, with the number of modules per parent.
-
-    A model's equal layers become one row: "84 x Linear in Qwen3MLP".
-    """
-    if not _has_modules(trace, step):
-        return ()
-    time, pieces, members = defaultdict(int), defaultdict(int), defaultdict(set)
-    for shown, call, dur in _asked_for(trace, step):
-        around, backward = _modules_around(shown, call)
-        names = [module.name.removeprefix(MODULE) for module in around[-2:]]
-        classes = [NUMBER.sub("", name) for name in reversed(names)]
-        name = " in ".join(classes) + " backward" * backward if names else "no module"
-        time[name] += dur
-        pieces[name] += 1
-        members[name].add(names[-1] if names else "")
-    named = {name: f"{len(some)} x {name}" if len(some) > 1 else name for name, some in members.items()}
-    return _places(step, {named[name]: ns for name, ns in time.items()}, {named[name]: n for name, n in pieces.items()})
-
-
 def by_module_path(trace: Trace, step: Step) -> dict[tuple[str, ...], tuple[int, int]]:
     """Return by_module()'s times (ns) and numbers of activities, by the modules around, outermost first."""
-    if not _has_modules(trace, step):
-        return {}
     found: dict[tuple[str, ...], tuple[int, int]] = {}
-    for shown, call, dur in _asked_for(trace, step):
-        around, backward = _modules_around(shown, call)
-        path = tuple(module.name.removeprefix(MODULE) for module in around)
-        path = (*path[:-1], path[-1] + " backward" * backward) if path else ("no module",)
-        ns, pieces = found.get(path, (0, 0))
-        found[path] = ns + dur, pieces + 1
+    for names, backward, ns, count in _in_modules(trace, step):
+        path = (*names[:-1], names[-1] + " backward" * backward) if names else ("no module",)
+        before, pieces = found.get(path, (0, 0))
+        found[path] = before + ns, pieces + count
     return found
 
 
-def _module_of(trace: Trace, launch: Op | None) -> str | None:
-    around, backward = _modules_around(trace, launch)
-    return around[-1].name.removeprefix(MODULE) + " backward" * backward if around else None
+def _in_modules(trace: Trace, step: Step) -> list[tuple[list[str], bool, int, int]]:
+    """Return the modules in which the step takes time, by the innermost module's call and by forward and backward.
+
+    Each has the names of the modules around, outermost first, whether backward launched the work, the time (ns), and
+    the number of activities. Empty without stacks.
+    """
+    if not _has_modules(trace, step):
+        return []
+    around: dict[tuple[int, bool], list[str]] = {}
+    time, pieces = defaultdict(int), defaultdict(int)
+    for shown, call, dur in _asked_for(trace, step):
+        modules, backward = _modules_around(shown, call)
+        key = (id(modules[-1]) if modules else 0, backward)
+        if key not in around:
+            around[key] = [module.name.removeprefix(MODULE) for module in modules]
+        time[key] += dur
+        pieces[key] += 1
+    return [(names, key[1], time[key], pieces[key]) for key, names in around.items()]
 
 
 def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
@@ -171,7 +179,7 @@ def _modules_around(trace: Trace, launch: Op | None) -> tuple[list[Op], bool]:
     if launch is None:
         return [], False
     track, time, backward = launch.track, launch.start, False
-    for op in (launch, *launch.above()):
+    for op in chain((launch,), launch.above()):
         if forward := trace.forward_of.get((op.track, op.start)):
             again = innermost(trace.modules.get(track, ()), time)
             if again and again[-1].start >= op.start:  # a module that recomputes inside backward (checkpointing)

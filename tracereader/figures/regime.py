@@ -1,5 +1,6 @@
 """The regime: what limits the steps. Only this file decides it; findings/steps.py has the sentences."""
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -68,7 +69,7 @@ def _steady(steps: Sequence[Step]) -> tuple[int, int] | None:
     a step ahead. None for a single step.
     """
     working = [step for step in steps if step.work]
-    firsts = [min(one.start for one in work) for work in on_busiest_stream(working)] if working else []
+    firsts = [work[0].start for work in on_busiest_stream(working)] if working else []
     return (firsts[0], firsts[-1]) if len(firsts) > 1 and firsts[0] < firsts[-1] else None
 
 
@@ -77,10 +78,11 @@ def _own_start(trace: Trace, step: Step) -> int:
     if not step.work:
         return step.start
     (own,) = on_busiest_stream([step])
-    first = min(own, key=attrgetter("start"))
-    mine = {id(one) for one in step.work}
-    before = [one for one in trace.work if one.start < first.start and one.device == first.device]
-    earlier = max((one.end for one in before if id(one) not in mine), default=step.start)
+    first = own[0]
+    before = trace.work[: bisect.bisect_left(trace.work, first.start, key=attrgetter("start"))]
+    mine = {id(one) for one in step.work} if before else ()
+    ends = [one.end for one in before if one.device == first.device and id(one) not in mine]
+    earlier = max(ends, default=step.start)
     return max(step.start, min(first.start, earlier))
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
@@ -44,11 +43,12 @@ class Product(msgspec.Struct, frozen=True):
 
 
 def sizes_of(
-    work: Work, op: Op | None, size: int | None, says: KernelName, facts: RunFacts
+    work: Work, op: Op | None, size: int | None, says: KernelName, alone: bool, facts: RunFacts
 ) -> tuple[Product | Attention | Convolution | None, int | None, str]:
     """Return the sizes of a GEMM, an attention kernel or a convolution, the bytes that it has to move, and its type.
 
-    size: the bytes that a copy copies.
+    size: the bytes that a copy copies. alone: whether the op's shapes are this activity's: see does_it_alone(). Nothing
+    else of the work counts but its kind and its name, and of the op its name and its inputs.
     """
     if work.kind == "memcpy":
         within = says.parts.get("does") == kernel_names.COPIES["DtoD"]
@@ -56,7 +56,7 @@ def sizes_of(
     if op is None:
         return None, None, ""
     if says.family not in ("GEMM", "attention", "convolution"):
-        return None, moved(op.name, op.inputs, work.name) if _only_kernel(work, op) else None, ""
+        return None, moved(op.name, op.inputs, work.name) if alone else None, ""
     asked = op.inputs
     shapes, first = asked.dims, dtype_of(next(iter(asked.types), None))
     item = first.bytes if first and first.is_plain else None
@@ -64,28 +64,44 @@ def sizes_of(
     if says.family == "GEMM":
         found = product(op.name, shapes) if says.multiplies else None
     elif says.family == "convolution":
-        if _convolves(work.name) and _alone(work, op, says):
+        if alone and _convolves(work.name):
             found = convolution(op.name, asked)
     elif says.parts.get("does", "forward") != "forward":
         pass  # a kernel that combines parts, or backward, which has other FLOPs
     elif shapes:
-        found = None if not _alone(work, op, says) else attention(op.name, asked, says, facts.attention)
+        found = attention(op.name, asked, says, facts.attention) if alone else None
     elif found := stored(facts.attention, says):
         types = _two_byte_type(dtype_of(facts.dtype))
         item = 2 if types else None
     return found, found.elements * item if found and item else None, types
 
 
-def _only_kernel(work: Work, op: Op) -> bool:
-    # If an op has several kernels, the shapes do not show which of them each one reads and writes.
-    return not any(one is not work and one.kind != "memset" for one in _asked_by(op, work))
+def does_it_alone(work: Work, op: Op | None, says: KernelName) -> bool:
+    """Return whether the op's inputs are those of this activity. They are a GEMM's beside any other activity.
+
+    says: the content of the work's name.
+    """
+    if op is None or says.family == "GEMM":
+        return True
+    # For a captured op, those of this work's replay. They are not listed, because a graph may have thousands.
+    asked = (call.work for call in op.children) if work.recorded is None else (work.recorded.together,)
+    for some in asked:
+        for one in some:
+            if one is not work and _shares_inputs(one, says):
+                return False
+    return True
 
 
-def _asked_by(op: Op, work: Work) -> Iterable[Work]:
-    """Return the activities that an op's own calls launched; for a captured op, those of this work's replay."""
-    if work.recorded is not None:
-        return work.recorded.together
-    return (one for call in op.children if call.work for one in call.work)
+def _shares_inputs(other: Work, says: KernelName) -> bool:
+    """Return whether another activity of the op may read or write what the one does whose name says this."""
+    if says.family not in ("attention", "convolution"):
+        return other.kind != "memset"  # the shapes do not show which of several kernels reads and writes them
+    # An op that starts two kernels of one kind (forward, towards the data or towards the weights) has split the work
+    # between them, and the trace does not show how.
+    if says.family == "convolution" and not _convolves(other.name):
+        return False
+    its = families.says(other)
+    return its.family == says.family and its.parts.get("does") == says.parts.get("does")
 
 
 @lru_cache(4096)  # names are far fewer than activities
@@ -101,17 +117,6 @@ def _convolves(kernel: str) -> bool:
 def _two_byte_type(dtype: Dtype | None) -> str:
     """Return bf16 or fp16 for these types, else "". For fp32 only the kernel's name shows whether it uses TF32."""
     return dtype.name if dtype and dtype.name in ("bf16", "fp16") else ""
-
-
-def _alone(work: Work, op: Op, says: KernelName) -> bool:
-    # An op that starts two kernels of one kind (forward, towards the data or towards the weights) has split the work
-    # between them, and the trace does not show how.
-    others = [
-        families.says(one)
-        for one in _asked_by(op, work)
-        if one is not work and (says.family != "convolution" or _convolves(one.name))
-    ]
-    return not any(one.family == says.family and one.parts.get("does") == says.parts.get("does") for one in others)
 
 
 def product(op: str, dims: list[list[int]]) -> Product | None:

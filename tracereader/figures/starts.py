@@ -48,7 +48,7 @@ def starts(trace: Trace, step: Step) -> tuple[Start, ...]:
             idle = Counter()
             if gap and one.launch is not None:
                 track = one.launch.track
-                cut_up(roots[track], max(before, near[0].start), one.start, idle, outside[track])
+                cut_up(roots[track], [(max(before, near[0].start), one.start)], idle, outside[track])
             found.append(_start(overheads, one, gap, idle, stream_free.get(one.track)))
         free[one.device] = max(free.get(one.device, one.end), one.end)
         stream_free[one.track] = max(stream_free.get(one.track, one.end), one.end)

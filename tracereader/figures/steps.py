@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, length
+from tracereader.figures.intervals import Intervals, Lengths, joined, length
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 
@@ -148,12 +148,12 @@ def busy_us(work: Iterable[Work]) -> float:
 
 def first_start(step: Step) -> int | None:
     """Return when the step's first GPU work began (ns)."""
-    return min((one.start for one in step.work), default=None)
+    return step.work[0].start if step.work else None
 
 
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
-    """Return the first start and the last end (ns) of some work."""
-    return min(map(_start, work)), max([one.start + one.dur for one in work])
+    """Return the first start and the last end (ns) of some work, which is in the order of the starts."""
+    return work[0].start, max([one.start + one.dur for one in work])
 
 
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
@@ -320,13 +320,9 @@ def _busy_by_device(work: Iterable[Work]) -> dict[object, Intervals]:
     """Return when each GPU was busy. work: sorted by start, so that one pass gives the union."""
     by_device: dict[object, Intervals] = defaultdict(list)
     for one in work:
-        start, busy = one.start, by_device[one.device]
-        end = start + one.dur
-        if not busy or start > busy[-1][1]:
-            busy.append((start, end))
-        elif end > busy[-1][1]:
-            busy[-1] = busy[-1][0], end
-    return by_device
+        start = one.start
+        by_device[one.device].append((start, start + one.dur))
+    return {device: joined(some) for device, some in by_device.items()}
 
 
 def _idle_share(busy: dict[object, Lengths], step: Step, start: int, end: int) -> float | None:
@@ -344,7 +340,7 @@ def _gpu_stretches(steps: Sequence[Step]) -> list[tuple[int, int] | None]:
     working = [step for step in steps if step.work]
     if len(working) == 1:
         (only,) = working
-        whole = only.start, max([only.end, *(one.end for one in only.work)])
+        whole = only.start, max(only.end, spanned(only.work)[1])
         return [whole if step is only else None for step in steps]
     found, following = [], None
     for step in reversed(steps):

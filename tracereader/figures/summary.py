@@ -27,7 +27,7 @@ from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
 from tracereader.figures.pace import recorded_step_us, window
-from tracereader.figures.places import Place, by_label, by_module, by_module_class
+from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.regime import regime_of
 from tracereader.figures.repeats import Repeat, repeats
@@ -215,7 +215,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         first_wait_us=_first_wait_us(trace, start),
         idle_python=waits_in_python,
         cpu=Cpu(trace, step, layers),
-        places=Places(by_label(step), by_phase(trace, step), by_module(trace, step), by_module_class(trace, step)),
+        places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),
         training=training(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(

@@ -7,7 +7,7 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, clipped, gaps, joined, length, minus, union
+from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.places import Place
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
@@ -126,8 +126,7 @@ def _idle(work: Sequence[Work], step: Step) -> Intervals | None:
     if not work:
         return None
     near = work[: bisect.bisect_left(work, step.end, key=_start)]
-    spans = [(one.start, one.start + one.dur) for one in near if one.start + one.dur > step.start]
-    busy = joined(clipped(spans, step.start, step.end))
+    busy = joined([(one.start, one.start + one.dur) for one in near if one.start + one.dur > step.start])
     return gaps(busy, step.start, step.end)
 
 
@@ -219,7 +218,7 @@ def _optimizers(step: Step, idle: Intervals | None) -> tuple[OptimizerCost, ...]
     for op in step.named(lambda name: name.startswith(OPTIMIZER)):
         if op.kind == "label":
             slices[op.name.removeprefix(OPTIMIZER).removesuffix(".step")].append(op)
-    found, idle_in = [], Lengths(idle or [])
+    found, idle_in = [], Lengths(idle or []) if slices else None
     for name, some in slices.items():
         closure, backward = _closure(some, step)
         both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
@@ -297,10 +296,10 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
 
     The CPU's activity between a synchronization and the next launch call is not charged to the synchronization.
     """
-    if idle is None:
+    waiting = [] if idle is None else _waiting(step)
+    if not waiting:
         return (), []
-    waiting = _waiting(step)
-    launches = sorted((op.start, op.end) for op in ops if op.work) if waiting else []
+    launches = sorted([(op.start, op.start + op.dur) for op in ops if op.work])
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}
     for call in waiting:

@@ -166,9 +166,19 @@ class Work(_Slice, eq=False):
         """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
         if not self.from_graph:
             return None
-        raw = bytes(self.raw)
-        may_have_one = b'"graph node id"' in raw and (b'"name"' in raw or b'"annotation"' in raw)
-        return annotation_of(self.args) if may_have_one else None
+        found = decoded_as(_annotated, self.raw)  # faster than all arguments, and most nodes have no annotation
+        if found and not (found.node and (found.name or found.annotation)):
+            return None
+        return annotation_of(self.args)
+
+
+class _Annotated(msgspec.Struct, gc=False):
+    node: object = msgspec.field(name="graph node id", default=None)
+    name: object = None
+    annotation: object = None
+
+
+_annotated = msgspec.json.Decoder(_Annotated)
 
 
 class Recorded(msgspec.Struct, eq=False):
