@@ -2,7 +2,8 @@
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from itertools import chain
 
 from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
@@ -23,7 +24,7 @@ from tracereader.replay import (
     without_ops,
     without_waits,
 )
-from tracereader.replay.changes import launches_between_waits, spans_of
+from tracereader.replay.changes import Run, launches_between_waits, spans_of
 from tracereader.trace import Op, Step, Work, outermost
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
@@ -77,11 +78,12 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None if single else _graphs_between_reads(case, waits)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if single else _small_graph(case)
-    captured = _captured(case, case.replayed)
+    runs = _runs(case)
+    captured = _captured(runs, case.replayed)
     if not captured:
         return None
     return Proposal(
-        as_cuda_graph(case.graph),
+        as_cuda_graph(case.graph, chain(*runs.values())),
         _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.replayed, captured)))),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         assumed=single,
@@ -99,13 +101,14 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
         stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
         calls = step.named(ACCUMULATES.__eq__)
         accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
-    captured = {id(step): _captured(case, step, stays) for step in case.steps}
+    runs = _runs(case, stays)
+    captured = {id(step): _captured(runs, step) for step in case.steps}
     waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}
     here = id(case.replayed)
     if not captured[here] or not all(_copies_input(op) for some in waits.values() for op in some):
         return None
     return Proposal(
-        with_cpu_time(as_cuda_graph(case.graph, stays), accumulated),
+        with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), accumulated),
         _launches(len(captured[here]), single, " in forward and backward", bool(waits[here])),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
         assumed=single,
@@ -113,16 +116,24 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     )
 
 
-def _captured(case: Case, step: Step, stays: Iterable[Op] = ()) -> list[Work]:
-    """Return a step's activities that CUDA graphs would launch. stays: ops or annotations that stay as they are."""
-    runs = launches_between_waits(case.graph, step, list(stays))
-    return [one for run in runs for _, work in run for one in work]
+def _runs(case: Case, stays: Collection[Op] = ()) -> dict[int, list[Run]]:
+    """Return by the id of each replayed step its runs of launches between waits.
+
+    stays: ops or annotations that stay as they are.
+    """
+    return {id(step): list(launches_between_waits(case.graph, step, stays)) for step in case.steps}
+
+
+def _captured(runs: dict[int, list[Run]], step: Step) -> list[Work]:
+    """Return a step's activities that CUDA graphs would launch."""
+    return [one for run in runs[id(step)] for _, work in run for one in work]
 
 
 def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
     """Return the calls of a step that wait between the launches of these activities."""
-    launches = [one.launch.start for one in captured if one.launch is not None]
-    return [op for op in waits_of(step) if launches and min(launches) < op.start < max(launches)]
+    launches = [one.launch.start for one in captured if one.launch is not None] or [step.end]
+    first, last = min(launches), max(launches)
+    return [op for op in waits_of(step) if first < op.start < last]
 
 
 def _after_backward(step: Step) -> list[Op]:
@@ -145,14 +156,13 @@ def static_cache(case: Case) -> Proposal | None:
         return None
     if (keys := growing_keys(case.steps)) is None:
         return None
-    decodes = {
-        id(op) for step in case.steps for op in step.named(ATTENTION.__contains__) if queries_and_keys(op)[0] == 1
-    }
-    stays, captured, _ = _graphs_of_runs(case, lambda op: id(op) in decodes)
+    attending = (op for step in case.steps for op in step.named(ATTENTION.__contains__))
+    decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}
+    runs, captured, _ = _long_runs(case, decodes)
     if not captured:
         return None
     return Proposal(
-        as_cuda_graph(case.graph, stays),
+        as_cuda_graph(case.graph, runs),
         f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
         f"with each token; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
         'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
@@ -160,22 +170,22 @@ def static_cache(case: Case) -> Proposal | None:
     )
 
 
-def _graphs_of_runs(case: Case, contains: Callable[[Op], bool] | None = None) -> tuple[list[Op], int, int]:
-    """Return the ops that stay, and the number of launches and of graphs of a replayed step.
+def _long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Run], int, int]:
+    """Return the runs that are worth a graph, and the number of launches and of graphs of a replayed step.
 
-    Each run of launches between two waits is a graph. The ops of a run with few launches stay. contains: so do those of
-    a run without such an op.
+    Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
+    the ops of a run without any of them stay, too.
     """
-    stays, captured, graphs = [], 0, 0
+    found, captured, graphs = [], 0, 0
     for step in case.steps:
         for run in launches_between_waits(case.graph, step):
             launches = sum(len(work) for _, work in run)
-            fits = contains is None or any(contains(below) for op, _ in run for below in op.walk())
-            if launches < MANY_LAUNCHES or not fits:
-                stays += [op for op, _ in run]
-            elif step is case.replayed:
+            if launches < MANY_LAUNCHES or not (around is None or any(id(op) in around for op, _ in run)):
+                continue
+            found.append(run)
+            if step is case.replayed:
                 captured, graphs = captured + launches, graphs + 1
-    return stays, captured, graphs
+    return found, captured, graphs
 
 
 def _launches(launches: int, single: bool = False, where: str = "", copies: bool = False) -> str:
@@ -248,12 +258,12 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     """
     if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
-    stays, captured, graphs = _graphs_of_runs(case)
+    runs, captured, graphs = _long_runs(case)
     if not graphs:
         return None
     names = listed(dict.fromkeys(map(_waits_in, waits)))
     return Proposal(
-        as_cuda_graph(case.graph, stays),
+        as_cuda_graph(case.graph, runs),
         f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
         f"{counted(graphs, 'group')} between the synchronizations of {names}",
         "torch.cuda.graph for each group",

@@ -24,7 +24,7 @@ def opportunities(
     Each change is priced by itself. Several changes together do not save the sum. show: shows what is done next.
     """
     show("replaying the steps")
-    graph = graph_of(trace, trace.steps[summary.typical_index])
+    graph = graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us)
     if isinstance(graph, Refused):
         return graph
     return worth_showing(one for one, _ in each_priced(Case(trace, summary, graph), show))

@@ -15,6 +15,7 @@ from tracereader.replay.graph import NOBODY, Graph, waits_of
 from tracereader.trace import Op, Step, Work
 
 Spans = Iterable[tuple[tuple, int, int]]  # (a thread's track, from, to), in ns
+Run = list[tuple[Op, list[Work]]]  # ops in the order of their starts, each with the work that it launches
 
 FACTORS = 1024  # cpu_factor() decides between so many
 # Measurements of graph replays of decoders on an H200: the median gap between two activities of one CUDA graph is 0.42
@@ -193,37 +194,37 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
 
 def cuda_graph(
     graph: Graph,
-    left_out: Iterable[Op] = (),
+    runs: Iterable[Run] | None = None,
     launch_us: float | None = None,
     gap_us: float = GRAPH_GAP_US,
 ) -> Graph:
     """Return the graph in which the launches between two waits of a step are one launch of a CUDA graph.
 
     On each thread, the time from the first to the last launching op is removed. Calls that wait stay, and so do ops
-    that contain one. left_out: ops or annotations that stay unchanged. launch_us: the time of the graph's launch; None
-    derives it from the number of activities. gap_us: the time between two activities of one stream.
+    that contain one. runs: the only launches that change, from launches_between_waits(); None means all of them.
+    launch_us: the time of the graph's launch; None derives it from the number of activities. gap_us: the time between
+    two activities of one stream.
     """
-    spans, added, lag = [], [], graph.lag[:]
-    left_out, gap_ns = list(left_out), round(gap_us * 1e3)
-    for step in graph.trace.steps:
-        for run in launches_between_waits(graph, step, left_out):
-            work = [one for _, launched in run for one in launched]
-            by_track = defaultdict(list)
-            for op, _ in run:
-                by_track[op.track].append(op)
-            spans += [(track, some[0].start, max(op.end for op in some)) for track, some in by_track.items()]
-            us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
-            added.append((run[0][0].track, min(one.launch.start for one in work), us))
-            nodes = {graph.activity[id(one)] for one in work}
-            for node in nodes:
-                if graph.before[node] in nodes:
-                    lag[node] = min(lag[node], gap_ns)
+    if runs is None:
+        runs = (run for step in graph.trace.steps for run in launches_between_waits(graph, step))
+    spans, added, lag, before, activity = [], [], graph.lag[:], graph.before, graph.activity
+    gap_ns = round(gap_us * 1e3)
+    for run in runs:
+        work = [one for _, launched in run for one in launched]
+        by_track = defaultdict(list)
+        for op, _ in run:
+            by_track[op.track].append(op)
+        spans += [(track, some[0].start, max([op.start + op.dur for op in some])) for track, some in by_track.items()]
+        us = GRAPH_LAUNCH_US + GRAPH_LAUNCH_US_EACH * len(work) if launch_us is None else launch_us
+        added.append((run[0][0].track, min([one.launch.start for one in work]), us))
+        nodes = {activity[id(one)] for one in work}
+        for node in nodes:
+            if lag[node] > gap_ns and before[node] in nodes:
+                lag[node] = gap_ns
     return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
 
 
-def launches_between_waits(
-    graph: Graph, step: Step, left_out: Collection[Op] = ()
-) -> Iterator[list[tuple[Op, list[Work]]]]:
+def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = ()) -> Iterator[Run]:
     """Yield runs of the outermost ops that launch and do not wait, each with the work that it launches.
 
     A run ends where a call of any thread waits. left_out: ops or annotations that stay unchanged and end a run, too.
@@ -233,8 +234,9 @@ def launches_between_waits(
     waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
     waiting = {id(above): above for op in waits for above in (op, *op.above())}
     inside = {key for key, op in waiting.items() if key in stays or any(id(above) in stays for above in op.above())}
-    launching: dict[int, tuple[Op, list[Work]]] = {}
-    tops: dict[int, Op | None] = dict.fromkeys(waiting)  # id(Op) -> the outermost op around it; None: there is none
+    launching: Run = []
+    # By id(Op), the outermost op around it and what that launches; None if there is no such op.
+    tops: dict[int, tuple[Op, list[Work]] | None] = dict.fromkeys(waiting)
     for one in step.work:
         path, op = [], one.launch
         while op is not None and id(op) not in tops:
@@ -245,16 +247,17 @@ def launches_between_waits(
         for op in reversed(path):
             # The waiting op of item() also launches the copy that it waits for, so a call below such an op stays.
             if top is None and not stays_inside and _is_op_or_call_in_none(op):
-                top = op
+                top = op, []
+                launching.append(top)
             tops[id(op)] = top
             if stays_inside:
                 inside.add(id(op))
         if top is not None:
-            launching.setdefault(id(top), (top, []))[1].append(one)
-    run: list[tuple[Op, list[Work]]] = []
-    for op, work in sorted([*launching.values(), *((op, []) for op in waits)], key=lambda entry: entry[0].start):
-        if work:
-            run.append((op, work))
+            top[1].append(one)
+    run: Run = []
+    for top in sorted([*launching, *((op, []) for op in waits)], key=lambda entry: entry[0].start):
+        if top[1]:
+            run.append(top)
         elif run:
             yield run
             run = []

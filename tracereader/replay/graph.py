@@ -37,6 +37,8 @@ What is not modelled:
 """
 
 import bisect
+import math
+import operator
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -192,11 +194,11 @@ def _pace_us(
     return max(on_cpu, pace(firsts, max(map(ends.__getitem__, steps[-1].work)))) / 1e3
 
 
-def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
+def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None = None) -> Graph | Refused:
     """Return the graph of the recorded steps, or a Refused with the reason why there is none.
 
     around: of a long trace, replay only the steps around this one. They are replayed if they reproduce the recorded
-    step; otherwise, or for None, all steps are.
+    step; otherwise, or for None, all steps are. recorded_us: the recorded step's time, if it is known already.
     """
     launched = sum(one.launch is not None for one in trace.work)
     if not any(step.work for step in trace.steps):
@@ -205,7 +207,8 @@ def graph_of(trace: Trace, around: Step | None = None) -> Graph | Refused:
         return Refused(Reason.NO_LAUNCHES)
     if any(step.work and not step.roots for step in trace.steps):
         return Refused(Reason.NO_CPU_SLICES)
-    recorded_us = recorded_step_us(trace, typical(trace))
+    if recorded_us is None:
+        recorded_us = recorded_step_us(trace, typical(trace))
     if recorded_us <= 0:
         return Refused(Reason.NO_TIME)
     part = _steps_near(trace, around, recorded_us) if around is not None else trace
@@ -284,15 +287,16 @@ class _Builder:
         self.trace, self.recorded_us = trace, recorded_us
         self.columns = {name: array("q") for name in COLUMNS}
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
-        self.threads: dict[tuple, list[int]] = defaultdict(list)
+        self.threads: dict[tuple, range] = {}
         self.streams: dict[tuple, list[int]] = defaultdict(list)
         self.launched_at: dict[int, int] = {}  # id(call) -> the node after which its work can start
         self.calls: dict[int, tuple[Op, int]] = {}  # id(Op) of a waiting call -> the call and the node of its return
         self.activity: dict[int, int] = {}
         self.between_streams: dict[tuple, list[int]] = defaultdict(list)  # track -> its cudaStreamWaitEvent calls
-        self.by_end = sorted(trace.work, key=lambda one: one.end)
-        self.ends = [one.end for one in self.by_end]
-        self.launches = sorted(one.launch.start for one in trace.work if one.launch is not None)
+        ends = [one.start + one.dur for one in trace.work]
+        self.by_end = [trace.work[place] for place in sorted(range(len(ends)), key=ends.__getitem__)]
+        self.ends = sorted(ends)
+        self.launches = sorted([one.launch.start for one in trace.work if one.launch is not None])
         self.latency_ns, self.gap_ns = _typical(trace.work)
         self.recorded = _Recorded(trace)
 
@@ -303,20 +307,6 @@ class _Builder:
         for call, node in self.calls.values():
             self._tie_return(call, node)
         return self._numbered(steps, marks)
-
-    def _add(self, time: int, dur: int, before: int) -> int:
-        columns, order, node = self.columns, self.order, len(self.order)
-        lag, key = 0, time
-        if before >= 0:
-            lag = time - columns["at"][before] - columns["dur"][before]
-            if order[before] > time:
-                key = order[before]
-        columns["at"].append(time)
-        columns["dur"].append(dur)
-        columns["before"].append(before)
-        columns["lag"].append(lag)
-        order.append(key)
-        return node
 
     def _tie(self, node: int, to: str, other: int, lag: int) -> None:
         """Add a dependency on another node. to: via or wait."""
@@ -332,108 +322,132 @@ class _Builder:
         # First, because it needs as much memory as the points.
         handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
         points: dict[tuple, list[tuple]] = {track: [] for track in roots}
-        for track, point in self._calls():
-            points[track].append(point)
+        self._add_calls(points)
         for times in self.between_streams.values():
             times.sort()
         for number, (track, start, end) in enumerate(marks):
-            points[track] += [(start, 1, ("start", number)), (end, 0, ("end", number))]
+            points[track] += [(start, 1, "start", number), (end, 0, "end", number)]
         for number, (one, stopped, other, went_on) in enumerate(handoffs):
-            points[one].append((stopped, 0, ("stop", number)))
-            points[other].append((went_on, -1, ("go on", number)))  # before a step's end at the same time
+            points[one].append((stopped, 0, "stop", number))
+            points[other].append((went_on, -1, "go on", number))  # before a step's end at the same time
         nodes = sum(map(len, points.values())) + len(self.trace.work)
         for to, lag_of_it in LAG_OF.items():  # few nodes have one, and _tie() sets it
             self.columns[to], self.columns[lag_of_it] = array("q", (NOBODY,)) * nodes, array("q", (0,)) * nodes
+        at, previous, lag = (self.columns[name] for name in ("at", "before", "lag"))
+        order, launched_at = self.order, self.launched_at
         found = {}
         for track in list(points):
             some = points.pop(track)  # as large as the trace's calls, and needed once
-            thread = self.threads[track]
-            some.sort(key=lambda point: point[:2])
-            for time, _, (what, one) in some:
-                node = self._add(time, 0, thread[-1] if thread else NOBODY)
-                thread.append(node)
+            some.sort(key=_first_two)
+            times, first = array("q", [point[0] for point in some]), len(order)
+            at.extend(times)
+            order.extend(times)
+            lag.extend(map(operator.sub, times, times[:1] + times))
+            previous.extend(range(first - 1, first - 1 + len(some)))
+            if some:
+                previous[first] = NOBODY
+            self.threads[track] = range(first, len(order))
+            for node, (_, _, what, one) in enumerate(some, first):
                 if what == "call":
-                    self.launched_at[id(one)] = node
+                    launched_at[id(one)] = node
                 elif what == "return":
                     self.calls[id(one)] = one, node
                     if not is_wait(one):  # it waited for room in the queue and then launched
-                        self.launched_at[id(one)] = node
+                        launched_at[id(one)] = node
                 else:
                     found[what, one] = node
+        self.columns["dur"] = array("q", (0,)) * len(order)
         for number, (_, stopped, _, went_on) in enumerate(handoffs):
             node = found["go on", number]
             self.columns["lag"][node] = 0
             self._tie(node, "via", found["stop", number], went_on - stopped)
         return [(found["start", number], found["end", number]) for number in range(len(steps))]
 
-    def _calls(self) -> Iterator[tuple[tuple, tuple]]:
-        """Yield the thread of each runtime call that launches or waits, and its points: (time, rank there, meaning)."""
+    def _add_calls(self, points: dict[tuple, list[tuple]]) -> None:
+        """Add the points of each runtime call that launches or waits: (time, rank there, meaning, call)."""
         launching = {one.launch.name for one in self.trace.work if one.launch is not None}
-
-        def wanted(name: str) -> bool:
-            return name in launching or may_wait(name) or STREAM_WAITS_FOR in name
-
+        may = set(filter(may_wait, self.trace.op_names))
+        between_streams = {name for name in self.trace.op_names if STREAM_WAITS_FOR in name}
+        wanted = (launching | may | between_streams).__contains__
         outside = (op for root in self.trace.outside for op in root.walk() if wanted(op.name))
         for op in chain(*(step.named(wanted) for step in self.trace.steps), outside):
             if op.kind != "runtime":
                 continue
-            if STREAM_WAITS_FOR in op.name:
+            if op.name in between_streams:
                 self.between_streams[op.track].append(op.start)
                 continue
-            waits = is_wait(op)
+            waits = op.name in may and is_wait(op)
             if op.work or waits:
-                yield op.track, (op.start, 1, ("call", op))
-                if waits or self._is_blocked(op):
-                    yield op.track, (op.end, 0, ("return", op))
+                on_thread = points[op.track]
+                on_thread.append((op.start, 1, "call", op))
+                if waits or (op.dur >= BLOCKED_NS and self._is_blocked(op)):
+                    on_thread.append((op.start + op.dur, 0, "return", op))
 
     def _is_blocked(self, call: Op) -> bool:
-        """Return whether a launch call waited for room in the launch queue.
+        """Return whether a launch call that takes BLOCKED_NS waited for room in the launch queue.
 
         CUDA graph launches are excluded, because they take long if the graph is large.
         """
-        if call.dur < BLOCKED_NS or "Graph" in call.name:
+        if "Graph" in call.name:
             return False
         launched = bisect.bisect_left(self.launches, call.start) + len(self.ends) - len(self.launches)
         return launched - bisect.bisect_right(self.ends, call.start) >= QUEUED
 
     def _add_activities(self) -> None:
-        at, lag, order = self.columns["at"], self.columns["lag"], self.order
+        at, dur, previous, lag, via, delay, wait, wait_lag = (self.columns[name] for name in COLUMNS)
+        order, activity, launched_at, gap_ns = self.order, self.activity, self.launched_at, self.gap_ns
         latest: dict[tuple, list[Work]] = {}  # track -> the last two activities of the stream
-        for one in self.trace.work:
+        for node, one in enumerate(self.trace.work, len(order)):
             if one.track not in latest:
                 latest[one.track] = []
-            recent = latest[one.track]
+            recent, on_stream = latest[one.track], self.streams[one.track]
             before = recent[-1] if recent else None
-            start, on_stream = one.start, self.streams[one.track]
-            node = self.activity[id(one)] = self._add(start, one.dur, on_stream[-1] if on_stream else NOBODY)
-            on_stream.append(node)
-            allowed = []  # (the end of a dependency, the column of its lag, the lag)
+            launch = launched_at.get(id(one.launch), NOBODY)
+            start = key = one.start
+            is_late, behind, least, end = before is not None or launch >= 0, NOBODY, 0, None
             if before is not None:
-                end = before.start + before.dur
-                least = lag[node] = min(start - end, self.gap_ns)
-                allowed.append((end, "lag", least))
-            launch = self.launched_at.get(id(one.launch), NOBODY)
+                behind, end = on_stream[-1], before.start + before.dur
+                least = start - end
+                if least > gap_ns:
+                    least = gap_ns
+                else:
+                    is_late = False
+                if order[behind] > key:
+                    key = order[behind]
+            activity[id(one)] = node
+            on_stream.append(node)
+            at.append(start)
+            dur.append(one.dur)
+            previous.append(behind)
+            lag.append(least)
             if launch >= 0:
-                called = at[launch]
-                latency = min(start - called, self.latency_ns)
-                self._tie(node, "via", launch, latency)
-                order[node] = max(order[node], order[launch])
-                allowed.append((called, "delay", latency))
-            is_late = bool(allowed) and all([start > time + least for time, _, least in allowed])
+                latency = start - at[launch]
+                if latency > self.latency_ns:
+                    latency = self.latency_ns
+                else:
+                    is_late = False
+                via[node], delay[node] = launch, latency
+                if order[launch] > key:
+                    key = order[launch]
+            order.append(key)
             other = self._awaited(one, latest, before, is_late) if len(latest) > 1 else None
             if other is not None:
-                behind = self.activity[id(other)]
-                self._tie(node, "wait", behind, min(one.start - other.end, self.gap_ns))
-                order[node] = max(order[node], order[behind])
-                allowed.append((other.end, "wait_lag", self.columns["wait_lag"][node]))
+                awaited = activity[id(other)]
+                wait[node], wait_lag[node] = awaited, min(start - other.end, gap_ns)
+                order[node] = max(key, order[awaited])
             if is_late:
                 # It waited for the dependency that ended last, and the lag is the recorded one.
-                time, column, _ = max(allowed, key=_first)
-                returned = one.launch.end if one.launch is not None else one.start  # launched before the recording
-                if one.start - max(time, returned) <= EXPLAINED_NS:
-                    self.columns[column][node] = one.start - time
+                time, column = (end, lag) if before is not None else (at[launch], delay)
+                if launch >= 0 and at[launch] > time:
+                    time, column = at[launch], delay
+                if other is not None and other.end > time:
+                    time, column = other.end, wait_lag
+                returned = one.launch.end if one.launch is not None else start  # launched before the recording
+                if start - max(time, returned) <= EXPLAINED_NS:
+                    column[node] = start - time
             recent.append(one)
-            del recent[:-2]
+            if len(recent) > 2:
+                del recent[0]
 
     def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
         """Return the activity of another stream that this one waited for: the last one to end before it started.
@@ -486,20 +500,20 @@ class _Builder:
 
     def _numbered(self, steps: Sequence[Step], marks: Sequence[tuple[int, int]]) -> Graph:
         order = sorted(range(len(self.order)), key=self.order.__getitem__)
-        number = array("q", bytes(8 * len(order)))
+        number = [NOBODY] * (len(order) + 1)  # the last one is the number of NOBODY
         for place, old in enumerate(order):
             number[old] = place
         columns = {name: array("q", [column[old] for old in order]) for name, column in self.columns.items()}
         for name in ("before", "via", "wait"):
-            column = columns[name]
-            for place, old in enumerate(column):
-                column[place] = number[old] if old >= 0 and number[old] < place else NOBODY
+            columns[name] = array(
+                "q", [new if (new := number[old]) < place else NOBODY for place, old in enumerate(columns[name])]
+            )
 
         def renumbered(nodes: dict) -> dict:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
         step_nodes = [
-            StepNodes(number[start], number[end], tuple(number[self.activity[id(one)]] for one in work))
+            StepNodes(number[start], number[end], tuple([number[self.activity[id(one)]] for one in work]))
             for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True)
         ]
         return Graph(
@@ -582,8 +596,7 @@ class _Recorded:
         return sync.kind != EVENT or sync.record is None or _launched_before(one, sync.record)
 
 
-def _first(row: tuple) -> int:
-    return row[0]
+_first_two = operator.itemgetter(0, 1)
 
 
 def _called(sync: Sync) -> int:
@@ -611,15 +624,17 @@ def _before_in_graph(one: Work) -> Iterator[Work]:
 def _typical(work: Iterable[Work]) -> tuple[int, int]:
     """Return the median launch latency on an idle stream and the median gap between launched activities (ns)."""
     latencies, gaps = [], []
-    last: dict[tuple, Work] = {}
+    last: dict[tuple, tuple[Op | None, float]] = {}  # by stream, the launch and the end of the activity before
     for one in work:
-        before, last[one.track] = last.get(one.track), one
-        if one.launch is None:
+        start, launch, track = one.start, one.launch, one.track
+        before, ended = last.get(track, (None, -math.inf))
+        last[track] = launch, start + one.dur
+        if launch is None:
             continue
-        if before is None or before.end <= one.launch.start:
-            latencies.append(one.start - one.launch.start)
-        elif before.launch is not one.launch and one.launch.end <= before.end:
-            gaps.append(one.start - before.end)
+        if ended <= launch.start:
+            latencies.append(start - launch.start)
+        elif before is not launch and launch.start + launch.dur <= ended:
+            gaps.append(start - ended)
     return (
         median_low(latencies) if len(latencies) >= ENOUGH else LATENCY_NS,
         median_low(gaps) if len(gaps) >= ENOUGH else GAP_NS,
@@ -650,9 +665,10 @@ def _boundaries(roots: dict[tuple, list[Op]], ends: Iterable[tuple[int, tuple]])
         return []
     found = []
     for track, own in by_track.items():
-        found += [edge for op in own for edge in ((op.start, ENTERS, track), (op.end, LEAVES, track))]
+        for op in own:
+            found += (op.start, ENTERS, track), (op.start + op.dur, LEAVES, track)
         found += [(time, ENDS_STEP, thread) for time, thread in ends if thread == track]
-    return sorted(found, key=lambda edge: edge[:2])
+    return sorted(found, key=_first_two)
 
 
 def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
@@ -679,7 +695,11 @@ def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tu
             if waited_for:
                 other = max(waited_for, key=stopped.__getitem__)
                 yield other, stopped[other], track, time
-        depth[track] += {ENTERS: 1, LEAVES: -1, ENDS_STEP: 0}[what]
-        if what != ENTERS and not depth[track]:
+        if what == ENTERS:
+            depth[track] += 1
+            continue
+        if what == LEAVES:
+            depth[track] -= 1
+        if not depth[track]:
             stopped[track] = time
             beside[track] = {other for other, count in depth.items() if count}
