@@ -4,6 +4,7 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 
 from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
@@ -58,6 +59,9 @@ SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::c
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
+
+
+_start = attrgetter("start")
 
 
 def _waits(case: Case) -> list[Op]:
@@ -145,9 +149,8 @@ def _after_backward(step: Step) -> list[Op]:
 def _can_be_captured(case: Case) -> bool:
     """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
     one_device = len({work.device for work in case.step.work}) <= 1
-    return one_device and not any(
-        "GraphLaunch" in one.launched_by or one.family == "communication" for one in case.summary.gpu_work
-    )
+    how = {(one.launched_by, one.family) for one in case.summary.gpu_work}
+    return one_device and not any("GraphLaunch" in call or family == "communication" for call, family in how)
 
 
 def static_cache(case: Case) -> Proposal | None:
@@ -402,12 +405,14 @@ def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
     A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++.
     """
     reached, name = step.start, "the step's start"
-    for op in sorted(_outside_annotations(step), key=lambda op: op.start):
-        in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-        if op.start - reached > PAUSE_US * 1e3 and not in_engine:
-            yield reached, op.start, name, op.name
-        if op.end > reached:
-            reached, name = op.end, op.name
+    for op in sorted(_outside_annotations(step), key=_start):
+        start, end = op.start, op.start + op.dur
+        if start - reached > PAUSE_US * 1e3:
+            in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
+            if not in_engine:
+                yield reached, start, name, op.name
+        if end > reached:
+            reached, name = end, op.name
 
 
 def _longest(pauses: Sequence[tuple[int, int, str, str]]) -> int:
@@ -504,7 +509,7 @@ class _WithSlices:
         key = id(step), track
         if key not in self.ops:
             found = (op for op in _outside_annotations(step) if op.track == track)
-            self.ops[key] = sorted(found, key=lambda op: op.start)
+            self.ops[key] = sorted(found, key=_start)
         ops = self.ops[key]
         place = bisect.bisect_left(ops, start, key=lambda op: op.start)
         while place and ops[place - 1].name in (*SLICES, *EMPTY):
@@ -517,12 +522,14 @@ class _WithSlices:
 def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
     """Yield runs of equal products with only equal copies between them: the number of products, and all activities."""
 
-    def what(entry: Entry) -> tuple | None:
-        _, one, op = entry
-        return (one.name, one.product, op.name) if op is not None and one.family in ("GEMM", "copy") else None
-
     activities = [entry for entry in activities if entry[0].kind != "memset"]
-    kinds = [what(entry) for entry in activities]
+    numbers: dict[tuple, int] = {}  # of the kinds of products and copies, from 1 on
+    kinds = [
+        numbers.setdefault((one.name, one.product, op.name), len(numbers) + 1)
+        if one.family in ("GEMM", "copy") and op is not None
+        else None
+        for _, one, op in activities
+    ]
     place = 0
     while place < len(activities):
         count = period = 1

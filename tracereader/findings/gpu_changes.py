@@ -4,7 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -23,10 +23,10 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZERS, WRAPPERS
-from tracereader.trace.types import dtype_of
+from tracereader.trace.types import Inputs, dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
 # TF32, convolutions about 30% in TF32, pointwise kernels 80 to 92% of the memory bandwidth. The attention kernels of
@@ -57,6 +57,7 @@ COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
+FOREACH = ("_foreach", "aten::_foreach")  # ops of optimizers
 # A product below this share of its peak is slow. A product above it has little to gain.
 SLOW = 0.4
 # The kernels' names tell which alignment they need, in elements. cuBLAS's nvjet kernels load tiles with TMA, which
@@ -161,25 +162,27 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
         work, one, op = entry
         if work.kind == "memset":
             continue
-        name = (op.name if op else "").removeprefix("aten::")
         if (
             one.family not in FUSABLE
             or id(work) in not_the_models
             or (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
             or "HtoD" in one.name
             or "DtoH" in one.name
-            or name.startswith("_foreach")
+            or (op is not None and op.name.startswith(FOREACH))
             or _is_compiled(one)
             or (wrapped and _of_a_wrapper(op))
         ):
             open_runs.pop(work.track, None)
             continue
-        if work.track not in open_runs:
-            open_runs[work.track] = []
-            runs.append(open_runs[work.track])
-        open_runs[work.track].append(entry)
+        run = open_runs.get(work.track)
+        if run is None:
+            run = open_runs[work.track] = []
+            runs.append(run)
+        run.append(entry)
     chains = []
     for run in runs:
+        if len(run) < 2:
+            continue
         alike = defaultdict(list)
         for entry in run:
             alike[_elements(entry)].append(entry)
@@ -191,15 +194,24 @@ def _chains(case: Case) -> list[tuple[list[Entry], float]]:
 
 def _type_of(op: Op) -> str:
     """Return the element type of an op's first tensor; "" if it was not recorded."""
-    given = [dtype for tensor in op.inputs.tensors if (dtype := dtype_of(tensor.type))]
-    return given[0].name if given else ""
+    return _type_in(op.inputs)
+
+
+@lru_cache(4096)  # ops with equal inputs share one
+def _type_in(inputs: Inputs) -> str:
+    return next((dtype.name for tensor in inputs.tensors if (dtype := dtype_of(tensor.type))), "")
 
 
 def _elements(entry: Entry) -> object:
     """Return the number of elements of the op's largest input; without shapes, the kernel's grid and block instead."""
     _, one, op = entry
-    shapes = op.inputs.dims if op is not None else []
-    return max(map(math.prod, shapes)) if shapes else (tuple(one.grid or ()), tuple(one.block or ()))
+    largest = _largest(op.inputs) if op is not None else None
+    return (tuple(one.grid or ()), tuple(one.block or ())) if largest is None else largest
+
+
+@lru_cache(4096)
+def _largest(inputs: Inputs) -> int | None:
+    return max(map(math.prod, inputs.dims), default=None)
 
 
 def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> float:
@@ -208,11 +220,12 @@ def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> 
     The longest kernel reads and writes as much as the fused one. If the arithmetic of the chain takes longer, it is the
     limit.
     """
-    memory = max(one.us for _, one, _ in chain)
+    times = [one.us for _, one, _ in chain]
+    memory = max(times)
     if not isinstance(elements, int) or peaks is None:
         return memory
-    flops = sum(_flops_of_one(op.name) for _, _, op in chain if op is not None)
-    return min(sum(one.us for _, one, _ in chain), max(memory, flops * elements / peaks.fp32 / 1e6))
+    flops = sum([_flops_of_one(op.name) for _, _, op in chain if op is not None])
+    return min(sum(times), max(memory, flops * elements / peaks.fp32 / 1e6))
 
 
 @cache
@@ -346,7 +359,7 @@ def _in_tf32(case: Case) -> Proposal | None:
         return None
     times, spent, kinds = {}, 0.0, set()
     for work, one, op in case.activities:
-        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(work, one, op):
+        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(one, op):
             continue
         reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
         if one.flops:
@@ -382,7 +395,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     for work, one, op in case.activities:
         if one.family == "attention" and one.name_says.get("types") == "fp32":
             us = max(one.us * ATTENTION_IN_TWO_BYTES, SMALL_PRODUCT_US)
-        elif one.family in ("GEMM", "convolution") and (types := _wide_type(work, one, op)):
+        elif one.family in ("GEMM", "convolution") and (types := _wide_type(one, op)):
             reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
             us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
             if one.flops:
@@ -413,22 +426,27 @@ def _in_backward(op: Op) -> bool:
     return any(above.name.startswith(AUTOGRAD) for above in op.above())
 
 
-def _wide_type(work: Work, one: GpuWork, op: Op | None) -> str:
+def _wide_type(one: GpuWork, op: Op | None) -> str:
     """Return tf32 or fp32 if a kernel multiplies fp32 values; "" if it does not, or if the trace does not show it."""
     if (one.name_says.get("types") or "").lower() == "tf32":
         return "tf32"
-    return "fp32" if _on_cuda_cores(work, one, op) else ""
+    return "fp32" if _on_cuda_cores(one, op) else ""
 
 
-def _on_cuda_cores(work: Work, one: GpuWork, op: Op | None) -> bool:
+def _on_cuda_cores(one: GpuWork, op: Op | None) -> bool:
     """Return whether a kernel multiplies fp32 without tensor cores, by its name, otherwise by its inputs' type."""
-    name = decode(work.name)
-    if name.family not in ("GEMM", "convolution", "unknown") or "tensorop" in one.name or "tf32" in one.name:
+    known = _multiplies_fp32(one.name, one.name_says.get("types") or "")
+    return known if known is not None else op is not None and _type_of(op) == "fp32"
+
+
+@lru_cache(4096)  # of each name there are many kernels
+def _multiplies_fp32(name: str, types: str) -> bool | None:
+    """Return what a kernel's name says of fp32 without tensor cores; None if nothing. types: those of the name."""
+    if decode(name).family not in ("GEMM", "convolution", "unknown") or "tensorop" in name or "tf32" in name:
         return False
-    types = (one.name_says.get("types") or "").lower()
     if types:
-        return types == "fp32"
-    return any(word in one.name for word in FP32_MAKERS) or (op is not None and _type_of(op) == "fp32")
+        return types.lower() == "fp32"
+    return True if any(word in name for word in FP32_MAKERS) else None
 
 
 def align_shapes(case: Case) -> Proposal | None:
@@ -439,11 +457,8 @@ def _by_kernels_names(case: Case) -> Proposal | None:
     """Return a proposal by the alignment in kernels' names, for products whose shapes were not recorded."""
     found = [
         (work, one)
-        for work, one, _ in case.activities
-        if one.family == "GEMM"
-        and one.product is None
-        and one.name_says.get("types") in TWO_BYTES
-        and UNALIGNED.search(one.name)
+        for work, one, _ in case.named(UNALIGNED.search)
+        if one.family == "GEMM" and one.product is None and one.name_says.get("types") in TWO_BYTES
     ]
     times = {work: max(one.us / UNALIGNED_TIMES, SMALL_PRODUCT_US) for work, one in found}
     times = {work: us for work, us in times.items() if us < work.us}
@@ -468,10 +483,11 @@ def _by_shapes(case: Case) -> Proposal | None:
         if one.family == "GEMM" and one.product and one.flops and op is not None
     ]
     rows = {one.product.m for _, one, op in products if one.product.batch == 1 and not _in_backward(op)}
+    aligned = {name for name in {one.name for _, one, _ in products} if ALIGNED.search(name)}
     times, spent, odd = {}, 0.0, {}
     for work, one, op in products:
         shape = one.product
-        if _type_of(op) not in TWO_BYTES or ALIGNED.search(one.name):
+        if one.name in aligned or _type_of(op) not in TWO_BYTES:
             continue
         kept = rows if shape.batch == 1 else ()
         bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64 and size not in kept]
@@ -500,7 +516,7 @@ def _by_shapes(case: Case) -> Proposal | None:
 
 def channels_last(case: Case) -> Proposal | None:
     conversions = [
-        (work, one) for work, one, _ in case.activities if "nchwToNhwc" in one.name or "nhwcToNchw" in one.name
+        (work, one) for work, one, _ in case.named(lambda name: "nchwToNhwc" in name or "nhwcToNchw" in name)
     ]
     # With channels_last, a U-Net's blocks with group normalization took 7.9 ms instead of 5.8 on an H200.
     if not conversions or any(op is not None and op.name in NEED_CONTIGUOUS for _, _, op in case.activities):
@@ -515,7 +531,11 @@ def channels_last(case: Case) -> Proposal | None:
 
 
 def layout_copies(case: Case) -> Proposal | None:
-    found = [(work, one, name) for work, one, op in case.activities if op and (name := _changes_layout(op))]
+    found = [
+        (work, one, name)
+        for work, one, op in case.activities
+        if op is not None and op.name == "aten::copy_" and (name := _changes_layout(op))
+    ]
     shared = {id(work) for _, some in expanded(case.step) for work in some} if found else ()
     found = [entry for entry in found if id(entry[0]) not in shared]
     copies = [(work, one) for work, one, _ in found]
@@ -535,11 +555,11 @@ def layout_copies(case: Case) -> Proposal | None:
 
 
 def _changes_layout(op: Op) -> str:
-    """Return the op above this one that copies a tensor to another layout; "" if there is none.
+    """Return the op above this aten::copy_ that copies a tensor to another layout; "" if there is none.
 
     Copies that autograd makes in backward are left out. No call of the program makes them.
     """
-    if op.name != "aten::copy_" or any(one.name.startswith(AUTOGRAD) for one in op.above()):
+    if any(one.name.startswith(AUTOGRAD) for one in op.above()):
         return ""
     above = [one.name for one in op.above() if one.kind == "op"]
     if len(set(tensor.type for tensor in op.inputs.tensors)) > 1 or "aten::clone" not in above:
@@ -643,9 +663,11 @@ def small_grids(case: Case) -> Proposal | None:
         return None
     times, spent, names = {}, 0.0, {}
     for work, one, _ in case.activities:
-        blocks = math.prod(one.grid) if one.grid else 0
         # A kernel of a few µs ends before more blocks would help.
-        if work.kind != "kernel" or not 0 < blocks < sms / 2 or one.us < 10 or one.family == "communication":
+        if one.us < 10 or work.kind != "kernel" or one.family == "communication":
+            continue
+        blocks = math.prod(one.grid) if one.grid else 0
+        if not 0 < blocks < sms / 2:
             continue
         least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
         times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))

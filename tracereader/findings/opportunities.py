@@ -9,7 +9,7 @@ from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
-from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, priced, worth_showing
+from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
 from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
@@ -31,7 +31,7 @@ def opportunities(
 
 
 def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> list[tuple[Opportunity, float]]:
-    """Return all changes that a trace suggests, however little they save, and how much GPU work each saves.
+    """Return the changes that a trace suggests and that are worth showing, and how much GPU work each saves.
 
     The GPU work is the summed time of one step's activities (µs). show: shows what is done next.
     """
@@ -41,7 +41,7 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
         show(f"replaying the steps with changes: {number} of {len(CHANGES)}")
         proposal = change.propose(case)
         one = priced(change.name, change.title, proposal, unprofiled)
-        if one is not None:
+        if one is not None and is_worth_showing(one):
             shorter = _shorter(case, proposal.graph)
             found.append((msgspec.structs.replace(one, kernels=tuple(shorter)), sum(shorter.values()) / 1e3))
     return found

@@ -133,13 +133,17 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
     return max(after, proposal.least_us)
 
 
+def is_worth_showing(one: Opportunity) -> bool:
+    """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
+    return one.share > WORTH_SHOWING and one.saves_us >= 0
+
+
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
     """Return the opportunities that save enough. The largest saving comes first.
 
-    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. A
-    change that makes the recorded step longer is not shown.
+    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving.
     """
-    worth = [one for one in found if one is not None and one.share > WORTH_SHOWING and one.saves_us >= 0]
+    worth = [one for one in found if one is not None and is_worth_showing(one)]
     return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
 
 
@@ -214,6 +218,15 @@ class Case:
     def trains(self) -> bool:
         """Return whether autograd's backward runs in the steps."""
         return self.has(lambda name: name.startswith(AUTOGRAD))
+
+    def named(self, wanted: Callable[[str], object]) -> list[Entry]:
+        """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""
+        names = set(filter(wanted, self._names))
+        return [entry for entry in self.activities if entry[1].name in names] if names else []
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {one.name for one in self.summary.gpu_work}
 
     def has(self, wanted: Callable[[str], object]) -> bool:
         """Return whether the trace has an op or call with a wanted name. Names are far fewer than calls."""

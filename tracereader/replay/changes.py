@@ -125,22 +125,22 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
     An activity is in one group at most. Only ops around the work's calls that no annotation separates from them are
     looked at, and what lies in these ops.
     """
-    launched, found = graph.launched, []
+    (launched, outermost_of), found = graph.launched, []
     of_groups = [{id(one.launch): one.launch for one in group if one.launch is not None} for group in groups]
-    seen: dict[int, int] = {}  # id(Op) -> the id of the outermost op around it
-    roots = {_outermost_op(call, seen) for calls in of_groups for call in calls.values()}
+    roots = {outermost_of[key] for calls in of_groups for key in calls}
     for group, calls in zip(groups, of_groups, strict=True):
         below: dict[int, int] = defaultdict(int)  # id(Op) -> the group's activities in the call and in whole ops below
         for one in group:
             below[id(one.launch)] += 1
         whole: dict[int, Op] = {}  # what launches only activities of the group
-        for op in calls.values():
-            while below[id(op)] == launched[id(op)] and id(op) not in whole:
-                whole[id(op)] = op
+        for key, op in calls.items():
+            while key not in whole and below[key] == launched[key]:
+                whole[key] = op
                 if op.parent is None:
                     break
-                below[id(op.parent)] += launched[id(op)]
                 op = op.parent
+                below[id(op)] += launched[key]
+                key = id(op)
         found.append(
             [
                 op
@@ -148,17 +148,6 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
                 if key in roots or (id(op.parent) not in whole and any(id(above) in roots for above in op.above()))
             ]
         )
-    return found
-
-
-def _outermost_op(call: Op, seen: dict[int, int]) -> int:
-    """Return the id of the outermost op or call around a call. Only annotations are above it."""
-    path, top = [], call
-    while id(top) not in seen and top.parent is not None and top.parent.kind != "label":
-        path.append(id(top))
-        top = top.parent
-    found = seen.setdefault(id(top), id(top))
-    seen.update(dict.fromkeys(path, found))
     return found
 
 
@@ -177,7 +166,7 @@ def fused(graph: Graph, groups: Iterable[tuple[Collection[Work], float]]) -> Gra
     Python, is also removed if nothing else is launched in it.
     """
     times, gone, spans = {}, [], []
-    launches = sorted({id(one.launch): one.launch.start for one in graph.trace.work if one.launch is not None}.values())
+    launches = graph.launch_starts
     for work, us in groups:
         first, *rest = sorted(work, key=lambda one: one.start)
         times[first] = us

@@ -144,16 +144,31 @@ class Graph:
     gone: Mapping[tuple, Intervals] = field(default_factory=dict)  # by track, the CPU time that changes have removed
 
     @cached_property
-    def launched(self) -> dict[int, int]:
-        """Return how many GPU activities each op, call and annotation of the steps launches, by id(Op)."""
+    def launched(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return how many GPU activities each op, call and annotation launches, and each launching call's outermost op.
+
+        Both are by id(Op). The outermost op is given as its id, and no annotation separates it from the call.
+        """
         calls = {id(one.launch): one.launch for step in self.trace.steps for one in step.work if one.launch is not None}
-        found: dict[int, int] = defaultdict(int)
-        for call in calls.values():
-            launched = len(call.work)
-            found[id(call)] += launched
-            for op in call.above():
-                found[id(op)] += launched
-        return found
+        counts: dict[int, int] = defaultdict(int)
+        outermost_of: dict[int, int] = {}
+        for key, op in calls.items():
+            launched, top = len(op.work), key
+            counts[key] += launched
+            while (op := op.parent) is not None and op.kind != "label":
+                top = id(op)
+                counts[top] += launched
+            outermost_of[key] = top
+            while op is not None:
+                counts[id(op)] += launched
+                op = op.parent
+        return counts, outermost_of
+
+    @cached_property
+    def launch_starts(self) -> list[int]:
+        """Return when each call that launches GPU work starts (ns), in order."""
+        calls = {id(one.launch): one.launch for one in self.trace.work if one.launch is not None}
+        return sorted([call.start for call in calls.values()])
 
     def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
