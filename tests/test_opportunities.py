@@ -20,7 +20,7 @@ from tracereader.findings.cpu_changes import cuda_graph, remove_sync
 from tracereader.findings.gpu_changes import layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity
-from tracereader.replay import Refused, graph_of
+from tracereader.replay import Refused, graph_of, with_durations
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
@@ -519,6 +519,32 @@ def test_a_proposal_for_all_ranks_predicts_the_step_recorded_after_the_change():
     assert found["balance_ranks"].step_us == pytest.approx(max(map(raw_us, ranks_of("ddp_slow1"))), rel=0.01)
     # DistributedDataParallel with its default buckets runs on two ranks that compute the same.
     assert found["balance_ranks"].step_us_after == pytest.approx(max(map(raw_us, ranks_of("ddp"))), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["vit/eager", "decode/eager", "resnet/fp32"])
+def test_a_change_that_is_not_replayed_could_not_save_enough(name, tmp_path, monkeypatch):
+    """The recorded steps count as one, as in a trace without steps. All but the ResNet are overhead-bound."""
+    trace = read(recording(name))
+    several = Case(trace, summarize(trace), graph_of(trace))
+    assert len(several.steps) > 1 and several.could_gain(())
+    events = json.loads(gzip.decompress(recording(name).read_bytes()))
+    del events["unprofiled_step_us"]
+    marks = raw_steps(events["traceEvents"])
+    events["traceEvents"] = [one for one in events["traceEvents"] if one not in marks]
+    path = tmp_path / "whole.json"
+    path.write_text(json.dumps(events))
+    trace = read(path)
+    case = Case(trace, summarize(trace), graph_of(trace))
+    families = {one.family for one in case.summary.gpu_work}
+    assert sum(case.us_by_family.values()) == pytest.approx(sum(one.us for one in trace.work))
+    cannot = [family for family in families if not case.could_gain((family,))]
+    assert (len(cannot) > 2) == (name != "resnet/fp32") and case.could_gain(families)
+    for family in cannot:
+        gone = {work: 0.0 for work, one, _ in case.activities if one.family == family}
+        assert with_durations(case.graph, gone).step_us() >= 0.98 * case.graph.recorded_us
+    found = each_priced(case)
+    monkeypatch.setattr(Case, "could_gain", lambda *_: True)
+    assert found and found == each_priced(case)
 
 
 @pytest.mark.exhaustive

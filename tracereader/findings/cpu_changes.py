@@ -522,18 +522,20 @@ class _WithSlices:
 def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
     """Yield runs of equal products with only equal copies between them: the number of products, and all activities."""
 
-    activities = [entry for entry in activities if entry[0].kind != "memset"]
-    numbers: dict[tuple, int] = {}  # of the kinds of products and copies, from 1 on
-    kinds = [
-        numbers.setdefault((one.name, one.product, op.name), len(numbers) + 1)
-        if one.family in ("GEMM", "copy") and op is not None
-        else None
-        for _, one, op in activities
-    ]
-    place = 0
-    while place < len(activities):
+    activities = [entry for entry in activities if entry[1].kind != "memset"]
+    kinds: list[tuple | None] = [None] * len(activities)  # of the products and copies
+    products = []
+    for place, (_, one, op) in enumerate(activities):
+        if one.family in ("GEMM", "copy") and op is not None:
+            kinds[place] = one.name, one.product, op.name
+            if one.family == "GEMM":
+                products.append(place)
+    end = 0
+    for place in products:
+        if place < end:
+            continue
         count = period = 1
-        for length in (1, 2, 3) if kinds[place] and activities[place][1].family == "GEMM" else ():
+        for length in (1, 2, 3):
             reached = place + length
             while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - length]:
                 reached += 1
@@ -543,7 +545,6 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
         if count > 1:
             following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
             yield count, activities[place:end] + following
-        place = end
 
 
 def _stacks(entry: Entry) -> bool:

@@ -95,6 +95,10 @@ def moving_us(moved: float, peaks: Peaks) -> float:
 def fuse_pointwise(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # equal grids alone show twice as many chains as there are
+    # The compiled backward makes none of autograd's calls.
+    saves_calls = case.trains and not _has_outputs_of_unknown_size(case)
+    if not saves_calls and not case.could_gain(FUSABLE):
+        return None
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for one in fusable):
@@ -105,7 +109,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
     after = sum(us for _, us in chains)
     in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
-    if case.trains and not _has_outputs_of_unknown_size(case):  # the compiled backward makes none of autograd's calls
+    if saves_calls:
         graph = with_cpu_time(case.condensed(in_typical, COMPILED_CALL_US), _more_calls(case))
     else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
         times = {}
@@ -346,6 +350,8 @@ def tensor_cores(case: Case) -> Proposal | None:
 
     By default PyTorch multiplies in fp32 and convolves in TF32.
     """
+    if not case.could_gain(("GEMM", "convolution", "attention")):
+        return None
     wide, narrow = _in_tf32(case), _in_two_bytes(case)
     if wide is None or narrow is None:
         return wide or narrow
@@ -450,7 +456,7 @@ def _multiplies_fp32(name: str, types: str) -> bool | None:
 
 
 def align_shapes(case: Case) -> Proposal | None:
-    return _by_shapes(case) or _by_kernels_names(case)
+    return (_by_shapes(case) or _by_kernels_names(case)) if case.could_gain(("GEMM",)) else None
 
 
 def _by_kernels_names(case: Case) -> Proposal | None:
@@ -659,7 +665,7 @@ def _waiting_with(call: Op) -> Iterator[Op]:
 def small_grids(case: Case) -> Proposal | None:
     sms = max((count for one in case.trace.device_properties.values() if type(count := one.get("numSms")) is int),
               default=0)  # fmt: skip
-    if not sms:
+    if not sms or not case.could_gain(case.us_by_family):
         return None
     times, spent, names = {}, 0.0, {}
     for work, one, _ in case.activities:

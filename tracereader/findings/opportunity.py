@@ -5,7 +5,7 @@ function never computes a saving. It returns an edited graph, and the replay of 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -197,6 +197,27 @@ class Case:
     def replayed(self) -> Step:
         """Return the typical step, or a replayed one if it is not replayed."""
         return self.step if self.step in self.steps else self.steps[-1]
+
+    @cached_property
+    def us_by_family(self) -> dict[str, float]:
+        """Return the summed time (µs) of the typical step's GPU activities by family."""
+        found: dict[str, float] = defaultdict(float)
+        for one in self.summary.gpu_work:
+            found[one.family] += one.us
+        return found
+
+    def could_gain(self, families: Container[str]) -> bool:
+        """Return whether shorter GPU activities of these families could make the step short enough to be shown.
+
+        The only step, if nothing before its start on the CPU delays it, loses there at most what they take together.
+        Then no replay is needed. The result is True for several steps, and if the time without the profiler is known.
+        """
+        start = self.graph.steps[0].start
+        delayed = max(self.graph.before[start], self.graph.via[start], self.graph.wait[start]) >= 0
+        if delayed or self.steps != (self.step,) or self.summary.unprofiled_step_us:
+            return True
+        us = sum([us for family, us in self.us_by_family.items() if family in families])
+        return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.recorded_us
 
     @cached_property
     def nodes(self) -> list[tuple[str, int]]:

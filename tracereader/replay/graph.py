@@ -172,9 +172,10 @@ class Graph:
 
     def times(self) -> tuple[list[int], list[int]]:
         """Return the start and the end of each node (ns)."""
-        starts, ends = [0] * len(self.at), [0] * len(self.at)
+        starts, ends = [], []
+        add_start, add_end = starts.append, ends.append
         columns = (getattr(self, name) for name in COLUMNS)
-        for node, (at, dur, before, lag, via, delay, wait, wait_lag) in enumerate(zip(*columns, strict=True)):
+        for at, dur, before, lag, via, delay, wait, wait_lag in zip(*columns, strict=True):
             if before >= 0:
                 start = ends[before] + lag
                 if lag < 0 and start < starts[before]:  # it overlaps the node before it, which has become shorter
@@ -185,8 +186,8 @@ class Graph:
                 start = ends[via] + delay if via >= 0 else at
             if wait >= 0 and (other := ends[wait] + wait_lag) > start:
                 start = other
-            starts[node] = start
-            ends[node] = start + dur
+            add_start(start)
+            add_end(start + dur if dur else start)  # one number where both are the same
         return starts, ends
 
     def step_us(self) -> float:
@@ -197,16 +198,17 @@ class Graph:
         stream that is the busiest over all steps. So a CPU or a stream of copies that runs ahead does not make the step
         short, and the profiler's synchronization after the last step does not make it long.
         """
-        return _pace_us(self.steps, *self.times(), self.aside)
+        return max(self.lanes_us)
 
-
-def _pace_us(
-    steps: Sequence[StepNodes], starts: Sequence[int], ends: Sequence[int], aside: frozenset[int] = frozenset()
-) -> float:
-    on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
-    works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
-    firsts = [min(map(starts.__getitem__, work)) for work in works]
-    return max(on_cpu, pace(firsts, max(map(ends.__getitem__, steps[-1].work)))) / 1e3
+    @cached_property
+    def lanes_us(self) -> tuple[float, float]:
+        """Return the step's time on the CPU and on the GPU; see step_us()."""
+        (starts, ends), steps, aside = self.times(), self.steps, self.aside
+        on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
+        works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
+        firsts = [min(map(starts.__getitem__, work)) for work in works]
+        on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)))
+        return on_cpu / 1e3, on_gpu / 1e3
 
 
 def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None = None) -> Graph | Refused:
