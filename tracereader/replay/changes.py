@@ -60,10 +60,10 @@ def _cuts(times: Sequence[int], gone: Intervals) -> Iterator[tuple[int, int]]:
     """Yield the places of the times up to which some time is removed, and how much since the time before (ns)."""
     place = cut = 0
     for start, end in gone:
-        while place < len(times) and times[place] < start:
+        if place < len(times) and times[place] < start:
             if cut:
                 yield place, cut
-            place, cut = place + 1, 0
+            place, cut = bisect.bisect_left(times, start, place + 1), 0
         while place < len(times) and times[place] < end:
             yield place, cut + times[place] - start
             start, place, cut = times[place], place + 1, 0

@@ -520,11 +520,17 @@ class _Builder:
         number = [NOBODY] * (len(order) + 1)  # the last one is the number of NOBODY
         for place, old in enumerate(order):
             number[old] = place
-        columns = {name: array("q", [column[old] for old in order]) for name, column in self.columns.items()}
-        for name in ("before", "via", "wait"):
-            columns[name] = array(
-                "q", [new if (new := number[old]) < place else NOBODY for place, old in enumerate(columns[name])]
-            )
+        between_streams = max(self.columns["wait"]) >= 0  # rare; without any, two columns stay as they are
+        columns = {}
+        for name, column in self.columns.items():
+            if not between_streams and name in ("wait", "wait_lag"):
+                columns[name] = column
+                continue
+            sorted_column = [column[old] for old in order]
+            if name in ("before", "via", "wait"):
+                nodes = enumerate(sorted_column)
+                sorted_column = [new if (new := number[old]) < place else NOBODY for place, old in nodes]
+            columns[name] = array("q", sorted_column)
 
         def renumbered(nodes: dict) -> dict:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
