@@ -218,7 +218,7 @@ def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = 
 
     A run ends where a call of any thread waits. left_out: ops or annotations that stay unchanged and end a run, too.
     """
-    roots = set(map(id, step.roots))
+    roots = set(map(id, step.roots)) if left_out else ()
     stays = {id(op): op for op in left_out if id([op, *op.above()][-1]) in roots}
     waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
     waiting = {id(above): above for op in waits for above in (op, *op.above())}
