@@ -17,7 +17,7 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import gpu_changes, rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph, remove_sync
-from tracereader.findings.gpu_changes import layout_copies, overlap_copies
+from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity
 from tracereader.replay import Refused, graph_of, with_durations
@@ -545,6 +545,14 @@ def test_a_change_that_is_not_replayed_could_not_save_enough(name, tmp_path, mon
     found = each_priced(case)
     monkeypatch.setattr(Case, "could_gain", lambda *_: True)
     assert found and found == each_priced(case)
+
+
+def test_fusing_the_kernels_of_a_cuda_graph_also_saves_time_of_its_launch(monkeypatch):
+    trace = read(CHANGED.parent / "05_llm/1x512_bf16_warm_eager_graph.json.gz")
+    case = Case(trace, summarize(trace), graph_of(trace))
+    assert case.launches_graphs
+    monkeypatch.setattr(Case, "could_gain", lambda *_: False)
+    assert fuse_pointwise(case) is not None
 
 
 @pytest.mark.exhaustive

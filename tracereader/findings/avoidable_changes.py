@@ -193,7 +193,7 @@ def _reads_us(one: GpuWork, case: Case) -> float:
 
 def static_inputs(case: Case) -> Proposal | None:
     """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
-    if not any("GraphLaunch" in one.launched_by for one in case.summary.gpu_work):
+    if not case.launches_graphs:
         return None
     copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
     if not typical:

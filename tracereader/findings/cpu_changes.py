@@ -149,9 +149,7 @@ def _after_backward(step: Step) -> list[Op]:
 def _can_be_captured(case: Case) -> bool:
     """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
     one_device = len({work.device for work in case.step.work}) <= 1
-    calls = {one.launched_by for one in case.summary.gpu_work}
-    by_graph = any("GraphLaunch" in name for name in calls)
-    return one_device and not by_graph and "communication" not in case.us_by_family
+    return one_device and not case.launches_graphs and "communication" not in case.us_by_family
 
 
 def static_cache(case: Case) -> Proposal | None:

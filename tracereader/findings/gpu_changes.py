@@ -97,7 +97,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         return None  # equal grids alone show twice as many chains as there are
     # The compiled backward makes none of autograd's calls.
     saves_calls = case.trains and not _has_outputs_of_unknown_size(case)
-    if not saves_calls and not case.could_gain(FUSABLE):
+    if not (saves_calls or case.launches_graphs or case.could_gain(FUSABLE)):
         return None
     fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
     compiled = sum(one.us for one in fusable if _is_compiled(one))
@@ -117,7 +117,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
         # A graph's launch does not take part in the guards, and takes less time with fewer kernels.
         in_graphs = [one for one, us in times.items() if not us and one.from_graph]
-        graph = without_work(with_durations(case.graph, times), in_graphs)
+        graph = with_durations(without_work(case.graph, in_graphs) if in_graphs else case.graph, times)
     kernels = sum(len(chain) for chain, _ in chains)
     return Proposal(
         graph,

@@ -199,6 +199,11 @@ class Case:
         return self.step if self.step in self.steps else self.steps[-1]
 
     @cached_property
+    def launches_graphs(self) -> bool:
+        """Return whether the typical step launches CUDA graphs."""
+        return any("GraphLaunch" in name for name in {one.launched_by for one in self.summary.gpu_work})
+
+    @cached_property
     def us_by_family(self) -> dict[str, float]:
         """Return the summed time (µs) of the typical step's GPU activities by family."""
         found: dict[str, float] = defaultdict(float)
