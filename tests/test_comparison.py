@@ -179,8 +179,8 @@ def test_a_replays_convolutions_are_those_of_the_run_with_ops(capsys):
 
 
 def test_cuda_graphs_of_a_part_of_the_step_are_recognized(capsys):
-    screen = said(capsys, *files("batch_norm/eager", "batch_norm/graph"))
-    events = slices(recording("batch_norm/graph"))
+    screen = said(capsys, *files("batch_norm/eager", "batch_norm/graph_kept"))
+    events = slices(recording("batch_norm/graph_kept"))
     launched = Counter(
         one["name"] for one in events
         if one.get("cat") in ("cuda_runtime", "cuda_driver") and one["args"]["correlation"] in {

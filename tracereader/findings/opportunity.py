@@ -107,8 +107,10 @@ def priced(
     """Return the opportunity of a proposal; None without a proposal. name, title: the change's."""
     if proposal is None:
         return None
-    before = proposal.graph.recorded_us
-    after = max(proposal.graph.step_us() / proposal.shared, proposal.least_us)
+    before, graph = proposal.graph.recorded_us, proposal.graph
+    # The replay of the unchanged step may be off by more than a small change saves, and is off by it after the change.
+    scale = before / graph.replayed_us
+    after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
     without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
     return Opportunity(
         change=name,
@@ -222,7 +224,7 @@ class Case:
         if delayed or self.steps != (self.step,) or self.summary.unprofiled_step_us:
             return True
         us = sum([us for family, us in self.us_by_family.items() if family in families])
-        return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.recorded_us
+        return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.replayed_us
 
     @cached_property
     def nodes(self) -> list[tuple[str, int]]:

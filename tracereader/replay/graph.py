@@ -140,6 +140,7 @@ class Graph:
     gap_ns: int  # the trace's typical gap between two activities of a stream
     recorded_us: float  # over all recorded steps
     trace: Trace = field(repr=False)  # with the replayed steps only
+    replayed_us: float = 0.0  # the step's time in the replay of the unchanged graph
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
     gone: Mapping[tuple, Intervals] = field(default_factory=dict)  # by track, the CPU time that changes have removed
 
@@ -231,9 +232,10 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
     part = _steps_near(trace, around, recorded_us) if around is not None else trace
     for replayed in (part, trace) if part is not trace else (trace,):
         graph = _Builder(replayed, recorded_us).built()
-        off = graph.step_us() / recorded_us
+        replayed_us = graph.step_us()
+        off = replayed_us / recorded_us
         if abs(off - 1) <= TOLERANCE:
-            return graph
+            return replace(graph, replayed_us=replayed_us)
     return Refused(Reason.NOT_REPRODUCED, off)
 
 
