@@ -200,6 +200,19 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
     )
 
 
+def idle_in_graphs_us(step: Step) -> float:
+    """Return the time (µs) without work between the first and the last activity of each launch of a CUDA graph."""
+    launched: dict[int, list[Work]] = defaultdict(list)
+    for one in step.work:
+        if one.from_graph:
+            launched[id(one.launch)].append(one)
+    if not launched:
+        return 0.0
+    busy = Lengths(union((one.start, one.start + one.dur) for one in step.work))
+    spans = union(spanned(some) for some in launched.values())
+    return sum(end - start - busy.between(start, end) for start, end in spans) / 1e3
+
+
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
     """Return the GPU's idle time before launches per step (µs), by the launching thread's activity, the largest first.
 

@@ -21,7 +21,16 @@ from tracereader.figures.decoding import (
     unneeded,
     weight_reads,
 )
-from tracereader.figures.gpu_time import FamilyTime, GpuTime, Parts, families, gpu_time, idle_in, parts_by_device
+from tracereader.figures.gpu_time import (
+    FamilyTime,
+    GpuTime,
+    Parts,
+    families,
+    gpu_time,
+    idle_in,
+    idle_in_graphs_us,
+    parts_by_device,
+)
 from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_times
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
@@ -104,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True):
     step_gpu: GpuTime | None  # of the step's own work, from its first start to its last end
     idle_in: dict[str, float]  # the step's GPU idle time before launches, by the launching thread's activity
     first_wait_us: float | None  # of the first launched activity, with nothing recorded running
+    idle_in_graphs_us: float  # of the step: between the activities of CUDA graphs
     idle_python: dict[str, float]  # the part of it outside ops and calls, by Python function; empty without stacks
     cpu: Cpu
     places: Places
@@ -213,6 +223,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         step_gpu=_alone(step.work, parts if len(step.work) == len(trace.work) else ()) if step.work else None,
         idle_in=waits_in,
         first_wait_us=_first_wait_us(trace, start),
+        idle_in_graphs_us=idle_in_graphs_us(step),
         idle_python=waits_in_python,
         cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),

@@ -1,6 +1,7 @@
 """Findings about attention and hidden work of eager code around it: copies, masks, casts, old kernels."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
@@ -194,10 +195,13 @@ def for_an_older_gpu(summary: Summary) -> Verdict:
     if us <= 0.1 * summary.summed_us:
         shown = listed(sorted({f"sm {sm}" for _, sm in generations if sm}))
         return Verdict(False, f"{shown}, run on sm {own}")
-    first = max(older, key=lambda one: one.us)
+    by_name = Counter()
+    for one in older:
+        by_name[one.name] += one.us
+    first = short(by_name.most_common(1)[0][0], 50)
+    which = f"{counted(len(older), 'kernel')}, the costliest {first}," if len(by_name) > 1 else first
     whole = duration(summary.summed_us)
-    seen = f"{short(first.name, 50)} on sm {own}: {duration(us)} of the {whole} of GPU work in a step"
-    return Verdict(True, seen)
+    return Verdict(True, f"{which} on sm {own}: {duration(us)} of the {whole} of GPU work in a step")
 
 
 def _written_for(one: GpuWork) -> int | None:

@@ -30,8 +30,8 @@ from tracereader.trace import Op, Step, Work, outermost
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
 # CPU time of an optimizer's step while the profiler records, on an H200's machine. A fused optimizer with 75 to 180
-# tensors takes 470 to 1,500 µs (the medians of seven recordings). A foreach optimizer with 160 tensors takes 1,400 µs
-# (SGD) to 4,500 µs (AdamW).
+# tensors takes 470 to 1,500 µs (the medians of seven recordings), and with 291 tensors 2,600 and 2,800 µs. A foreach
+# optimizer with 160 tensors takes 1,400 µs (SGD) to 4,500 µs (AdamW).
 FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
 # The optimizers of torch.optim that support fused=True.
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -40,6 +40,7 @@ SLOWER = ("for-loop", "foreach")
 FEW_LAUNCHES = 4
 # CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
 READY_BATCH_US = 80
+ON_LISTS = "aten::_foreach_"
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
@@ -383,7 +384,7 @@ def python(case: Case) -> Proposal | None:
         spans += [(track, start, end) for start, end, *_ in pauses for track in launching]
     if not spans:
         return None
-    pauses = by_step.get(id(case.replayed)) or max(by_step.values(), key=_longest)
+    pauses = list(_pauses(case.step)) or max(by_step.values(), key=_longest)
     us = [(end - start) / 1e3 for start, end, *_ in pauses]
     _, _, before, after = pauses[us.index(max(us))]
     several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
@@ -401,14 +402,15 @@ def python(case: Case) -> Proposal | None:
 def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
     """Yield the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
 
-    A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++.
+    A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++. So is one
+    before an op on a list of tensors: torch itself sorts the tensors by device and type, as in clip_grad_norm_.
     """
     reached, name = step.start, "the step's start"
     for op in sorted(_outside_annotations(step), key=_start):
         start, end = op.start, op.start + op.dur
         if start - reached > PAUSE_US * 1e3:
             in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-            if not in_engine:
+            if not in_engine and not op.name.startswith(ON_LISTS):
                 yield reached, start, name, op.name
         if end > reached:
             reached, name = end, op.name

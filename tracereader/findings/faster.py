@@ -85,7 +85,9 @@ def reasons(before: Side, after: Side) -> list[str]:
         calls = [side.summary.chosen.launches for side in (before, after)]
         with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
         waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * _differ(*calls)}"]
-    return [*launched, *_other_ways(before, after), *waits, *_by_family(before, after, difference)][: REASONS + 1]
+    speed = [] if by_graph or share < CONSIDERABLE else _cpu_speed(before, after, difference)
+    found = [*launched, *_other_ways(before, after), *speed, *waits, *_by_family(before, after, difference)]
+    return found[: REASONS + 1]
 
 
 def kernels(side: Side) -> Counter:
@@ -180,6 +182,21 @@ def _waits(before: Side, after: Side) -> list[str]:
         unit, (was_us, now_us) = in_one_unit(us)
         found.append(f"{now_us} {unit} of waiting for the DataLoader instead of {was_us}")
     return found
+
+
+def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
+    """Return a sentence on ops and calls that both steps call equally often, if their self time explains much."""
+    us = [0.0, 0.0]
+    for kind in ("ops", "runtime"):
+        was, now = (getattr(side.summary.cpu, kind) for side in (before, after))
+        for name in was.keys() & now.keys():
+            if was[name].calls == now[name].calls:
+                us[0] += was[name].self_us
+                us[1] += now[name].self_us
+    if (us[0] - us[1]) / difference < CONSIDERABLE:
+        return []
+    unit, (old_us, new_us) = in_one_unit(us)
+    return [f"the ops and calls that both steps make equally often take the CPU {new_us} {unit} instead of {old_us}"]
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:

@@ -99,16 +99,24 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     saves_calls = case.trains and not _has_outputs_of_unknown_size(case)
     if not (saves_calls or case.launches_graphs or case.could_gain(FUSABLE)):
         return None
-    fusable = [one for _, one, _ in case.activities if one.family in FUSABLE]
-    compiled = sum(one.us for one in fusable if _is_compiled(one))
-    if 2 * compiled > sum(one.us for one in fusable):
+    of_the_model = _fusable(case)
+    compiled = sum(one.us for _, one, _ in of_the_model if _is_compiled(one))
+    if 2 * compiled > sum(one.us for _, one, _ in of_the_model):
         return None  # the model is already compiled, and the remaining kernels are outside of it
-    chains = _chains(case)
+    chains = _chains(case, {id(work) for work, one, _ in of_the_model if not _is_compiled(one)})
     if not chains:
         return None
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
     after = sum(us for _, us in chains)
-    in_typical = [([work for work, _, _ in chain], us) for chain, us in chains]
+    # An op that launches a fused kernel does not set memory for it, either.
+    memsets = defaultdict(list)
+    for work, _, op in case.activities:
+        if work.kind == "memset" and op is not None:
+            memsets[id(op)].append(work)
+    in_typical = [
+        ([work for work, _, _ in chain] + [one for op in _ops_of(chain) for one in memsets[id(op)]], us)
+        for chain, us in chains
+    ]
     if saves_calls:
         graph = with_cpu_time(case.condensed(in_typical, COMPILED_CALL_US), _more_calls(case))
     else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
@@ -156,26 +164,40 @@ def _of_a_wrapper(op: Op | None) -> bool:
     return op is not None and any(above.name.startswith(WRAPPERS) for above in op.above())
 
 
-def _chains(case: Case) -> list[tuple[list[Entry], float]]:
-    """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it."""
-    runs: list[list[Entry]] = []
-    open_runs: dict[tuple, list] = {}
+def _ops_of(chain: Sequence[Entry]) -> list[Op]:
+    return list({id(op): op for _, _, op in chain if op is not None}.values())
+
+
+def _fusable(case: Case) -> list[Entry]:
+    """Return the activities of the kinds that torch.compile of the model fuses, in the model itself."""
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
+    return [
+        (work, one, op)
+        for work, one, op in case.activities
+        if one.family in FUSABLE
+        and work.kind != "memset"
+        and id(work) not in not_the_models
+        and not (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
+        and "HtoD" not in one.name
+        and "DtoH" not in one.name
+        and not (op is not None and op.name.startswith(FOREACH))
+        and not (wrapped and _of_a_wrapper(op))
+    ]
+
+
+def _chains(case: Case, fusable: Container[int]) -> list[tuple[list[Entry], float]]:
+    """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it.
+
+    fusable: the ids of the activities that may be fused. All others, except memsets, end a run.
+    """
+    runs: list[list[Entry]] = []
+    open_runs: dict[tuple, list] = {}
     for entry in case.activities:
-        work, one, op = entry
+        work = entry[0]
         if work.kind == "memset":
             continue
-        if (
-            one.family not in FUSABLE
-            or id(work) in not_the_models
-            or (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
-            or "HtoD" in one.name
-            or "DtoH" in one.name
-            or (op is not None and op.name.startswith(FOREACH))
-            or _is_compiled(one)
-            or (wrapped and _of_a_wrapper(op))
-        ):
+        if id(work) not in fusable:
             open_runs.pop(work.track, None)
             continue
         run = open_runs.get(work.track)

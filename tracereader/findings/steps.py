@@ -642,11 +642,10 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
     needs_gpu=True,
 )
 def gaps_in_a_graph(summary: Summary) -> Verdict:
-    span, found = summary.chosen.gpu_span_us, summary.step_gpu
+    span, gaps = summary.chosen.gpu_span_us, summary.idle_in_graphs_us
     kernels = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
-    if not found or kernels < 2 or 2 * kernels < len(summary.gpu_work):
+    if kernels < 2 or 2 * kernels < len(summary.gpu_work):
         return Verdict(False, "no CUDA graph in the step")
-    gaps = found.idle_launched_us
     each = f"{gaps / kernels:.1f} µs for each of {kernels:,} kernels"
     seen = f"gaps take {part_of(gaps, span)} that a step's GPU work spans, {each}"
     return Verdict(gaps > 0.05 * span, seen)

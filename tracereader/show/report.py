@@ -57,7 +57,7 @@ from tracereader.trace.labels import INDUCTORS_CALL
 
 # A step with at most so many GPU activities is shown activity by activity; a larger one by kernel and family.
 SMALL = 12
-STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED = 8, 8, 3
+STEPS_SHOWN, RATES_SHOWN, FUNCTIONS_NAMED, LONGER_EXPLAINED = 8, 8, 3, 3
 WIDE = 100  # columns; in fewer, a table of kernels has no room for the ops that launch them
 ALWAYS = "always"  # in place of a section's name
 LONG_US = 1e5
@@ -539,7 +539,8 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
         paragraph(out, plain(overlap))
     for one in [one for one in found if one.gpu_times_the_median is not None][:3]:
         out.print(f"* {plain(one.number)}'s GPU busy time is {one.gpu_times_the_median:,.1f} times the median step's")
-    for one in [one for one in found if one.times_the_typical is not None][:3]:
+    longer = sorted((one for one in found if one.times_the_typical is not None), key=lambda one: -one.times_the_typical)
+    for one in longer[:LONGER_EXPLAINED]:
         why = steps.cause(summary, one)
         paragraph(
             out,
@@ -547,6 +548,8 @@ def _steps(out: Console, summary: Summary, view: View, above: str) -> None:
             + (_reason(why, above) if why else "; the trace does not show why"),
             rest="  ",
         )
+    if len(longer) > LONGER_EXPLAINED:
+        out.print(f"* {counted(len(longer) - LONGER_EXPLAINED, 'other step')} took longer than the typical step, too")
     if view.brief:
         legend = "to first op: from the start of the step's annotation to its first op"
         if gpu:
