@@ -863,3 +863,11 @@ def test_a_folder_stands_for_the_traces_in_it(tmp_path, capsys):
         assert cli.main(list(map(str, named))) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and "4 of 4 ranks" in printed[0]
+
+
+def test_of_many_longer_steps_the_longest_are_named(tmp_path, capsys):
+    longer = [[("aten::mm", 100 * times), *USUAL[1:]] for times in (4, 3, 9, 5, 8)]
+    screen = shown(capsys, written(tmp_path, made_steps([USUAL] * 8 + longer)), "--only", "steps")
+    named = re.findall(r"^\* (#\d+) took", screen, re.M)
+    assert named == ["#10", "#12", "#11"]
+    assert "* 2 other steps took longer than the typical step, too" in screen

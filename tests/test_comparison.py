@@ -193,6 +193,56 @@ def test_cuda_graphs_of_a_part_of_the_step_are_recognized(capsys):
     assert "the first's report proposed it (replay forward and backward as CUDA graphs)" in screen
 
 
+def self_times(name):
+    """Return the number and the self time (µs) of the middle step's ops and calls by name, from raw events."""
+    events = slices(recording(name))
+    mark = sorted(raw_steps(events), key=lambda one: one["dur"])[1]
+    inside = [
+        one for one in events
+        if one.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver") and mark["ts"] <= one["ts"] < end(mark)
+    ]  # fmt: skip
+    calls, us, stacks = Counter(), Counter(), {}
+    for one in sorted(inside, key=lambda one: (one["ts"], -one["dur"])):
+        stack = stacks.setdefault(one["tid"], [])
+        while stack and end(stack[-1]) <= one["ts"]:
+            stack.pop()
+        calls[one["name"]] += 1
+        us[one["name"]] += one["dur"]
+        if stack:
+            us[stack[-1]["name"]] -= one["dur"]
+        stack.append(one)
+    return calls, us
+
+
+def test_a_faster_cpu_is_a_reason(capsys):
+    (was, was_us), (now, now_us) = (self_times(f"syncs/{name}") for name in ("item", "none"))
+    same = [name for name in was if was[name] == now[name]]
+    before, after = (sum(us[name] for name in same) / 1e3 for us in (was_us, now_us))
+    screen = said(capsys, *files("syncs/item", "syncs/none"))
+    shown = re.search(r"the same ops and calls take the CPU (\S+) ms instead of (\S+);", screen)
+    assert float(shown[1]) == pytest.approx(after, rel=0.01)
+    assert float(shown[2]) == pytest.approx(before, rel=0.01)
+
+
+def test_the_gaps_of_cuda_graphs_are_inside_their_launches():
+    events = slices(recording("batch_norm/graph_kept"))
+    mark = sorted(raw_steps(events), key=lambda one: one["dur"])[1]
+    work, gaps = raw_work(events, mark), 0.0
+    launches = {
+        one["args"]["correlation"] for one in events if one["name"] == "cudaGraphLaunch" and one["ts"] >= mark["ts"]
+    }  # fmt: skip
+    for launch in launches:
+        reached = None
+        for one in work:
+            if one["args"]["correlation"] == launch:
+                gaps += max(0.0, one["ts"] - reached) if reached is not None else 0.0
+                reached = max(reached or 0.0, end(one))
+    ours = measured(recording("batch_norm/graph_kept"))
+    assert ours.typical_step == mark["name"]
+    assert ours.idle_in_graphs_us == pytest.approx(gaps, abs=0.5)
+    assert ours.idle_in_graphs_us < ours.step_gpu.idle_launched_us + ours.step_gpu.idle_not_launched_us
+
+
 def test_the_first_lines_are_the_pace_and_the_reason(capsys):
     screen = said(capsys, *files("vit/eager", "vit/graph"))
     events = [slices(file) for file in files("vit/eager", "vit/graph")]

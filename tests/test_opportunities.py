@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tracereader.findings import gpu_changes, rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph, remove_sync
 from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
-from tracereader.findings.opportunity import Case, Opportunity
+from tracereader.findings.opportunity import Case, Opportunity, Proposal, priced
 from tracereader.replay import Refused, graph_of, with_durations
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
@@ -216,6 +217,19 @@ def test_a_pause_in_autograds_engine_is_no_python(tmp_path, before, told):
         assert one.saves_us == pytest.approx(sum(range(3, 3 + len(before))) * 1e3, rel=0.1)
 
 
+def test_a_pause_before_an_op_on_lists_is_torchs_own(tmp_path):
+    """clip_grad_norm_ sorts the gradients in Python before it calls aten::_foreach_norm."""
+    document = json.loads(gzip.decompress((TESTS / "train_item.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    for mark in raw_steps(events):
+        inside = [one for one in events if one["name"] == "aten::ones_like" and mark["ts"] <= one["ts"] < end(mark)]
+        inside[-1]["name"] = "aten::_foreach_norm"
+        paused(events, mark, inside[-1]["ts"], 3)
+    file = tmp_path / "paused.json"
+    file.write_text(json.dumps(document))
+    assert "python" not in priced_changes(file)
+
+
 @pytest.mark.parametrize("name", small_first(["trained/compile", "unet/compile", "encoder/bf16_compile"]))
 def test_compiling_is_not_proposed_for_a_compiled_model(name):
     assert "fuse_pointwise" not in proposed(name)
@@ -275,6 +289,74 @@ def test_a_saving_that_recording_hides_is_shown():
     one = proposed("syncs/item")["fuse_pointwise"]
     assert one.saves_us < 0.02 * one.step_us
     assert 0.05 * unprofiled_us("syncs/item") < one.unprofiled_step_us - one.unprofiled_step_us_after
+
+
+@pytest.mark.parametrize("name", ["batch_norm/eager", "trained/eager", "syncs/item"])
+def test_a_change_that_changes_nothing_saves_nothing(name):
+    """The replay of the unchanged step may be off by 3%, and changes are shown from 2% on."""
+    graph = graph_of(read(recording(name)))
+    off = replace(graph, recorded_us=1.02 * graph.recorded_us)
+    one = priced("none", "", Proposal(off, "", ""))
+    assert one.step_us == one.step_us_after == pytest.approx(1.02 * recorded_us(name), rel=0.01)
+
+
+def test_the_ops_of_fused_kernels_set_no_memory_either(tmp_path):
+    """A batch norm may set its workspace. If that stayed, so would the op's CPU time."""
+    document = json.loads(gzip.decompress(recording("batch_norm/eager").read_bytes()))
+    events = document["traceEvents"]
+    ops = [one for one in events if one.get("name") == "aten::cudnn_batch_norm_backward"]
+    work = {one["args"]["correlation"]: one for one in events if one.get("cat") == "kernel"}
+    for number, op in enumerate(ops, 10**6):
+        call = next(
+            one for one in events
+            if one.get("cat") == "cuda_runtime" and one["tid"] == op["tid"] and op["ts"] <= one["ts"] < end(op)
+            and one["args"]["correlation"] in work
+        )  # fmt: skip
+        kernel = work[call["args"]["correlation"]]
+        events += [
+            call | {"name": "cudaMemsetAsync", "ts": call["ts"] - 1, "dur": 0.9, "args": {"correlation": number}},
+            kernel | {"name": "Memset (Device)", "cat": "gpu_memset", "ts": kernel["ts"] - 0.9, "dur": 0.8,
+                      "args": kernel["args"] | {"correlation": number}},
+        ]  # fmt: skip
+    file = tmp_path / "memsets.json"
+    file.write_text(json.dumps(document))
+    trace = read(file)
+    case = Case(trace, summarize(trace), graph_of(trace))
+    added = [one for one in trace.work if one.kind == "memset" and one.args["correlation"] >= 10**6]
+    after = gpu_changes.fuse_pointwise(case).graph
+    left = [one for one in added if after.dur[after.activity[id(one)]]]
+    assert len(added) == len(ops) == 108
+    assert len(left) <= len(added) / 4, "those beside kernels that nothing is fused with"
+
+
+def test_a_compiled_model_beside_an_eager_optimizer_is_compiled(tmp_path):
+    """Most of the time of pointwise kernels is the optimizer's, which torch.compile of the model does not compile."""
+
+    def written(kernels: list[tuple[str, str, str]]) -> Path:
+        events = []
+        for step in range(4):
+            start = 3000.0 * step
+            events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 3000.0))
+            for number, (around, op, name) in enumerate(kernels):
+                at, launch = start + 10 + 70 * number, 40 * step + number + 1
+                shapes = {"Input Dims": [[4096, 4096]], "Input type": ["float"]}
+                on_gpu = {"correlation": launch, "device": 0, "stream": 7}
+                events += [
+                    event(around, "user_annotation", at, 60.0),
+                    event(op, "cpu_op", at + 5, 40.0, **shapes),
+                    event("cudaLaunchKernel", "cuda_runtime", at + 10, 5.0, correlation=launch),
+                    event(name, "kernel", 30 + 100.0 * (len(kernels) * step + number), 99.0, 7, **on_gpu) | {"pid": 0},
+                ]
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        file.write_text(json.dumps({"traceEvents": events}))
+        return file
+
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)"
+    eager, compiled = ("model", "aten::add", add), ("model", "triton_poi_fused_add_0", "triton_poi_fused_add_0")
+    optimizer = ("Optimizer.step#SGD.step", "aten::_foreach_add_", add)
+    few = [eager] * 5 + [compiled] * 10
+    assert "fuse_pointwise" in priced_changes(written([eager] * 10 + [compiled] * 5 + [optimizer] * 20))
+    assert "fuse_pointwise" not in priced_changes(written(few + [optimizer] * 20))
 
 
 def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):

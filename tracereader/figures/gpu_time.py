@@ -10,7 +10,7 @@ from operator import attrgetter
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, joined, length, length_between, minus, union
-from tracereader.figures.steps import ops_recorded, spanned
+from tracereader.figures.steps import graph_spans, ops_recorded, spanned
 from tracereader.trace import Frame, Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.labels import AUTOGRAD
@@ -202,14 +202,8 @@ def families(work: Sequence[Work], start: int, end: int) -> tuple[FamilyTime, ..
 
 def idle_in_graphs_us(step: Step) -> float:
     """Return the time (µs) without work between the first and the last activity of each launch of a CUDA graph."""
-    launched: dict[int, list[Work]] = defaultdict(list)
-    for one in step.work:
-        if one.from_graph:
-            launched[id(one.launch)].append(one)
-    if not launched:
-        return 0.0
-    busy = Lengths(union((one.start, one.start + one.dur) for one in step.work))
-    spans = union(spanned(some) for some in launched.values())
+    spans = graph_spans(step)
+    busy = Lengths(union((one.start, one.start + one.dur) for one in step.work)) if spans else None
     return sum(end - start - busy.between(start, end) for start, end in spans) / 1e3
 
 

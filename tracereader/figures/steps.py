@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from tracereader.figures.intervals import Intervals, Lengths, joined, length
+from tracereader.figures.intervals import Intervals, Lengths, joined, length, union
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 
@@ -154,6 +154,15 @@ def first_start(step: Step) -> int | None:
 def spanned(work: Sequence[Work]) -> tuple[int, int]:
     """Return the first start and the last end (ns) of some work, which is in the order of the starts."""
     return work[0].start, max([one.start + one.dur for one in work])
+
+
+def graph_spans(step: Step) -> Intervals:
+    """Return the intervals from the first to the last activity of each launch of a CUDA graph, joined."""
+    launched: dict[int, list[Work]] = defaultdict(list)
+    for one in step.work:
+        if one.from_graph:
+            launched[id(one.launch)].append(one)
+    return union(map(spanned, launched.values()))
 
 
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:

@@ -9,7 +9,7 @@ import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.places import Place
-from tracereader.figures.steps import outermost_named
+from tracereader.figures.steps import graph_spans, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
@@ -299,6 +299,7 @@ def _syncs(step: Step, ops: Sequence[Op], idle: Intervals | None) -> tuple[tuple
     waiting = [] if idle is None else _waiting(step)
     if not waiting:
         return (), []
+    idle = minus(idle, graph_spans(step))  # the gaps inside a running graph are there without a synchronization, too
     launches = sorted([(op.start, op.start + op.dur) for op in ops if op.work])
     found: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     waits, then = [], {}

@@ -84,7 +84,8 @@ def reasons(before: Side, after: Side) -> list[str]:
         unit, (was, now) = in_one_unit(idle)
         calls = [side.summary.chosen.launches for side in (before, after)]
         with_calls = f", with {counted(calls[1], 'launch', 'launches')} instead of {calls[0]:,}"
-        waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * _differ(*calls)}"]
+        explains = _differ(*calls) and (calls[0] > calls[1]) == (idle[0] > idle[1])
+        waits = [f"the GPU is idle for {now} {unit} of the step instead of {was}{with_calls * explains}"]
     speed = [] if by_graph or share < CONSIDERABLE else _cpu_speed(before, after, difference)
     found = [*launched, *_other_ways(before, after), *speed, *waits, *_by_family(before, after, difference)]
     return found[: REASONS + 1]
@@ -196,7 +197,7 @@ def _cpu_speed(before: Side, after: Side, difference: float) -> list[str]:
     if (us[0] - us[1]) / difference < CONSIDERABLE:
         return []
     unit, (old_us, new_us) = in_one_unit(us)
-    return [f"the ops and calls that both steps make equally often take the CPU {new_us} {unit} instead of {old_us}"]
+    return [f"the same ops and calls take the CPU {new_us} {unit} instead of {old_us}"]
 
 
 def _by_family(before: Side, after: Side, difference: float) -> list[str]:
