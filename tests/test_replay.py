@@ -21,6 +21,7 @@ from tracereader.replay import (
     overlapped,
     spans_of,
     with_durations,
+    with_smaller_graphs,
     without_cpu_time,
     without_ops,
     without_waits,
@@ -345,12 +346,12 @@ def test_a_smaller_cuda_graph_is_launched_in_less_time(made):
     graph = graph_of(made(repeated(launch_of_many, 500)))
     assert graph.step_us() == 500
     gone = [one for one in graph.trace.work if one.name in ("kernel 1", "kernel 3")]
-    smaller = without_work(graph, gone)
+    smaller = with_smaller_graphs(graph, gone)
     assert smaller.step_us() == 500 - 400 / 2
     starts, _ = smaller.times()
     first = graph.trace.steps[0].work[0]
     assert starts[graph.activity[id(first)]] / 1e3 == 10 + 400 / 2
-    nothing = without_work(graph, graph.trace.work)
+    nothing = with_smaller_graphs(graph, graph.trace.work)
     assert nothing.step_us() == 500 - 400
 
 

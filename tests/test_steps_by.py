@@ -219,3 +219,14 @@ def test_the_header_proposes_only_what_can_be_typed(tmp_path, capsys, name, prop
         assert cli.main([file, *shlex.split(proposed)]) == 0
         shown = name or "''"
         assert f"each from a call of {shown} to the next" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_change_of_a_whole_recording_may_be_one_of_its_steps(unmarked, capsys):
+    file, _ = unmarked(H200 / "02_linear/1024x32x64_bf16_warm_eager.json.gz")
+    said = []
+    for flags in ([], ["--steps", "linear_fwd"]):
+        assert cli.main([str(file), "--only", "try", *flags]) == 0
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert "no change that read-trace knows saves more than 2% of the recorded step. The whole recording" in said[0]
+    assert "The whole recording counts as the step; with --steps, more changes may be found." in said[0]
+    assert "whole recording" not in said[1]

@@ -18,6 +18,7 @@ from tracereader.replay import (
     overlapped,
     with_cpu_time,
     with_durations,
+    with_smaller_graphs,
     without_cpu_time,
     without_ops,
     without_waits,
@@ -125,7 +126,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
         # A graph's launch does not take part in the guards, and takes less time with fewer kernels.
         in_graphs = [one for one, us in times.items() if not us and one.from_graph]
-        graph = with_durations(without_work(case.graph, in_graphs) if in_graphs else case.graph, times)
+        graph = with_durations(with_smaller_graphs(case.graph, in_graphs) if in_graphs else case.graph, times)
     kernels = sum(len(chain) for chain, _ in chains)
     return Proposal(
         graph,

@@ -13,10 +13,11 @@ The changes (replay/changes.py):
 - without_ops(graph, ops): these ops and calls are removed together with the GPU work that they launch.
 - without_waits(graph, calls): these runtime calls neither wait nor take time.
 - without_work(graph, work): this GPU work is removed together with the ops that launch nothing else.
+- with_smaller_graphs(graph, work): this work of CUDA graphs is removed, and their launches take less time.
 - with_durations(graph, {work: us}): this GPU work takes the given times.
 - fused(graph, [(work, us), ...]): each group of GPU work becomes one activity, launched once. The CPU time between its
   launches is removed if nothing else is launched there.
-- cuda_graph(graph): the launches between two waits become one.
+- cuda_graph(graph, runs): the launches of each run become one. Without runs it is those between two waits.
 - overlapped(graph, work): this GPU work runs on a stream of its own, and waits for it end one step later.
 - with_cpu_time(graph, [(track, ns, us), ...]): CPU time is added at these places.
 - with_cpu_speed(graph, factor): all CPU time is multiplied by the factor. cpu_factor(graph, us) returns the factor for
@@ -38,6 +39,7 @@ from tracereader.replay.changes import (
     with_cpu_speed,
     with_cpu_time,
     with_durations,
+    with_smaller_graphs,
     without_cpu_time,
     without_ops,
     without_waits,
@@ -61,6 +63,7 @@ __all__ = [
     "with_cpu_speed",
     "with_cpu_time",
     "with_durations",
+    "with_smaller_graphs",
     "without_cpu_time",
     "without_ops",
     "without_waits",

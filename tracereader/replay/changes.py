@@ -90,14 +90,21 @@ def spans_of(ops: Iterable[Op]) -> list[tuple[tuple, int, int]]:
 
 
 def without_work(graph: Graph, work: Iterable[Work]) -> Graph:
-    """Return the graph without this GPU work and without the ops that launch nothing else.
+    """Return the graph without this GPU work and without the ops that launch nothing else."""
+    work = list(work)
+    return _without_activities(without_cpu_time(graph, spans_of(launching_only(graph, [work])[0])), work)
 
-    A CUDA graph's launch takes less time, in proportion to its activities: so it is while the profiler records.
+
+def with_smaller_graphs(graph: Graph, work: Iterable[Work]) -> Graph:
+    """Return the graph without this work of CUDA graphs, whose launches take less time in proportion to their work.
+
+    While the profiler records, two decoders' launches took 1.4 and 2.2 µs for each of 1,148 and 1,882 kernels. Compiled
+    to a third of the kernels, they took a quarter of the second time.
     """
     work = list(work)
-    nodes = Counter(id(one.launch) for one in work if one.from_graph)
-    spans, lag, delay = spans_of(launching_only(graph, [work])[0]), graph.lag[:], graph.delay[:]
-    for call in {id(one.launch): one.launch for one in work if one.from_graph}.values():
+    nodes = Counter(id(one.launch) for one in work)
+    spans, lag, delay = [], graph.lag[:], graph.delay[:]
+    for call in {id(one.launch): one.launch for one in work}.values():
         less = call.dur * nodes[id(call)] // len(call.work)
         spans.append((call.track, call.end - less, call.end))
         for place, one in enumerate(call.work):

@@ -115,6 +115,8 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
         changes = opportunities(trace, summary, show) if {"try", "patterns"} & wanted else ()
     found = _patterns_of(summary, changes, view) if "patterns" in wanted else []
     limit = steps.longest_waits(summary)
+    if summary.source.may_be_steps is not None:
+        limit = f"The whole recording counts as the step; with --steps, more changes may be found. {limit}".strip()
     known = summary.unprofiled_step_us is not None
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
