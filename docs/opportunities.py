@@ -42,6 +42,7 @@ ASSUMES = {
     "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
     "loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
+    "no_gradients": "backward gives each gradient its tensor without a copy",
     "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
@@ -103,6 +104,7 @@ PAIRS = (
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
         ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
+        ("batch_norm/graph_kept", "batch_norm/graph"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),
@@ -134,6 +136,8 @@ WHY = {
         ("batch_norm/eager", "batch_norm/compile",
          "a compiled call takes longer here than the 20 µs that are assumed: the two compiled functions take 23 ms of "
          "the step, in which they launch about 530 times."),
+        ("batch_norm/graph_kept", "batch_norm/graph",
+         "the second process is faster: the same ops and calls take the CPU 2.78 ms instead of 3.88."),
         ("small/loop", "small/batched",
          "a bound: the prediction is the CPU's time, 0.37 ms, with the Python around the loop. In the second trace, "
          "the whole step takes the CPU 0.20 ms."),

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
-from references import CHANGES, H200, OTHERS, ROOT, measured, opened
+from references import CHANGES, H200, OTHERS, ROOT, measured, opened, proposals
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
@@ -680,3 +680,26 @@ def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
     assert found["allocator"].step_us_after == 90 and "cudaMalloc" in found["allocator"].evidence
     assert found["remove_sync"].step_us_after == pytest.approx(90, abs=1)
     assert found["remove_sync"].evidence.endswith(": aten::item")
+
+
+def test_gradients_that_are_set_to_zero_are_counted():
+    """Each is set to zero in zero_grad(), and backward adds to it. Without them, neither is proposed."""
+    name = "batch_norm/graph_kept"
+    events = json.loads(gzip.decompress((CHANGES / f"{name}.json.gz").read_bytes()))["traceEvents"]
+    marks = [one for one in events if one.get("cat") == "user_annotation" and one["name"].startswith("Optimizer.zero")]
+
+    def inside(one, others):
+        return any(
+            other["tid"] == one["tid"] and other["ts"] <= one["ts"] < other["ts"] + other["dur"] for other in others
+        )
+
+    engine = [
+        one for one in events if one.get("name", "").endswith("evaluate_function: torch::autograd::AccumulateGrad")
+    ]
+    ops = [one for one in events if one.get("cat") == "cpu_op"]
+    zeroed = sum(one["name"] == "aten::zero_" and inside(one, marks) for one in ops) // 3
+    added = sum(one["name"] == "aten::add_" and inside(one, engine) for one in ops) // 3
+    one = next(one for one in proposals(CHANGES / f"{name}.json.gz") if one.change == "no_gradients")
+    assert zeroed == added == 110
+    assert f"{zeroed} gradients are set to zero one by one, and backward adds to {added} of them" in one.evidence
+    assert "no_gradients" not in {one.change for one in proposals(CHANGES / "batch_norm/eager.json.gz")}

@@ -11,9 +11,10 @@ from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import moving_us
-from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
-from tracereader.trace.labels import COMPILING, LOOKUP
+from tracereader.trace import Op, Step
+from tracereader.trace.labels import ACCUMULATES, COMPILING, LOOKUP, ZEROES
 
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = {
@@ -25,6 +26,8 @@ COPIES_INPUTS = "aten::_foreach_copy_"
 # The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
 # layers (PyTorch 2.15, on a CPU).
 GUARDS_LEFT = 0.2
+# From so many gradients on, setting each to zero is worth a look.
+MANY_ZEROED = 8
 # CPU time of a call of cuDNN's attention that has its plan, while the profiler records, beside an H200.
 PLANNED_CALL_US = 60
 
@@ -259,6 +262,42 @@ def skip_guards(case: Case) -> Proposal | None:
     )
 
 
+def no_gradients(case: Case) -> Proposal | None:
+    """Propose to drop the gradients instead of setting them to zero; the next backward then adds to none."""
+    zeroed, typical = case.in_each_step(_zeroed)
+    if len(typical) < MANY_ZEROED:
+        return None
+    graph = without_ops(case.graph, [op for ops in zeroed for op in ops])
+    spans = [(ops[0].track, ops[0].start, ops[-1].end) for ops in zeroed if ops]
+    # Of several backward passes in a step, only the first one would add to no gradients.
+    added, in_typical = case.in_each_step(lambda step: _added(step)[: len(_zeroed(step))])
+    if not in_typical:
+        return None
+    graph = without_ops(without_cpu_time(graph, spans), [op for ops in added for op in ops])
+    us = sum(one.us for op in (*typical, *in_typical) for below in op.walk() for one in below.work)
+    return Proposal(
+        graph,
+        f"{len(typical):,} gradients are set to zero one by one, and backward adds to {len(in_typical):,} of them: "
+        f"{duration(us)} of GPU work",
+        "optimizer.zero_grad(set_to_none=True)",
+        assumed=True,  # that backward can hand over each gradient without a copy
+    )
+
+
+def _zeroed(step: Step) -> list[Op]:
+    """Return the ops in zero_grad() that set a gradient to zero, in order."""
+    return sorted(
+        (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_"),
+        key=lambda op: op.start,
+    )
+
+
+def _added(step: Step) -> list[Op]:
+    """Return the ops that add a gradient to an existing one, in order."""
+    calls = (op for call in step.named(ACCUMULATES.__eq__) for op in call.walk())
+    return sorted((op for op in calls if op.name == "aten::add_"), key=lambda op: op.start)
+
+
 AVOIDABLE_CHANGES = (
     Change("allocator", "allocate no memory in the steps", allocator),
     Change("recompile", "avoid recompilation in the steps", recompile),
@@ -271,4 +310,5 @@ AVOIDABLE_CHANGES = (
     Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs),
     Change("attention_plans", "avoid cuDNN's plans for new attention shapes", attention_plans),
     Change("skip_guards", "skip the guards of compiled code", skip_guards),
+    Change("no_gradients", "drop the gradients instead of setting them to zero", no_gradients),
 )

@@ -13,7 +13,7 @@ from tracereader.figures.avoidable import CUDNN_ATTENTION
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
-from tracereader.findings.avoidable_changes import COPIES_INPUTS
+from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import (
     ALMOST,
@@ -280,6 +280,14 @@ def _allocator(before: Side, after: Side) -> bool:
     return now <= LEFT * was and now < was and _the_same_work(before, after)
 
 
+def _no_gradients(before: Side, after: Side) -> bool:
+    """At most half of the kernels that set memory to a value remain, and the heavy kernels are the same."""
+    was, now = (
+        sum(one.asked_by in ("aten::fill_", "aten::zero_") for one in side.summary.gpu_work) for side in (before, after)
+    )
+    return now <= LEFT * was and was >= MANY_ZEROED and _same_heavy(before, after) and _by_calls(before, after)
+
+
 def _recompile(before: Side, after: Side) -> bool:
     """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
     was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
@@ -435,6 +443,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "skip_guards": _skip_guards,
     "allocator": _allocator,
     "recompile": _recompile,
+    "no_gradients": _no_gradients,
     "keep_parameters": _keep_parameters,
     "no_recompute": _no_recompute,
     "overlap_copies": _overlap_copies,
