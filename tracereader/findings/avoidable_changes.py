@@ -263,7 +263,7 @@ def skip_guards(case: Case) -> Proposal | None:
 
 
 def no_gradients(case: Case) -> Proposal | None:
-    """Propose to drop the gradients instead of setting them to zero; the next backward then adds to none."""
+    """Propose to set gradients to None instead of zero; the next backward then adds to none."""
     zeroed, typical = case.in_each_step(_zeroed)
     if len(typical) < MANY_ZEROED:
         return None
@@ -310,5 +310,5 @@ AVOIDABLE_CHANGES = (
     Change("static_inputs", "give the CUDA graph its inputs in place", static_inputs),
     Change("attention_plans", "avoid cuDNN's plans for new attention shapes", attention_plans),
     Change("skip_guards", "skip the guards of compiled code", skip_guards),
-    Change("no_gradients", "drop the gradients instead of setting them to zero", no_gradients),
+    Change("no_gradients", "set gradients to None instead of zero", no_gradients),
 )
