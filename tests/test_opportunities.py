@@ -329,34 +329,36 @@ def test_the_ops_of_fused_kernels_set_no_memory_either(tmp_path):
     assert len(left) <= len(added) / 4, "those beside kernels that nothing is fused with"
 
 
+ADDS = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)"
+
+
+def of_kernels(file: Path, kernels: Sequence[tuple[str, str, str, str]]) -> Path:
+    """Write four steps that the GPU limits. kernels: what encloses the op, its category, the op, and the kernel."""
+    events = []
+    for step in range(4):
+        start, first = 3000.0 * step, len(kernels) * step
+        events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 3000.0))
+        for number, (around, category, op, name) in enumerate(kernels):
+            at, launch = start + 10 + 70 * number, first + number + 1
+            on_gpu = {"correlation": launch, "device": 0, "stream": 7}
+            events += [
+                event(around, category, at, 60.0),
+                event(op, "cpu_op", at + 5, 40.0, **{"Input Dims": [[4096, 4096]], "Input type": ["float"]}),
+                event("cudaLaunchKernel", "cuda_runtime", at + 10, 5.0, correlation=launch),
+                event(name, "kernel", 30 + 100.0 * (first + number), 99.0, 7, **on_gpu) | {"pid": 0},
+            ]
+    file.write_text(json.dumps({"traceEvents": events}))
+    return file
+
+
 def test_a_compiled_model_beside_an_eager_optimizer_is_compiled(tmp_path):
     """Most of the time of pointwise kernels is the optimizer's, which torch.compile of the model does not compile."""
-
-    def written(kernels: list[tuple[str, str, str]]) -> Path:
-        events = []
-        for step in range(4):
-            start = 3000.0 * step
-            events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 3000.0))
-            for number, (around, op, name) in enumerate(kernels):
-                at, launch = start + 10 + 70 * number, 40 * step + number + 1
-                shapes = {"Input Dims": [[4096, 4096]], "Input type": ["float"]}
-                on_gpu = {"correlation": launch, "device": 0, "stream": 7}
-                events += [
-                    event(around, "user_annotation", at, 60.0),
-                    event(op, "cpu_op", at + 5, 40.0, **shapes),
-                    event("cudaLaunchKernel", "cuda_runtime", at + 10, 5.0, correlation=launch),
-                    event(name, "kernel", 30 + 100.0 * (len(kernels) * step + number), 99.0, 7, **on_gpu) | {"pid": 0},
-                ]
-        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        file.write_text(json.dumps({"traceEvents": events}))
-        return file
-
-    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)"
-    eager, compiled = ("model", "aten::add", add), ("model", "triton_poi_fused_add_0", "triton_poi_fused_add_0")
-    optimizer = ("Optimizer.step#SGD.step", "aten::_foreach_add_", add)
-    few = [eager] * 5 + [compiled] * 10
-    assert "fuse_pointwise" in priced_changes(written([eager] * 10 + [compiled] * 5 + [optimizer] * 20))
-    assert "fuse_pointwise" not in priced_changes(written(few + [optimizer] * 20))
+    eager = ("model", "user_annotation", "aten::add", ADDS)
+    compiled = ("model", "user_annotation", "triton_poi_fused_add_0", "triton_poi_fused_add_0")
+    optimizer = ("Optimizer.step#SGD.step", "user_annotation", "aten::_foreach_add_", ADDS)
+    for kernels, is_proposed in (([eager] * 10 + [compiled] * 5, True), ([eager] * 5 + [compiled] * 10, False)):
+        found = priced_changes(of_kernels(tmp_path / "trace.json", kernels + [optimizer] * 20))
+        assert ("fuse_pointwise" in found) == is_proposed
 
 
 def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):
@@ -374,31 +376,15 @@ def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):
 
 
 def test_torch_compile_of_a_model_fuses_no_gradients_that_are_added_or_zeroed(tmp_path):
-    """Three pointwise kernels in a row on equal tensors are a chain in the model, but not in the code around it."""
-
-    def written(around: str, category: str) -> Path:
-        events = []
-        name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, x>(int)"
-        shapes = {"Input Dims": [[4096, 4096]], "Input type": ["float"]}
-        for step in range(4):
-            start, on_gpu_from = 3000.0 * step, 30 + 4000.0 * step
-            events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 3000.0))
-            for number in range(40):
-                at, launch = start + 10 + 70 * number, 40 * step + number + 1
-                on_gpu = {"correlation": launch, "device": 0, "stream": 7}
-                events += [
-                    event(around, category, at, 60.0),
-                    event("aten::add_", "cpu_op", at + 5, 40.0, **shapes),
-                    event("cudaLaunchKernel", "cuda_runtime", at + 10, 5.0, correlation=launch),
-                    event(name, "kernel", on_gpu_from + 100 * number, 99.0, 7, **on_gpu) | {"pid": 0},
-                ]
-        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        file.write_text(json.dumps({"traceEvents": events}))
-        return file
-
-    assert "fuse_pointwise" in priced_changes(written("aten::mish", "cpu_op"))
-    for around, kind in ((ACCUMULATES, "cpu_op"), ("Optimizer.zero_grad#SGD.zero_grad", "user_annotation")):
-        assert "fuse_pointwise" not in priced_changes(written(around, kind))
+    """Pointwise kernels in a row on equal tensors are a chain in the model, but not in the code around it."""
+    for around, category, is_proposed in (
+        ("aten::mish", "cpu_op", True),
+        (ACCUMULATES, "cpu_op", False),
+        ("Optimizer.zero_grad#SGD.zero_grad", "user_annotation", False),
+    ):
+        kernels = [(around, category, "aten::add_", ADDS)] * 40
+        found = priced_changes(of_kernels(tmp_path / "trace.json", kernels))
+        assert ("fuse_pointwise" in found) == is_proposed
 
 
 def in_hip(event):

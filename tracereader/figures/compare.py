@@ -31,7 +31,7 @@ def with_like_families(summaries: Sequence[Summary]) -> list[Summary]:
 
 def _of_family(one: GpuWork, family_of: dict[str, str]) -> GpuWork:
     family = family_of.get(one.name, one.family)
-    is_replayed = "GraphLaunch" in one.launched_by and "::" not in one.asked_by
+    is_replayed = one.from_graph and "::" not in one.asked_by
     return msgspec.structs.replace(one, family=family) if is_replayed and family != one.family else one
 
 

@@ -59,6 +59,11 @@ class GpuWork(msgspec.Struct, frozen=True):
     layer: str | None  # of the model, if the run stored its layers' names; see layers.py
 
     @property
+    def from_graph(self) -> bool:
+        """Return whether a CUDA graph's launch started it."""
+        return "GraphLaunch" in self.launched_by
+
+    @property
     def says(self) -> KernelName:
         """Return the name's information as one struct."""
         return KernelName(self.family, self.maker, self.name_says)

@@ -88,7 +88,7 @@ def _replays(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWor
     """Return the CUDA graphs that are launched more than once. Overlapping streams may change the order."""
     by_launch: dict[int, list[int]] = defaultdict(list)
     for place, one in enumerate(work):
-        if one.launch is not None and "GraphLaunch" in one.launch.name:
+        if one.from_graph:
             by_launch[id(one.launch)].append(place)
     same: dict[Hashable, list[list[int]]] = defaultdict(list)
     for places in by_launch.values():

@@ -158,11 +158,8 @@ def spanned(work: Sequence[Work]) -> tuple[int, int]:
 
 def graph_spans(step: Step) -> Intervals:
     """Return the intervals from the first to the last activity of each launch of a CUDA graph, joined."""
-    launched: dict[int, list[Work]] = defaultdict(list)
-    for one in step.work:
-        if one.from_graph:
-            launched[id(one.launch)].append(one)
-    return union(map(spanned, launched.values()))
+    calls = {id(one.launch): one.launch for one in step.work if one.from_graph}
+    return union(spanned(call.work) for call in calls.values())
 
 
 def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:

@@ -267,16 +267,16 @@ def no_gradients(case: Case) -> Proposal | None:
     zeroed, typical = case.in_each_step(_zeroed)
     if len(typical) < MANY_ZEROED:
         return None
-    graph = without_ops(case.graph, [op for ops in zeroed for op in ops])
-    spans = [(ops[0].track, ops[0].start, ops[-1].end) for ops in zeroed if ops]
-    # Of several backward passes in a step, only the first one would add to no gradients.
-    added, in_typical = case.in_each_step(lambda step: _added(step)[: len(_zeroed(step))])
+    added, in_typical = case.in_each_step(_added)
     if not in_typical:
         return None
-    graph = without_ops(without_cpu_time(graph, spans), [op for ops in added for op in ops])
+    # Of several backward passes in a step, only the first one would add to no gradients.
+    in_typical = in_typical[: len(typical)]
+    ops = [op for zeros, adds in zip(zeroed, added, strict=True) for op in (*zeros, *adds[: len(zeros)])]
+    loops = [(zeros[0].track, zeros[0].start, zeros[-1].end) for zeros in zeroed if zeros]
     us = sum(one.us for op in (*typical, *in_typical) for below in op.walk() for one in below.work)
     return Proposal(
-        graph,
+        without_ops(without_cpu_time(case.graph, loops), ops),
         f"{len(typical):,} gradients are set to zero one by one, and backward adds to {len(in_typical):,} of them: "
         f"{duration(us)} of GPU work",
         "optimizer.zero_grad(set_to_none=True)",

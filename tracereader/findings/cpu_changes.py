@@ -11,7 +11,7 @@ from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
+from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -40,7 +40,6 @@ SLOWER = ("for-loop", "foreach")
 FEW_LAUNCHES = 4
 # CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
 READY_BATCH_US = 80
-ON_LISTS = "aten::_foreach_"
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
@@ -410,7 +409,7 @@ def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
         start, end = op.start, op.start + op.dur
         if start - reached > PAUSE_US * 1e3:
             in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-            if not in_engine and not op.name.startswith(ON_LISTS):
+            if not in_engine and not op.name.startswith(FOREACH):
                 yield reached, start, name, op.name
         if end > reached:
             reached, name = end, op.name

@@ -143,7 +143,7 @@ def _rows(summary: Summary) -> int | None:
 )
 def graph_would_do(summary: Summary) -> Verdict:
     step = summary.chosen
-    graphs = any("GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    graphs = any(one.from_graph for one in summary.gpu_work)
     peers = any(one.family == "communication" for one in summary.gpu_work)
     if (
         summary.waits_for != "overhead"

@@ -118,7 +118,7 @@ def graphs_launched(side: Side) -> int:
 
 def _share_in_graphs(side: Side) -> float:
     work = side.summary.gpu_work
-    return sum("GraphLaunch" in one.launched_by for one in work) / len(work) if work else 0.0
+    return sum(one.from_graph for one in work) / len(work) if work else 0.0
 
 
 def synchronizations(side: Side) -> int:

@@ -58,7 +58,7 @@ COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", 
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
-FOREACH = ("_foreach", "aten::_foreach")  # ops of optimizers
+FOREACH = ("_foreach", "aten::_foreach")  # ops on lists of tensors, of optimizers mostly
 # A product below this share of its peak is slow. A product above it has little to gain.
 SLOW = 0.4
 # The kernels' names tell which alignment they need, in elements. cuBLAS's nvjet kernels load tiles with TMA, which

@@ -306,8 +306,8 @@ def launch_settings(summary: Summary, threads: int, rows: int) -> Verdict:
 
 @finding(predicts="a CUDA graph replays the whole step with one launch", needs_gpu=True, claims="19")
 def graph_replay_without_copies(summary: Summary) -> Verdict:
-    replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
-    others = [one for one in summary.gpu_work if "GraphLaunch" not in one.launched_by]
+    replayed = [one for one in summary.gpu_work if one.from_graph]
+    others = [one for one in summary.gpu_work if not one.from_graph]
     launches = counted(_graph_launches(summary), "graph launch", "graph launches")
     seen = f"{activities(len(replayed))} from {launches}"
     if not others:
@@ -328,7 +328,7 @@ def _graph_launches(summary: Summary) -> int:
     teaches=True,
 )
 def graph_replay(summary: Summary) -> Verdict:
-    replayed = [one for one in summary.gpu_work if "GraphLaunch" in one.launched_by]
+    replayed = [one for one in summary.gpu_work if one.from_graph]
     launches = _graph_launches(summary)
     return Verdict(
         bool(replayed),

@@ -250,7 +250,7 @@ def _static_inputs(before: Side, after: Side) -> bool:
     was, now = (
         sum(one.us for one in side.summary.gpu_work if one.asked_by == COPIES_INPUTS) for side in (before, after)
     )
-    graphs = all(any("GraphLaunch" in one.launched_by for one in side.summary.gpu_work) for side in (before, after))
+    graphs = all(any(one.from_graph for one in side.summary.gpu_work) for side in (before, after))
     return graphs and was > 0 and now <= LEFT * was and _same_heavy(before, after)
 
 

@@ -608,9 +608,7 @@ def sync_idles_the_gpu(summary: Summary) -> Verdict:
 def kernels_queue(summary: Summary) -> Verdict:
     # A launch reaches an idle GPU in 5 to 15 µs on the H200.
     waits = [
-        one.launch_to_start_us
-        for one in summary.gpu_work
-        if one.launch_to_start_us is not None and "GraphLaunch" not in one.launched_by
+        one.launch_to_start_us for one in summary.gpu_work if one.launch_to_start_us is not None and not one.from_graph
     ]
     if not waits:
         return Verdict(None, "no launch in the trace")
@@ -643,7 +641,7 @@ def gaps_between_kernels(summary: Summary) -> Verdict:
 )
 def gaps_in_a_graph(summary: Summary) -> Verdict:
     span, gaps = summary.chosen.gpu_span_us, summary.idle_in_graphs_us
-    kernels = sum(one.kind == "kernel" and "GraphLaunch" in one.launched_by for one in summary.gpu_work)
+    kernels = sum(one.kind == "kernel" and one.from_graph for one in summary.gpu_work)
     if kernels < 2 or 2 * kernels < len(summary.gpu_work):
         return Verdict(False, "no CUDA graph in the step")
     each = f"{gaps / kernels:.1f} µs for each of {kernels:,} kernels"
