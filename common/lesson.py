@@ -2,9 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.markup import escape
 

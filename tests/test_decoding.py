@@ -9,12 +9,12 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import cache, lru_cache
 from statistics import median
 
 import pytest
 import references
+from msgspec.structs import replace
 from raw_events import end, event, pace
 from references import LARGE, OTHERS, REFERENCES
 

@@ -5,11 +5,11 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from raw_events import GPU, end, event, pace, raw_steps, raw_work
 from references import CHANGES as CHANGED
 from references import PREDICTED, measured, proposals, recording, sampled, small_first

@@ -143,7 +143,7 @@ def main(argv=None):
 
     # Imported here, each only if it is used, so that --help and refusals are fast: a tenth of a second is a third of
     # the time to read a trace of 10 MB.
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from tracereader.show import report
     from tracereader.show.predictions import predictions_of
@@ -323,7 +323,7 @@ def _as_jobs(args, jobs: list[list[Path]]) -> bool:
 
 def _as_ranks(args) -> bool:
     """Print the report on the ranks of one run. Return False if these are other traces, which are to be compared."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from tracereader.figures import reading
 

@@ -4,7 +4,6 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import msgspec
@@ -54,8 +53,7 @@ class FamilyTime(msgspec.Struct, frozen=True):
     pieces: int
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True):
     """A device's window in parts: compute, exposed communication, exposed copies and three kinds of idle time.
 
     by_family: compute by family of kernel; see GpuTime. communication: all communication, exposed or not.
@@ -69,7 +67,7 @@ class Parts:
     launched: Intervals
     unknown: Intervals
     device: int | str = 0
-    by_family: dict[str, Intervals] = field(default_factory=dict)
+    by_family: dict[str, Intervals] = {}
 
     def between(self, start: int, end: int) -> GpuTime:
         """Return the GPU's time between two stamps (ns) of the window. by_family has to cover compute."""

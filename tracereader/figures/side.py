@@ -1,9 +1,10 @@
 """One run's step, as input of a comparison."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import msgspec
 
 from tracereader.figures.compiled import graphs_in
 from tracereader.figures.cpu import Call
@@ -13,8 +14,7 @@ from tracereader.trace.kernel_names import KernelName, decode, short
 from tracereader.trace.labels import COMPILE_ROWS
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(msgspec.Struct, frozen=True, dict=True):
     """One run's step, as a comparison needs it."""
 
     summary: Summary

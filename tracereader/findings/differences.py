@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from tracereader.figures import compare
 from tracereader.figures.side import Side
@@ -15,8 +16,7 @@ ONE_ALONE = "only one of the two has GPU work"
 INPUTS_SHOWN = 2  # ops, because one changed type or size shows in the inputs of many ops
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """A comparison of two runs: flags, GPU work and ops, each as lists of sentences."""
 
     flags_changed: tuple[str, ...]

@@ -5,7 +5,6 @@ The cheatsheet, docs, `--json` and the predictions of the numbered scripts follo
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -17,8 +16,7 @@ NO_GPU = "no GPU lane: this run was on the CPU"
 TABLE, CPU, GPU, TREE, COMPILE = WHERE = "profiler table", "CPU lane", "GPU lane", "call tree", "torch.compile"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What a trace shows of a finding.
 
     holds: None if the trace does not decide it. evidence: the figures behind the verdict. why_not: the reason, shown
@@ -30,8 +28,7 @@ class Verdict:
     why_not: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, dict=True):
     """A pattern that a trace can show, and the function that judges whether it does.
 
     name: the judge's name, which the records of predictions and `--json` hold.
@@ -84,8 +81,7 @@ def finding(where: str = "", see: str = "", means: str = "", **declared) -> Call
     return lambda judge: Finding(judge.__name__, judge, where, see, means, **declared)
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True):
     """A finding that a numbered script expects in its own trace. record: the form in which the trace stores it."""
 
     text: str

@@ -7,7 +7,8 @@ judges' docstrings as the signs of a change.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from tracereader.figures.avoidable import CUDNN_ATTENTION
 from tracereader.figures.gpu_time import BETWEEN_OPS
@@ -41,8 +42,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(msgspec.Struct, frozen=True):
     """The proposals of a report that another run follows together, and that run's measured step (µs).
 
     also_compiled: whether that run also compiles its kernels, which none of these predictions includes.

@@ -6,7 +6,6 @@ function never computes a saving. It returns an edited graph, and the replay of 
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -72,8 +71,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
         return 1 - after / before
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True):
     """The graph after a change, the figures that are the reason for it, and how to try it.
 
     assumed: whether the graph contains a hardware limit or a typical rate. title: a title that is more specific than
@@ -92,8 +90,7 @@ class Proposal:
     least_us: float = 0.0
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """One change that can be proposed. name: its id in --json. propose: returns None if a trace gives no reason."""
 
     name: str
@@ -149,8 +146,7 @@ def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...
     return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
 
 
-@dataclass(frozen=True)
-class Unprofiled:
+class Unprofiled(msgspec.Struct, frozen=True):
     """A step's measured time without the profiler (µs), and the share of the recorded CPU time that it needs.
 
     factor: that share. scale: the measured time divided by the replayed time with that CPU time. It differs from 1 if
@@ -177,8 +173,7 @@ def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
     return [op for op in step.named(lambda name: name.startswith(starts)) if op.kind == "label"]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(msgspec.Struct, frozen=True, dict=True):
     """The input of a proposal: the trace, its measurements, and its graph."""
 
     trace: Trace

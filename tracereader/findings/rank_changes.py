@@ -4,7 +4,6 @@ import bisect
 import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -71,8 +70,7 @@ EVEN_OUT = {
 }
 
 
-@dataclass(frozen=True)
-class RankCase:
+class RankCase(msgspec.Struct, frozen=True, dict=True):
     """The input of a proposal: all ranks' figures, and the graph of the rank that is replayed."""
 
     summary: RanksSummary
@@ -119,8 +117,7 @@ class RankCase:
         return duration(per_step(self.rank, us))
 
 
-@dataclass(frozen=True)
-class RankChange:
+class RankChange(msgspec.Struct, frozen=True):
     """One change of all ranks. replayed: returns the rank to replay; None if there is no reason for the change."""
 
     name: str

@@ -7,8 +7,9 @@ is a median over them.
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
+
+from msgspec.structs import replace
 
 from tracereader.figures.intervals import Intervals, Lengths, minus, union
 from tracereader.replay.graph import NOBODY, Graph, waits_of

@@ -42,11 +42,13 @@ import operator
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain
 from statistics import median_low
+
+import msgspec
+from msgspec.structs import replace
 
 from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
@@ -93,8 +95,7 @@ class Reason(Enum):
     NOT_READ = "the trace of a rank cannot be read again on this machine"
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The reason why there is no graph. off: the replayed step divided by the recorded one, if that is the reason."""
 
     reason: Reason
@@ -106,8 +107,7 @@ class Refused:
         return f"{self.reason.value} (the replayed step takes {self.off:.0%} of the recorded time)"
 
 
-@dataclass(frozen=True, slots=True)
-class StepNodes:
+class StepNodes(msgspec.Struct, frozen=True):
     """One step: the nodes of its start and its end on the CPU, and of the GPU activities that decide its pace."""
 
     start: int
@@ -115,11 +115,10 @@ class StepNodes:
     work: tuple[int, ...]  # only of the busiest stream, because a stream of copies may run far ahead
 
 
-@dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The replayed steps. Nodes are numbered in the order of their recorded starts; times are whole ns.
 
-    A change returns another Graph (dataclasses.replace) and copies only the arrays that it edits. before, via and
+    A change returns another Graph (msgspec.structs.replace) and copies only the arrays that it edits. before, via and
     wait hold nodes of a lower number, or NOBODY. A node without dependencies starts at its recorded time.
     """
 
@@ -139,10 +138,10 @@ class Graph:
     latency_ns: int  # the trace's typical launch latency
     gap_ns: int  # the trace's typical gap between two activities of a stream
     recorded_us: float  # over all recorded steps
-    trace: Trace = field(repr=False)  # with the replayed steps only
+    trace: Trace  # with the replayed steps only
     replayed_us: float = 0.0  # the step's time in the replay of the unchanged graph
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
-    gone: Mapping[tuple, Intervals] = field(default_factory=dict)  # by track, the CPU time that changes have removed
+    gone: Mapping[tuple, Intervals] = {}  # by track, the CPU time that changes have removed
 
     @cached_property
     def launched(self) -> tuple[dict[int, int], dict[int, int]]:

@@ -1,8 +1,9 @@
 """One step as the lanes that Perfetto shows, in characters: nested CPU slices, with GPU work below."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from tracereader.findings.finding import counted
 from tracereader.trace import Op, Step, Work, kernel_names
@@ -17,8 +18,7 @@ LEAST = 16  # columns; in fewer, a lane shows nothing
 WAITS = "."
 
 
-@dataclass(frozen=True)
-class Glyphs:
+class Glyphs(msgspec.Struct, frozen=True):
     """start and fill draw a slice with room for its name; tiny draws one of a single column."""
 
     start: str
@@ -28,8 +28,7 @@ class Glyphs:
     unit: str
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True):
     """An interval of a lane with a name; ns. kind: `wait` for a collective that only waits for another rank."""
 
     name: str

@@ -4,11 +4,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from tracereader import progress

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import msgspec
@@ -81,8 +80,7 @@ def _which(summary: Summary, one: Repeat) -> str:
     return f"{same}{each}, from no. {one.start + 1:,} of the step"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A GPU activity, or those at one position of `times` equal sequences; or a gap of `left_out` activities."""
 
     work: GpuWork | None

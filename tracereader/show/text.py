@@ -8,10 +8,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
@@ -245,8 +245,7 @@ def us(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(msgspec.Struct, frozen=True):
     """The unit of a column of times: its name, its length in µs, and the digits that are shown."""
 
     name: str

@@ -1,8 +1,9 @@
 """The content of a report, and its length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from tracereader.command import BadInput
 from tracereader.show import sections
@@ -13,8 +14,7 @@ ROWS = 8
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """The content of a report, and its step. step: None for a typical one. only: None for the usual sections.
 
     by_flag: the sections that are asked for by a flag of their own. all: every section and row. brief: the content that

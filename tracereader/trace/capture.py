@@ -6,7 +6,6 @@ trace of the same step without the graph serves as well.
 """
 
 import bisect
-import dataclasses
 import json
 import re
 from collections import defaultdict
@@ -58,7 +57,7 @@ def read_with_captures(
     captures: files or folders with the traces of the captures. show: shows what is done next. steps_by: see read().
     """
     files = files_of(captures)
-    trace = dataclasses.replace(read(path, limit, show, steps_by), captured=tuple(captures))
+    trace = msgspec.structs.replace(read(path, limit, show, steps_by), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
         tie(trace, [*own, *(read(file, limit) for file in files)])

@@ -14,7 +14,6 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, Literal, TypeVar
 
@@ -112,8 +111,7 @@ class _File(msgspec.Struct, Generic[T]):
     host: msgspec.Raw = msgspec.field(name="host_name", default=msgspec.Raw(b"null"))
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(msgspec.Struct, frozen=True):
     """A whole trace file. exact: whether its stamps are decimals or None. If not, they are doubles below EXACT."""
 
     events: list[Event]

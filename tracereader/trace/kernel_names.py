@@ -13,7 +13,8 @@ characters count, because template arguments can make a name tens of kB long.
 
 import functools
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from tracereader.trace.types import WRITTEN as TYPES
 
@@ -39,8 +40,7 @@ EPILOGUES = {
 }
 
 
-@dataclass(frozen=True)
-class KernelName:
+class KernelName(msgspec.Struct, frozen=True):
     """family: one of FAMILIES. `other`: the maker is known, but the job is none of the families or not said.
 
     pointwise: each output element by itself. copy: elements moved, nothing computed (a driver's copy, a cast,

@@ -13,7 +13,6 @@ import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress, count, islice
 from operator import attrgetter, eq
@@ -243,8 +242,7 @@ class Samples(msgspec.Struct, frozen=True):
     values: list[float]
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One recorded step, or the whole of a trace without steps."""
 
     name: str
@@ -314,8 +312,7 @@ class Step:
                 stack.extend([(child, depth + 1) for child in reversed(op.children)])
 
 
-@dataclass(frozen=True)
-class ProcessGroup:
+class ProcessGroup(msgspec.Struct, frozen=True):
     """A process group that torch lists with the rank. ranks: empty if torch does not list them all."""
 
     name: str
@@ -324,8 +321,7 @@ class ProcessGroup:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(msgspec.Struct, frozen=True):
     """The process of a distributed run that wrote the trace. groups: the process groups that it is in."""
 
     rank: int
@@ -333,8 +329,7 @@ class Rank:
     groups: tuple[ProcessGroup, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(msgspec.Struct, frozen=True, eq=False):
     """The content of one trace file."""
 
     path: Path
