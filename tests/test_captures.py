@@ -5,7 +5,7 @@ import json
 
 import pytest
 from raw_events import event
-from references import H200
+from references import H200, ROOT
 
 from tracereader import cli
 from tracereader.figures import summarize
@@ -15,7 +15,7 @@ from tracereader.show import warnings
 from tracereader.trace import TraceError, read
 from tracereader.trace.capture import read_with_captures
 
-CHANGES = H200 / "changes"
+CHANGES, H100 = H200 / "changes", ROOT / "tests/traces/h100"
 PAIRS = [("vit", "eager"), ("decode", "eager"), ("lstm", "cells"), ("images", "eager")]
 GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "ac2g")
 WIDTH = "Input Dims"
@@ -121,7 +121,10 @@ def test_the_next_larger_captured_size_is_the_one_that_ran(file, in_annotation, 
     trace = read_with_captures(plain, [folder])
     assert not any(one.recorded for one in trace.work)
     (told,) = (one for one in warnings.of(summarize(trace)) if "capture" in one)
-    assert told == f"3 CUDA graph launches fit no capture in {folder}, or several that differ"
+    assert told == (
+        f"3 CUDA graph launches fit several captures in {folder}, which differ in ops, shapes or modules; "
+        "none of them is used"
+    )
     launches = [one for one in document["traceEvents"] if one["name"] == "cudaGraphLaunch" and one["ph"] == "X"]
     for launch in launches:
         around = {"ts": launch["ts"] - 0.5, "dur": launch["dur"] + 1, "cat": "user_annotation", "name": executed}
@@ -308,3 +311,66 @@ def test_capture_from_the_command_line(capsys, tmp_path):
         assert "--capture takes one trace" in capsys.readouterr().err
     with pytest.raises(TraceError):
         read_with_captures(CHANGES / "decode/graph.json.gz", [empty])
+
+
+def recorded(name):
+    return json.loads(gzip.decompress((H100 / f"{name}.json.gz").read_bytes()))["traceEvents"]
+
+
+def launched_ops(events):
+    """The name of each GPU activity of the last step and of the innermost op around its launch, by the launches."""
+    steps = [one for one in events if one["name"].startswith("ProfilerStep#") and one["cat"] == "user_annotation"]
+    last = max(steps, key=lambda one: one["ts"])
+    ops = [one for one in events if one.get("cat") == "cpu_op"]
+    found = []
+    calls = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+    work = {one["args"]["correlation"]: one for one in events if one.get("cat") in GPU[:3]}
+    for call in sorted(calls, key=lambda one: one["ts"]):
+        if call["args"]["correlation"] in work and last["ts"] <= call["ts"] < last["ts"] + last["dur"]:
+            around = [one for one in ops if one["ts"] <= call["ts"] < one["ts"] + one["dur"]]
+            found.append((work[call["args"]["correlation"]], max(around, key=lambda one: one["ts"])["name"]))
+    return found
+
+
+@pytest.mark.parametrize("capture", ["eager", "capture_with_stack"])
+def test_a_capture_recorded_on_a_gpu_names_the_ops_of_its_replays(capture):
+    expected = launched_ops(recorded("eager"))
+    assert len(expected) == 44
+    trace = read_with_captures(H100 / "replays.json.gz", [H100 / f"{capture}.json.gz"])
+    for step in trace.steps:
+        seen = sorted(step.work, key=lambda one: one.start)
+        assert [one.asked.parent.name for one in seen] == [op for _, op in expected]
+        for one, (work, _) in zip(seen, expected, strict=True):
+            assert one.name == work["name"] or (one.kind == "memset" and work["cat"] == "gpu_memset")
+    assert not trace.untied and not [told for told in warnings.of(summarize(trace)) if "capture" in told]
+
+
+def test_a_capture_with_stacks_names_the_modules_of_its_replays():
+    trace = read_with_captures(H100 / "replays.json.gz", [H100 / "capture_with_stack.json.gz"])
+    _, by_class = by_module(trace, trace.steps[-1])
+    # Each of the four blocks has two layer norms, four linear layers of one kernel, and five activities of its own.
+    named = ["16 x Linear in Block", "4 x Block in Sequential", "8 x LayerNorm in Block"]
+    assert sorted((one.name, one.pieces) for one in by_class) == list(zip(named, (16, 20, 8), strict=True))
+
+
+def test_a_recording_of_capture_and_replays_needs_no_other_file():
+    trace = read_with_captures(H100 / "capture_and_replays.json.gz")
+    replayed = [one for one in trace.work if one.from_graph]
+    assert len(replayed) == 3 * 44
+    expected = [op for _, op in launched_ops(recorded("eager"))]
+    assert [one.asked.parent.name for one in sorted(replayed, key=lambda one: one.start)] == 3 * expected
+
+
+@pytest.mark.parametrize(
+    ("replays", "capture", "reason", "said"),
+    [
+        ("replays", "captures", "captures_differ", "fit several captures in"),
+        ("replays", "syncs", "no_capture_fits", "fit no capture in"),
+        ("replays_two_streams", "capture_two_streams", "no_order", "run on several streams, and the trace does not"),
+    ],
+)
+def test_the_reason_why_no_capture_is_used_is_said(replays, capture, reason, said):
+    trace = read_with_captures(H100 / f"{replays}.json.gz", [H100 / f"{capture}.json.gz"])
+    assert trace.untied == {reason: 4} and not any(one.recorded for one in trace.work)
+    (told,) = (one for one in warnings.of(summarize(trace)) if "CUDA graph launches" in one)
+    assert told.startswith(f"4 CUDA graph launches {said}")

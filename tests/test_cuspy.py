@@ -1,5 +1,6 @@
 """Traces with torch 2.15's additions are read. torch's own exporter writes them from events of recorded H200 traces."""
 
+import gzip
 import json
 import re
 
@@ -203,6 +204,31 @@ def test_a_synchronization_of_one_stream_waits_for_that_stream_alone(tmp_path):
         name_of = {graph.activity[id(one)]: one.name for one in trace.work}
         tied[kept] = [name_of[graph.via[node]] for node in graph.returns.values()]
     assert tied == {"without": ["B"] * 3, "with": ["A"] * 3}
+
+
+def test_a_recorded_wait_whose_event_is_not_known_ties_its_own_stream():
+    """torch 2.11 on CUDA 13 records which stream waits, and -1 for the stream and the record that it waits for."""
+    path = ROOT / "tests/traces/h100/syncs.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    waits = [one for one in events if one["name"] == "Stream Wait Event"]
+    assert [one["args"]["stream"] for one in waits] == [7] * 4
+    assert {one["args"][f"wait_on_{what}"] for one in waits for what in ("stream", "cuda_event_record_corr_id")} == {-1}
+    launched = {one["args"]["correlation"]: one["ts"] for one in events if one.get("cat") in CALLS}
+    work = sorted(
+        (one for one in events if one.get("cat") in WORK), key=lambda one: launched[one["args"]["correlation"]]
+    )
+    expected = []
+    for wait in waits:
+        at = launched[wait["args"]["correlation"]]
+        after = next(one for one in work if one["tid"] == 7 and launched[one["args"]["correlation"]] > at)
+        before = max((one for one in work if one["tid"] != 7 and one["ts"] < after["ts"]), key=lambda one: one["ts"])
+        expected.append((after["ts"], before["ts"]))
+    trace = read(path)
+    graph = graph_of(trace)
+    assert isinstance(graph, Graph)
+    at = {graph.activity[id(one)]: one.start / 1e3 + trace.zero_us for one in trace.work}
+    found = [(at[node], at[other]) for node, other in enumerate(graph.wait) if node in at and other != NOBODY]
+    assert found == [pytest.approx(pair, abs=0.002) for pair in expected]
 
 
 def samples(us, start, end, value):

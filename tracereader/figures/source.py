@@ -23,9 +23,10 @@ class TraceWarning(msgspec.Struct, frozen=True):
 
     name: zero_times, of `count` events; overlapping_slices, `count` with the most frequent names; table_of_another_run,
     a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
-    files of a trace without CUDA graphs; no_capture_fits, `count` CUDA graph launches that none of these files fits;
-    no_gpu_records, though the CPU launched something; no_launch, of `count` GPU activities that take `us` µs in sum;
-    starts_before_launch, of `count` GPU activities, at most `us` µs before their launch calls.
+    files of a trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches
+    that these files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of
+    `count` GPU activities that take `us` µs in sum; starts_before_launch, of `count` GPU activities, at most `us` µs
+    before their launch calls.
     """
 
     name: str
@@ -133,13 +134,11 @@ def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:
     """What the traces of captures that were given beside the trace do not tell."""
     if not trace.captured:
         return
-    tied = {id(one.launch): one.recorded is not None for step in trace.steps for one in step.work if one.from_graph}
-    missing = len(tied) - sum(tied.values())
     given = tuple(str(path) for path in trace.captured)
-    if not tied:
+    if not any(one.from_graph for step in trace.steps for one in step.work):
         yield TraceWarning("captures_not_used", names=given)
-    elif missing:
-        yield TraceWarning("no_capture_fits", missing, given)
+    for reason, count in trace.untied.items():
+        yield TraceWarning(reason, count, given)
 
 
 def _table_of_another_run(trace: Trace) -> Path | None:

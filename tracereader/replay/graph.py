@@ -470,16 +470,18 @@ class _Builder:
     def _awaited(self, one: Work, latest: dict[tuple, list[Work]], before: Work | None, is_late: bool) -> Work | None:
         """Return the activity of another stream that this one waited for: the last one to end before it started.
 
-        Recorded waits decide, if the trace has any. Otherwise an activity waited if its thread called
-        cudaStreamWaitEvent after the launch before it on this stream, or if it started late and directly after the
-        other activity. If neither holds, the result is None.
+        Recorded waits decide, if the trace says what each of them waited for. Otherwise an activity waited if
+        cudaStreamWaitEvent was called after the launch before it on this stream, or if it started late and directly
+        after the other activity. If neither holds, the result is None.
         """
         since = before.launch.start if before is not None and before.launch is not None else self.trace.steps[0].start
         if self.recorded.decides(one):
             return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
-        has_event = one.launch is not None and _any_between(
-            self.between_streams.get(one.launch.track, ()), since, one.launch.start
-        )
+        has_event = False
+        if one.launch is not None:
+            called = self.recorded.called if self.recorded.waits else self.between_streams
+            key = (one.device, one.track[1]) if self.recorded.waits else one.launch.track
+            has_event = _any_between(called.get(key, ()), since, one.launch.start)
         if not has_event and not is_late:
             return None
         found = None
@@ -563,7 +565,9 @@ class _Recorded:
         self.waits: dict[tuple, list[Sync]] = defaultdict(list)  # by the stream that waits
         for one in waits:
             self.waits[one.device, one.stream].append(one)
-        self.has_waits = bool(waits)
+        # Kineto on CUDA 13 does not say which record of its event a stream waited for.
+        self.has_waits = bool(waits) and all(one.record is not None for one in waits)
+        self.called = {stream: [one.call.start for one in some] for stream, some in self.waits.items()}
         self.has_edges = {id(one.launch) for one in chain(trace.work, trace.nodes) if one.after}
         self.launched: dict[tuple, list[Work]] = defaultdict(list)  # by stream, what has a launch, in its order
         for one in trace.work if trace.syncs else ():

@@ -34,7 +34,17 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
             return f"no step launches a CUDA graph, so the captures in {' and '.join(one.names)} are not used"
         case "no_capture_fits":
             launches = counted(one.count, "CUDA graph launch fits", "CUDA graph launches fit")
-            return f"{launches} no capture in {' and '.join(one.names)}, or several that differ"
+            return f"{launches} no capture in {' and '.join(one.names)}"
+        case "captures_differ":
+            launches = counted(one.count, "CUDA graph launch fits", "CUDA graph launches fit")
+            return (
+                f"{launches} several captures in {' and '.join(one.names)}, which differ in ops, shapes or modules; "
+                "none of them is used"
+            )
+        case "no_order":
+            launches = counted(one.count, "CUDA graph launch", "CUDA graph launches")
+            ran = f"{launches} {'runs' if one.count == 1 else 'run'} on several streams, and the trace does not number"
+            return f"{ran} the nodes of the graph: no capture can be compared"
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch":

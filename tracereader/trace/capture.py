@@ -8,7 +8,7 @@ trace of the same step without the graph serves as well.
 import bisect
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -60,7 +60,8 @@ def read_with_captures(
     trace = msgspec.structs.replace(read(path, limit, show, steps_by), captured=tuple(captures))
     if any("GraphLaunch" in name for name in trace.op_names):
         own = [trace] if any(EDGE.search(name) for name in trace.op_names) else []
-        tie(trace, [*own, *(read(file, limit) for file in files)])
+        untied = tie(trace, [*own, *(read(file, limit) for file in files)])
+        trace = msgspec.structs.replace(trace, untied=untied)
     return trace
 
 
@@ -69,14 +70,16 @@ def files_of(captures: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(file for one in captures for file in (in_folder(one) if one.is_dir() else [one])))
 
 
-def tie(trace: Trace, captured: Sequence[Trace]) -> None:
+def tie(trace: Trace, captured: Sequence[Trace]) -> Counter:
     """Tie the work of each replayed graph to the capture with as many calls of the same kinds in the same order.
 
-    A replay is not tied if no capture fits, or if several captures fit that differ in their ops, shapes or modules.
+    Returns the number of launches that are not tied by the reason: no_order, if the order of the replay's nodes is not
+    known; no_capture_fits; or captures_differ, if several captures fit that differ in their ops, shapes or modules.
     """
+    untied: Counter = Counter()
     recordings = [one for other in captured for one in _recordings(other)]
     if not recordings:
-        return
+        return untied
     for step in trace.steps:
         replays: dict[int, list[Work]] = defaultdict(list)
         for one in step.work:
@@ -84,20 +87,26 @@ def tie(trace: Trace, captured: Sequence[Trace]) -> None:
                 replays[id(one.launch)].append(one)
         fitting: dict[tuple, list] = defaultdict(list)  # the replays, by the captures that fit
         for some in replays.values():
-            if (ordered := _in_order(some)) is not None:
-                executed = _executed_size(step, some[0].launch)
-                found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
-                fitting[tuple(id(calls[0]) for _, calls in found)].append((ordered, found))
+            if (ordered := _in_order(some)) is None:
+                untied["no_order"] += 1
+                continue
+            executed = _executed_size(step, some[0].launch)
+            found = _of_size([fit for one in recordings for fit in _fits(one, ordered)], executed)
+            fitting[tuple(id(calls[0]) for _, calls in found)].append((ordered, found))
         for same in fitting.values():
             candidates = same[0][1]
             if not candidates:
+                untied["no_capture_fits"] += len(same)
                 continue
             alike = len(candidates) == 1 or len({_described(*one) for one in candidates}) == 1
             # A model that is captured in parts has as many equal captures as replays, in the same order.
             pieces = not alike and len(same) == len(candidates) and len({id(one) for one, _ in candidates}) == len(same)
-            if alike or pieces:
-                for place, (ordered, _) in enumerate(same):
-                    _tie(ordered, *candidates[place if pieces else 0])
+            if not alike and not pieces:
+                untied["captures_differ"] += len(same)
+                continue
+            for place, (ordered, _) in enumerate(same):
+                _tie(ordered, *candidates[place if pieces else 0])
+    return untied
 
 
 def _tie(work: Sequence[Work], recording: _Recording, calls: Sequence[Op]) -> None:
