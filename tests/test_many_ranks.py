@@ -276,6 +276,18 @@ def test_the_name_of_a_group_follows_its_description(description, name):
     assert name in {one.name for one in findings.group_kinds(joined(described))}
 
 
+def test_a_late_rank_that_was_not_read_makes_no_slow_link(capsys, monkeypatch):
+    """Its group seems to transfer for as long as it waits for that rank."""
+    ranks = made(32, COLLECTIVES, tensor=4, delays={6: LATE})
+    assert findings.straggler(joined(ranks)).rank == 6
+    summary = joined([one for one in ranks if one.rank != 6])
+    assert findings.slow_link(summary) is None
+    text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
+    assert "after the last rank that was read arrived" in text and "after the last rank arrived" not in text
+    late = joined([one for one in made(8, COLLECTIVES, delays={6: LATE}) if one.rank != 6])
+    assert findings.sentences(late)[0].startswith("no rank loses much time by waiting for a rank that was read: ")
+
+
 def test_torchs_list_of_groups_completes_a_truncated_list_of_ranks(tmp_path):
     """A kernel's description truncates a long list of ranks; distributedInfo has it in full."""
 

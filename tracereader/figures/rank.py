@@ -118,14 +118,15 @@ class Lane(msgspec.Struct, frozen=True):
 class NotRead(msgspec.Struct, frozen=True):
     """Why the trace of a rank is left out.
 
-    detail: the reader's message (unreadable), a module's name (no_module), an exception's text (failed), or the path of
-    the trace that is kept (same_rank). rank, world_size: of this trace. other_world_size: of the other traces.
-    seconds: between this recording and the others (other_time), or without an answer (no_answer).
+    detail: the reader's message (unreadable), a module's name (no_module), an exception's text (failed), the path of
+    the trace that is kept (same_rank), or the name of a step that most others have (no_common_step). rank, world_size:
+    of this trace. other_world_size: of the other traces. seconds: between this recording and the others (other_time),
+    or without an answer (no_answer).
     """
 
     reason: Literal[
         "unreadable", "no_rank", "other_world_size", "other_time", "same_rank", "no_answer", "other_version", "dropped",
-        "killed", "no_module", "failed",
+        "killed", "no_module", "failed", "no_common_step",
     ]  # fmt: skip
     detail: str = ""
     rank: int = 0
@@ -415,10 +416,11 @@ class _Calls:
         if not _is_size(size):
             return None
         called = str(args.get("Process Group Name", ""))
-        name = f"{called} {told or ''}".strip()
+        listed = next((one for one in self.rank.groups if one.name == called and one.size == size), None)
+        # Several groups may have one name, such as all tensor-parallel groups of some frameworks.
+        name = f"{called} {told or (list(listed.ranks) if listed and listed.ranks else '')}".strip()
         if (name, size) in self.groups:
             return self.groups[name, size]
-        listed = next((one for one in self.rank.groups if one.name == called and one.size == size), None)
         said = args.get("Process Group Description") or (listed.description if listed else "")
         members = _everyone(self.rank) if whole else _members(told) or (listed.ranks if listed else ())
         return Group(name, str(said), size, members if len(members) <= LISTED else ())

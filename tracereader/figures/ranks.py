@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, both, length, minus, union
-from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times
+from tracereader.figures.rank import Call, Group, NotRead, Part, RankStep, RankTrace, Times, summed
 from tracereader.figures.regime import Regime
 
 # Bytes on the bus per byte of the message: NCCL's definition (nccl-tests, doc/PERFORMANCE.md), for n ranks.
@@ -222,11 +222,14 @@ def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = Non
     """Return the summary of the ranks of one run. not_read: by path, why a trace could not be read.
 
     A trace is left out, with the reason, if its world size differs, if it is the second trace of a rank, or if it was
-    recorded at another time.
+    recorded at another time, or if it has no step that most others have. Of the others, only common steps count.
     """
     ranks, not_read = _of_one_run(ranks, dict(not_read or {}))
+    ranks, not_read = _with_a_common_step(ranks, not_read)
     names = [[step.name for step in one.steps] for one in ranks]
     common = [name for name in names[0] if all(name in some for some in names)]
+    if common:
+        ranks = [_in_steps(one, common) for one in ranks]
     met, unmatched = _met(ranks)
     sent, unmatched_messages = _sent(ranks)
     clocks, shift = _clocks(ranks, met, sent)
@@ -310,6 +313,43 @@ def _of_one_run(ranks: Sequence[RankTrace], not_read: dict[str, NotRead]) -> tup
     return kept, not_read
 
 
+def _with_a_common_step(
+    ranks: list[RankTrace], not_read: dict[str, NotRead]
+) -> tuple[list[RankTrace], dict[str, NotRead]]:
+    """Leave out the ranks without the step that most ranks have, if no step is common to all of them."""
+    having = Counter(step.name for one in ranks for step in one.steps)
+    name, most = max(having.items(), key=lambda item: item[1], default=("", 0))
+    if not len(ranks) > most > len(ranks) / 2:
+        return ranks, not_read
+    has_it = {id(one): any(step.name == name for step in one.steps) for one in ranks}
+    others = {one.path: NotRead("no_common_step", name, one.rank) for one in ranks if not has_it[id(one)]}
+    return [one for one in ranks if has_it[id(one)]], not_read | others
+
+
+def _in_steps(one: RankTrace, names: Sequence[str]) -> RankTrace:
+    """Return a rank with only these of its steps, so that all figures are of steps that all ranks have.
+
+    late_us cannot be divided among the steps and is dropped. The kernels are divided equally.
+    """
+    steps = tuple(step for step in one.steps if step.name in names)
+    if len(steps) == len(one.steps):
+        return one
+    exposed = Lengths(_exposed(one))
+    parts, messages = (
+        tuple(part for part in some if one.calls[part.call].step in names) for some in (one.parts, one.messages)
+    )
+    return msgspec.structs.replace(
+        one,
+        total=summed("", steps),
+        steps=steps,
+        parts=parts,
+        messages=messages,
+        late_us=0.0,
+        hidden=sum(2 * exposed.between(part.start, part.end) <= part.end - part.start for part in parts),
+        kernels=one.kernels * len(steps) // len(one.steps),
+    )
+
+
 def _at_one_time(one: RankTrace, other: RankTrace) -> bool:
     """Return whether two recordings overlap, with a tolerance of CLOCKS_OFF between two hosts."""
     off = CLOCKS_OFF if None not in (one.host, other.host) and one.host != other.host else 0
@@ -360,6 +400,9 @@ def _met(ranks: Sequence[RankTrace]) -> tuple[list[_Met], int]:
         members = tuple(rank for rank in group.members if rank in by_rank) or tuple(sorted(parts))
         if len(members) < 2:
             continue  # the other ranks of the group were not read, and the report already says so
+        if len(members) > group.size:  # several groups have this name, and the traces do not list their ranks
+            unmatched += sum(len(one.parts) for one in parts.values())
+            continue
         rows, alone = _rows([parts.get(rank, _Parts((), [])) for rank in members])
         calls = [parts.get(rank, _Parts((), [])).calls for rank in members]
         found += [_Met(group, _largest(calls, row), members, row) for row in rows]

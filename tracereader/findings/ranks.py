@@ -13,6 +13,7 @@ from tracereader.figures.rank import OUTSIDE_ANNOTATIONS, NotRead, Times, summed
 from tracereader.figures.ranks import GroupTimes, PairTimes, RankFigures, RanksSummary
 from tracereader.findings import recording, steps
 from tracereader.findings.finding import counted, size
+from tracereader.trace import STEP
 
 # The share of a rank's time in exposed waits for other ranks from which the wait is named. On two H200s it was 31% in
 # FSDP with a CPU that launches late, 8% with a rank that computes more, and 0.5% in plain DDP.
@@ -466,7 +467,7 @@ def slow_links(summary: RanksSummary) -> list[SlowLink]:
     """Return the groups with slower transfers than other groups' equal messages, each with its costliest message."""
     same: dict[tuple, dict[tuple, list]] = {}
     for one in summary.matched:
-        if one.bytes:
+        if one.bytes and len(one.ranks) == one.size:  # a rank that was not read may be late
             same.setdefault((one.kind, one.bytes, one.size), {}).setdefault(one.ranks, []).append(one)
     found: dict[tuple, SlowLink] = {}
     for (kind, message, _), groups in same.items():
@@ -733,7 +734,8 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         return [*_of_late_hosts(summary, hosts, read), waits]
     told_apart = _told_apart(summary, summary.clocks.lead_us)
     if cost <= MUCH_WAITED:
-        little = f"no rank loses much time by waiting: {waits}"
+        whom = " for a rank that was read" if summary.missing else ""
+        little = f"no rank loses much time by waiting{whom}: {waits}"
         return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
     if not told_apart:
         return [
@@ -784,11 +786,10 @@ def _of_late_hosts(summary: RanksSummary, hosts: Sequence[SlowHost], read: str) 
     times = sum(one.last in theirs for one in summary.matched)
     taken_part = sum(not theirs.isdisjoint(one.ranks) for one in summary.matched)
     names = listed([one.host for one in hosts], most=3)
-    ranks = f"{len(theirs)} ranks" if len(hosts) == 1 else f"{len(theirs):,} ranks together"
     keep = "host {} keeps" if len(hosts) == 1 else "hosts {} keep"
     whose = "its" if len(hosts) == 1 else "their"
     found = [
-        f"{keep.format(names)} the others waiting: one of {whose} {ranks} is last{read} in {times:,} of "
+        f"{keep.format(names)} the others waiting: one of {whose} {len(theirs):,} ranks is last{read} in {times:,} of "
         f"{counted(taken_part, 'collective')}"
     ]
     worst = hosts[0]
@@ -826,6 +827,8 @@ def why_not_read(one: NotRead) -> str:
         case "other_time":
             apart = f"{one.seconds:,.1f} s earlier or later than the others"
             return f"from another run: rank {one.rank} was recorded {apart}"
+        case "no_common_step":
+            return f"rank {one.rank} has no step {one.detail.removeprefix(STEP[:-1])}, which most others have"
         case "same_rank":
             return f"another trace of rank {one.rank}: {one.detail} is read instead"
         case "no_answer":
@@ -955,7 +958,8 @@ def _exposed(summary: RanksSummary) -> list[str]:
             last = " (one all-reduce per step, while nothing is computed)"
         elif worst.exposed_in_last_us > MOST * together:
             last = f" ({told(worst.exposed_in_last_us)} in the last collective of each step)"
-        why.append(f"{told(together)} after the last rank arrived{last}")
+        rank = "last rank that was read" if summary.missing else "last rank"
+        why.append(f"{told(together)} after the {rank} arrived{last}")
     if (messages := worst.message_waits.exposed_us) > 0.05 * exposed:
         why.append(f"{told(messages)} in sends and receives")
     if (rest := _not_matched_us(worst)) > 0.05 * exposed:

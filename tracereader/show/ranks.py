@@ -265,11 +265,8 @@ def left_out(summary: RanksSummary) -> list[str]:
 def notes(summary: RanksSummary) -> list[str]:
     """Return notes on missing and left-out traces, on unmatched collectives, and on the clocks' accuracy."""
     found = left_out(summary)
-    for rank, names in list(summary.other_steps.items())[:3]:
-        numbers = ", ".join(name.removeprefix(STEP[:-1]) for name in names[:4])
-        found.append(f"rank {rank} has steps that not all others have: {numbers}")
-    if len(summary.other_steps) > 3:
-        found.append(f"{len(summary.other_steps) - 3:,} more ranks have steps that not all others have")
+    if summary.other_steps:
+        found.append(_lacking(summary))
     if summary.unmatched:
         found.append(f"not matched: {counted(summary.unmatched, 'collective')} of one rank without another's")
     if summary.unmatched_messages:
@@ -299,6 +296,23 @@ def notes(summary: RanksSummary) -> list[str]:
         within = duration(clocks.apart_us)
         found.append(f"the clocks are used as recorded: nine of ten collectives end within {within} on all ranks")
     return found
+
+
+def _lacking(summary: RanksSummary) -> str:
+    """Return a sentence on the ranks that lack steps of others."""
+    every = dict.fromkeys(name for names in summary.other_steps.values() for name in names)
+    lacking: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for one in summary.ranks:
+        lacking[tuple(name for name in every if name not in summary.other_steps.get(one.rank, ()))].append(one.rank)
+    lacking.pop((), None)
+    told = []
+    for names, ranks in sorted(lacking.items(), key=lambda item: len(item[1])):
+        steps = findings.listed([name.removeprefix(STEP[:-1]) for name in names], most=4)
+        told.append(f"{_numbers(ranks, len(ranks))} {'has' if len(ranks) == 1 else 'have'} no {steps}")
+    counted_steps = "only steps that all ranks have are counted" if summary.steps else "no step is common to all ranks"
+    return f"{counted_steps}: {'; '.join(told[:3])}" + (
+        f"; {len(told) - 3:,} more lack others" if len(told) > 3 else ""
+    )
 
 
 def _numbers(ranks: Sequence[int], count: int) -> str:
