@@ -32,10 +32,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Delay:
-    """What a rank does longer in each step, in forward, in ns. field: the part of its time that this is."""
+    """What a rank does longer in forward, in ns. field: the part of its time that this is. steps: None for all.
+
+    With another field than compute, the delay is in all steps.
+    """
 
     ns: int
     field: str = "compute_us"
+    steps: tuple[int, ...] | None = None
 
 
 @cache
@@ -81,7 +85,7 @@ def made(
         for at, op in enumerate(program):
             arrived = [one.now + op.work + (rank * 7919 + at * 104_729) % 4000 for rank, one in enumerate(runs)]
             for rank, delay in delays.items() if at == 0 else ():
-                arrived[rank] += delay.ns
+                arrived[rank] += delay.ns if delay.steps is None or step in delay.steps else 0
             call = Call(int(of_group[at]), op.kind, op.bytes, f"ProfilerStep#{step}")
             number = calls.setdefault(call, len(calls))
             for group in groups[of_group[at]]:

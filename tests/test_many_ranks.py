@@ -92,6 +92,34 @@ def test_the_straggler_of_a_thousand_ranks_is_named_with_its_reason(field, tenso
     assert f"rank 517 on node064, 11.0 ms: {why}" in text
 
 
+@pytest.mark.parametrize(
+    ("steps", "said_of"), [((1,), "in 1 of 5 steps (#1), "), ((1, 3), "in 2 of 5 steps (#1 and #3), ")]
+)
+def test_a_straggler_in_some_steps_is_named_with_them(steps, said_of, capsys, monkeypatch):
+    """The median over all steps hides what it does in two of five. Its cost is spread over all of them."""
+    summary = joined(made(16, 70, steps=5, delays={5: Delay(11_000_000, steps=steps)}))
+    loss = findings.loss(summary)
+    assert findings.straggler(summary).rank == loss.rank == 5
+    assert loss.steps == tuple(f"ProfilerStep#{number}" for number in steps)
+    (cost,) = findings.costs(summary)
+    assert cost.ranks == (5,) and cost.steps == loss.steps
+    assert cost.more_us == pytest.approx(11_000 * len(steps) / 5, abs=5)
+    text = said(shown(summary, capsys, monkeypatch))
+    why = "it computes 11.0 ms longer per step in forward"
+    assert f"{said_of}rank 5 is slower than the other ranks' median because {why}" in text
+    assert f"rank 5, {findings.ms(cost.more_us)}: {said_of}{why}" in text.replace(" on node000", "")
+    one = said(shown(summary, capsys, monkeypatch, View(rank=5)))
+    assert f"{said_of}rank 5 takes 11.0 ms longer per step than the other ranks' median because it computes" in one
+
+
+def test_slow_ranks_on_every_host_make_no_slow_host():
+    """Half of the ranks of three of four hosts are slow. That a host is slow would explain none of them."""
+    late = {rank: Delay(5_000_000) for rank in range(28) if rank % 2}
+    summary = summary_of(32, delays=late)
+    assert {one.ranks[0] for one in findings.costs(summary)} == set(late)
+    assert findings.slow_hosts(summary) == ()
+
+
 @pytest.mark.exhaustive
 def test_a_slow_host_is_named_and_none_of_its_ranks_is_the_straggler(capsys, monkeypatch):
     """If one of the ranks were faster, the others would wait equally long for the remaining ranks of the host."""

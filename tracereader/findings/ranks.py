@@ -57,12 +57,16 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a rank is slower than the others. Times are medians per step without exposed communication, in µs."""
+    """Why a rank is slower than the others. Times are medians per step without exposed communication, in µs.
+
+    steps: the steps in which it is slower, which the times are of. reasons: the largest first.
+    """
 
     rank: int
     own_us: float
     others_us: float
-    reasons: tuple[Reason, ...]  # the largest first
+    reasons: tuple[Reason, ...]
+    steps: tuple[str, ...]
 
 
 class SlowLink(msgspec.Struct, frozen=True):
@@ -84,14 +88,16 @@ class SlowLink(msgspec.Struct, frozen=True):
 class Cost(msgspec.Struct, frozen=True):
     """A slow rank or a slow link, with the time that it costs per step (µs).
 
-    more_us: for a rank, its time without exposed communication beyond the median of all ranks.
-    ranks: the slow rank, or those that the link connects. reasons: the rank's, the largest first; empty for a link.
+    more_us: for a rank, its time without exposed communication beyond the median of all ranks, spread over all steps.
+    ranks: the slow rank, or those that the link connects. reasons: the rank's in each of `steps`, the largest first;
+    empty for a link. steps: those in which the rank is slower; empty for a link.
     """
 
     ranks: tuple[int, ...]
     more_us: float
     reasons: tuple[Reason, ...]
     link: SlowLink | None
+    steps: tuple[str, ...] = ()
 
 
 class SlowHost(msgspec.Struct, frozen=True):
@@ -314,11 +320,17 @@ PARTS: dict[str, Callable[[Times], float]] = {
 }
 
 
-def usual(summary: RanksSummary, rank: RankFigures, phase: str | None, figure: Callable[[Times], float]) -> float:
-    """Return the median of a figure over the common steps, for one phase or for the whole step."""
+def usual(
+    summary: RanksSummary,
+    rank: RankFigures,
+    phase: str | None,
+    figure: Callable[[Times], float],
+    steps: Sequence[str] | None = None,
+) -> float:
+    """Return the median of a figure over the common steps or some of them, for one phase or for the whole step."""
     found = []
     for step in rank.steps:
-        if step.name in summary.steps:
+        if step.name in (summary.steps if steps is None else steps):
             some = [step] if phase is None else [one for one in step.phases if one.name == phase]
             found.append(sum(figure(one) for one in some))
     return median(found) if found else 0.0
@@ -344,17 +356,23 @@ def phases(summary: RanksSummary) -> list[str]:
 
 
 class _Usual:
-    """Medians over the steps of each rank's figures, each computed once."""
+    """Medians over all steps, or over some, of each rank's figures, each computed once."""
 
-    def __init__(self, summary: RanksSummary):
-        self.summary, self.found = summary, {}
+    def __init__(self, summary: RanksSummary, steps: Sequence[str] | None = None):
+        self.summary, self.found, self.steps = summary, {}, summary.steps if steps is None else steps
 
     def of(self, phase: str | None, part: str) -> dict[int, float]:
         """Return the median by rank. part: a key of PARTS, or one of `own` and `us`."""
         if (phase, part) not in self.found:
             figure = {"own": own, "us": lambda one: one.us}.get(part) or PARTS[part]
-            self.found[phase, part] = {one.rank: usual(self.summary, one, phase, figure) for one in self.summary.ranks}
+            self.found[phase, part] = {
+                one.rank: usual(self.summary, one, phase, figure, self.steps) for one in self.summary.ranks
+            }
         return self.found[phase, part]
+
+    def share(self) -> float:
+        """Return these steps as a share of all."""
+        return len(self.steps) / max(1, len(self.summary.steps))
 
     def more(self, rank: int, phase: str | None, part: str) -> float:
         """Return a rank's figure minus the median of the other ranks."""
@@ -375,19 +393,35 @@ class _Usual:
         return tuple(sorted(reasons, key=lambda one: -max(one.more_us, one.phase_us or 0.0)))
 
 
+def _slow_steps(summary: RanksSummary) -> dict[int, dict[str, float]]:
+    """Return by rank the steps in which it takes much longer than the other ranks' median, with the extra time (µs).
+
+    Exposed communication does not count. The median over all steps would hide a rank that is slow in few of them.
+    """
+    found: dict[int, dict[str, float]] = {one.rank: {} for one in summary.ranks}
+    for name in summary.steps if len(summary.ranks) > 1 else ():
+        of_step = {one.rank: step for one in summary.ranks for step in one.steps if step.name == name}
+        ordered = sorted(map(own, of_step.values()))
+        least = MUCH_LONGER * median(step.us for step in of_step.values())
+        for rank, step in of_step.items():
+            if (more := own(step) - _median_without(ordered, own(step))) > least:
+                found[rank][name] = more
+    return found
+
+
 def loss(summary: RanksSummary) -> Loss | None:
     """Return why the rank that the others wait for is slower; None if no rank or no reason is clear."""
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
-    figures = _Usual(summary)
+    figures = _Usual(summary, tuple(_slow_steps(summary)[slow.rank]) or None)
     longer = figures.more(slow.rank, None, "own")
     # The rank's extra time explains the waiting only if both are about equally long.
     waited = max(one.waited_exposed_us for one in summary.ranks if one is not slow) / max(1, len(summary.steps))
-    if longer <= max(MOST * waited, MUCH_LONGER * figures.of(None, "us")[slow.rank]):
+    if longer * figures.share() <= max(MOST * waited, MUCH_LONGER * figures.of(None, "us")[slow.rank]):
         return None
     mine = figures.of(None, "own")[slow.rank]
-    return Loss(slow.rank, mine, mine - longer, figures.reasons(slow.rank, longer))
+    return Loss(slow.rank, mine, mine - longer, figures.reasons(slow.rank, longer), tuple(figures.steps))
 
 
 def _most_often_last(summary: RanksSummary) -> RankFigures | None:
@@ -399,16 +433,22 @@ def _most_often_last(summary: RanksSummary) -> RankFigures | None:
     return often if often.arrived_last > CAUSES_IT * taken_part else None
 
 
-def _beyond(summary: RanksSummary, figures: _Usual) -> dict[int, float]:
-    """Return by rank the extra time of its step over the median, without exposed communication and small amounts.
+def _beyond(summary: RanksSummary) -> dict[int, tuple[float, tuple[str, ...]]]:
+    """Return by rank the extra time per step over the median of all ranks, and the steps that have it.
 
-    The result is empty if no rank loses much time by waiting.
+    Exposed communication and small amounts do not count. The result is empty if no rank loses much time by waiting.
     """
     if len(summary.ranks) < 3 or not summary.steps or not _costs_others(summary):
         return {}
+    figures, found = _Usual(summary), {}
     mine, least = figures.of(None, "own"), MUCH_LONGER * median(figures.of(None, "us").values())
     middle = median(mine.values())
-    return {rank: us - middle for rank, us in mine.items() if us - middle > least}
+    for rank, slow in _slow_steps(summary).items():
+        in_some = 0 < len(slow) < len(summary.steps)
+        us = sum(slow.values()) / len(summary.steps) if in_some else mine[rank] - middle
+        if us > least:
+            found[rank] = us, tuple(slow) if in_some else summary.steps
+    return found
 
 
 def costs(summary: RanksSummary, most: int | None = None, hosts: Sequence[SlowHost] = ()) -> tuple[Cost, ...]:
@@ -416,22 +456,29 @@ def costs(summary: RanksSummary, most: int | None = None, hosts: Sequence[SlowHo
 
     hosts: slow hosts, of which only the costliest rank is returned.
     """
-    figures = _Usual(summary)
-    found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
-    beyond = _beyond(summary, figures)
+    beyond = _beyond(summary)
     left_out = {rank for one in hosts for rank in one.slow} - {max(one.slow, key=beyond.get) for one in hosts}
-    found += [Cost((rank,), us, (), None) for rank, us in beyond.items() if rank not in left_out]
+    found = [Cost(link.ranks, link.more_us, (), link) for link in slow_links(summary)]
+    found += [Cost((rank,), us, (), None, steps) for rank, (us, steps) in beyond.items() if rank not in left_out]
     found = sorted(found, key=lambda one: -one.more_us)[:most]
+    figures = _by_steps(summary, (one.steps for one in found))
     return tuple(
-        one if one.link else msgspec.structs.replace(one, reasons=figures.reasons(one.ranks[0], one.more_us))
+        one if one.link else msgspec.structs.replace(
+            one, reasons=figures[one.steps].reasons(one.ranks[0], one.more_us / figures[one.steps].share())
+        )
         for one in found
-    )
+    )  # fmt: skip
+
+
+def _by_steps(summary: RanksSummary, some: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], _Usual]:
+    """Return the medians over each of some lists of steps."""
+    return {steps: _Usual(summary, steps) for steps in set(some)}
 
 
 def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
     """Return the hosts with several slow ranks, the slowest first; none if there is only one host."""
-    figures = _Usual(summary)
-    beyond, on = _beyond(summary, figures), defaultdict(list)
+    beyond, on = _beyond(summary), defaultdict(list)
+    figures = _by_steps(summary, (steps for _, steps in beyond.values()))
     for one in summary.ranks:
         if one.host is not None:
             on[one.host].append(one.rank)
@@ -440,8 +487,12 @@ def slow_hosts(summary: RanksSummary) -> tuple[SlowHost, ...]:
         slow = [rank for rank in ranks if rank in beyond]
         if len(slow) < 2 or 2 * len(slow) < len(ranks):
             continue
-        more = {part: median(figures.more(rank, None, part) for rank in slow) for part in PARTS}
-        us, part = median(beyond[rank] for rank in slow), max(more, key=more.get)
+        elsewhere = (len(beyond) - len(slow)) / max(1, len(summary.ranks) - len(ranks))
+        if elsewhere > MOST * len(slow) / len(ranks):
+            continue  # slow ranks are about as frequent on all other hosts
+        of = {rank: figures[beyond[rank][1]] for rank in slow}
+        more = {part: median(of[rank].more(rank, None, part) * of[rank].share() for rank in slow) for part in PARTS}
+        us, part = median(beyond[rank][0] for rank in slow), max(more, key=more.get)
         found.append(SlowHost(host, tuple(ranks), tuple(slow), us, part if more[part] > A_REASON * us else None))
     return tuple(sorted(found, key=lambda one: -one.more_us))
 
@@ -851,11 +902,20 @@ def _us(us: float) -> str:
 def _why(why: Loss, summary: RanksSummary) -> str:
     others = [one.rank for one in summary.ranks if one.rank != why.rank]
     them = f"rank {others[0]}" if len(others) == 1 else "the other ranks' median"
+    slower = f"{in_some_steps(summary, why.steps)}rank {why.rank} is slower than {them}"
     if not why.reasons:
         figures = f"{ms(why.own_us)} a step against {ms(why.others_us)}"
-        return f"rank {why.rank} is slower than {them}: {figures} without exposed communication"
+        return f"{slower}: {figures} without exposed communication"
     told = in_words(why.reasons, summary.on_gpu)
-    return f"rank {why.rank} is slower than {them} because {'; and because '.join(told)}"
+    return f"{slower} because {'; and because '.join(told)}"
+
+
+def in_some_steps(summary: RanksSummary, steps: Sequence[str]) -> str:
+    """Return the beginning of a sentence on these steps; "" if they are all."""
+    if len(steps) == len(summary.steps):
+        return ""
+    names = listed([name.removeprefix(STEP[:-1]) for name in steps], most=4)
+    return f"in {len(steps)} of {counted(len(summary.steps), 'step')} ({names}), "
 
 
 def in_words(reasons: Sequence[Reason], on_gpu: bool) -> list[str]:
@@ -903,12 +963,13 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
     one = next(each for each in summary.ranks if each.rank == rank)
     found = []
     if len(summary.ranks) > 1 and summary.steps:
-        figures = _Usual(summary)
+        figures = _Usual(summary, tuple(_slow_steps(summary)[rank]) or None)
         more, step = figures.more(rank, None, "own"), figures.of(None, "us")[rank]
+        in_some = in_some_steps(summary, figures.steps)
         others = "the other ranks' median" if len(summary.ranks) > 2 else "the other rank"
         if more > MUCH_LONGER * step:
             why = "; and because ".join(in_words(figures.reasons(rank, more), summary.on_gpu))
-            told = f"rank {rank} takes {ms(more)} longer per step than {others}"
+            told = f"{in_some}rank {rank} takes {ms(more)} longer per step than {others}"
             found.append(f"{told} because {why}" if why else f"{told}, for no single reason")
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")

@@ -226,9 +226,11 @@ def _costs(out: Console, summary: RanksSummary, view: View) -> None:
         if several and one.link is None and host[one.ranks[0]]:
             whose += f" on {host[one.ranks[0]]}"
             whose += f", the slowest of {count} there" if (count := slow.get(one.ranks[0])) else ""
-        why = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
+        reasons = "; ".join(findings.in_words(one.reasons, summary.on_gpu)) or "no single reason"
         if one.link is not None:
             why = findings.link_in_words(one.link)
+        else:
+            why = findings.in_some_steps(summary, one.steps) + reasons
         paragraph(out, plain(f"{whose}, {findings.ms(one.more_us)}: {why}"), "  ", "    ")
     if not hosts:
         return
