@@ -374,10 +374,10 @@ def later(us, host=None):
 
 @pytest.mark.parametrize(
     ("host", "ahead"),
-    [("another", 150_000), *(pytest.param(None, us, marks=pytest.mark.exhaustive) for us in (150_000, 400))],
+    [("another", 150_000), ("this one", 150_000), *(pytest.param(None, us, marks=pytest.mark.exhaustive) for us in (150_000, 400))],
 )
 def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, host, ahead):
-    """The host is named, or the time stamps themselves show that there are two clocks."""
+    """The hosts' names differ, or the time stamps themselves show that there are two clocks."""
     zero, one = RUNS["ddp_straggler"]
     here = changed(tmp_path, zero, later(0, "this one" if host else None))
     there = changed(tmp_path, one, later(ahead, host))
@@ -390,7 +390,7 @@ def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, 
     assert waits[1] == pytest.approx(waits[0], abs=42 * clocks["apart_us"])
     assert waits[1] == pytest.approx(waits[0], rel=0.01)
     assert cli.main([str(here), str(there)]) == 0
-    assert f"clocks of 2 {'hosts' if host else 'ranks'} aligned" in capsys.readouterr().out
+    assert f"clocks of 2 {'hosts' if host == 'another' else 'ranks'} aligned" in capsys.readouterr().out
 
 
 def of_rank(rank, world_size, host, parts):

@@ -509,6 +509,48 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
     host = {one.rank: one.host for one in ranks}
     if None in host.values() and _of_two_clocks(together, all(one.on_gpu for one in ranks)):
         host = {one.rank: f"rank {one.rank}'s" for one in ranks}  # no host is recorded
+    ahead, by_messages, spread = _aligned(host, together, sent)
+    if spread and _high(spread) > FAR_APART and all(one.on_gpu for one in ranks):
+        # Ranks with one host's name may be in containers of one name, or their profilers' clocks may differ.
+        for name in set(host.values()):
+            mine = _of_ranks(together, {rank for rank, its in host.items() if its == name})
+            if _of_two_clocks(mine, True):
+                host |= {rank: f"rank {rank}'s" for rank, its in host.items() if its == name}
+        ahead, by_messages, spread = _aligned(host, together, sent)
+    shift = {rank: ahead.get(name, 0) for rank, name in host.items()}
+    clocks = Clocks(
+        hosts=tuple(dict.fromkeys(one.host for one in ranks if one.host is not None)),
+        aligned=any(ahead.values()),
+        ahead_us={rank: ns / 1e3 for rank, ns in shift.items()},
+        apart_us=_high(spread) / 1e3 if spread else None,
+        lead_us=None,
+        not_aligned=tuple(rank for rank, name in host.items() if name not in ahead),
+        by_messages_us=max(by_messages) / 1e3 if by_messages else None,
+    )
+    return clocks, shift
+
+
+def _high(ordered: Sequence[int]) -> int:
+    """Return the value that nine of ten sorted values do not exceed."""
+    return ordered[len(ordered) * 9 // 10]
+
+
+def _of_ranks(together: Mapping[tuple[int, ...], Sequence[_Met]], ranks: set[int]) -> dict[tuple[int, ...], list[_Met]]:
+    """Return the parts that some ranks have in common collectives, by these ranks."""
+    found: dict[tuple[int, ...], list[_Met]] = defaultdict(list)
+    for members, some in together.items():
+        if len(kept := tuple(rank for rank in members if rank in ranks)) > 1:
+            found[kept] += _without(some, set(members) - ranks)
+    return found
+
+
+def _aligned(
+    host: Mapping[int, str | None], together: Mapping[tuple[int, ...], Sequence[_Met]], sent: Sequence[_Met]
+) -> tuple[dict[str | None, int], list[float], list[int]]:
+    """Return how far each host's clock is ahead, by how much those of messages may be off, and the ends' distances.
+
+    A host that nothing aligns is missing. The distances are sorted. Times in ns.
+    """
     hosts = list(dict.fromkeys(host.values()))
     ahead, by_messages = {hosts[0]: 0}, []
     while len(ahead) < len(hosts):
@@ -532,24 +574,13 @@ def _clocks(ranks: Sequence[RankTrace], met: Sequence[_Met], sent: Sequence[_Met
             continue
         most = max(map(len, apart.values()))
         ahead |= {name: round(median(some)) for name, some in apart.items() if len(some) == most}
-    shift = {rank: ahead.get(name, 0) for rank, name in host.items()}
     spread = []
     for members, some in together.items():
-        known = [(at, shift[rank]) for at, rank in enumerate(members) if host[rank] in ahead]
+        known = [(at, ahead[host[rank]]) for at, rank in enumerate(members) if host[rank] in ahead]
         if len(known) > 1:
             ends = ([one.parts[at].end - off for at, off in known] for one in some)
             spread += [max(each) - min(each) for each in ends]
-    spread.sort()
-    clocks = Clocks(
-        hosts=tuple(dict.fromkeys(one.host for one in ranks if one.host is not None)),
-        aligned=any(ahead.values()),
-        ahead_us={rank: ns / 1e3 for rank, ns in shift.items()},
-        apart_us=spread[len(spread) * 9 // 10] / 1e3 if spread else None,
-        lead_us=None,
-        not_aligned=tuple(rank for rank, name in host.items() if name not in ahead),
-        by_messages_us=max(by_messages) / 1e3 if by_messages else None,
-    )
-    return clocks, shift
+    return ahead, by_messages, sorted(spread)
 
 
 def _by_messages(

@@ -289,7 +289,8 @@ def notes(summary: RanksSummary) -> list[str]:
         )
     elif clocks.aligned:
         most = max(clocks.ahead_us.values(), key=abs)
-        whose = counted(len(clocks.hosts), "host") if clocks.hosts else counted(len(summary.ranks), "rank")
+        several = len({(one.host, clocks.ahead_us[one.rank]) for one in summary.ranks}) > len(clocks.hosts)
+        whose = counted(len(summary.ranks), "rank") if several else counted(len(clocks.hosts), "host")
         found.append(
             f"clocks of {whose} aligned by the ends of their common collectives (up to "
             f"{duration(abs(most))} apart); nine in ten then agree within {duration(clocks.apart_us)}"
