@@ -94,7 +94,10 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, capsys, kind):
 
 def test_missing_file_folder_and_device(tmp_path, capsys):
     assert "no such file" in refused(capsys, tmp_path / "none.json")
-    assert "there is no trace in this folder" in refused(capsys, tmp_path)
+    assert "there is no trace in this folder" in (said := refused(capsys, tmp_path)) and "--ranks" not in said
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "rank0.json").write_text("{}")
+    assert "its folders have some: name these, with --ranks if they are of one job" in refused(capsys, tmp_path)
     assert "not a regular file" in refused(capsys, "/dev/null")
     assert "--json takes one" in refused(capsys, "--json", SMALL, SMALL)
 

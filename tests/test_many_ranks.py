@@ -112,6 +112,33 @@ def test_a_straggler_in_some_steps_is_named_with_them(steps, said_of, capsys, mo
     assert f"{said_of}rank 5 takes 11.0 ms longer per step than the other ranks' median because it computes" in one
 
 
+def test_slow_ranks_are_named_though_their_order_is_not_known(capsys, monkeypatch):
+    """Three ranks are equally late, and the clocks do not decide which of them is the last one."""
+
+    def blurred(one):
+        off = one.rank * 7919 % 10_000
+        return [msgspec.structs.replace(part, end=part.end + off) for part in one.parts]
+
+    ranks = made(ON_A_HOST, COLLECTIVES, delays={rank: Delay(5_000_000) for rank in range(3)})
+    summary = joined([msgspec.structs.replace(one, parts=tuple(blurred(one))) for one in ranks])
+    assert summary.clocks.lead_us < 2 * summary.clocks.apart_us
+    text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
+    assert "3 ranks take longer per step than the median of all: rank " in text and "it is not known" not in text
+
+
+def test_a_late_launch_is_not_said_to_be_in_the_last_phase():
+    """The GPU's wait for the first kernel of a step is at the end of the step before."""
+    ranks = made(8, COLLECTIVES, delays={5: Delay(11_000_000, "idle_not_launched_us")})
+
+    def reversed_phases(one):
+        steps = tuple(msgspec.structs.replace(step, phases=step.phases[::-1]) for step in one.steps)
+        return msgspec.structs.replace(one, steps=steps)
+
+    for some, phase in ((ranks, "forward"), ([reversed_phases(one) for one in ranks], None)):
+        (reason,) = findings.loss(joined(some)).reasons
+        assert (reason.part, reason.phase) == ("launches late", phase)
+
+
 def test_slow_ranks_on_every_host_make_no_slow_host():
     """Half of the ranks of three of four hosts are slow. That a host is slow would explain none of them."""
     late = {rank: Delay(5_000_000) for rank in range(28) if rank % 2}

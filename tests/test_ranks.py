@@ -374,7 +374,11 @@ def later(us, host=None):
 
 @pytest.mark.parametrize(
     ("host", "ahead"),
-    [("another", 150_000), ("this one", 150_000), *(pytest.param(None, us, marks=pytest.mark.exhaustive) for us in (150_000, 400))],
+    [
+        ("another", 150_000),
+        ("this one", 150_000),
+        *(pytest.param(None, us, marks=pytest.mark.exhaustive) for us in (150_000, 400)),
+    ],
 )
 def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, host, ahead):
     """The hosts' names differ, or the time stamps themselves show that there are two clocks."""

@@ -384,8 +384,11 @@ class _Usual:
         reasons = []
         for part in PARTS:
             if (us := self.more(rank, None, part)) > A_REASON * longer:
-                # A step lasts from kernel to kernel, so the wait for a batch is at the end of the step before.
-                named = phases(self.summary) if part != "waits for data" else ()
+                # A step lasts from kernel to kernel. The wait for a batch, or for the launch of its first kernel, is at
+                # the end of the step before.
+                named = phases(self.summary) if part != "waits for data" else []
+                if part == "launches late":
+                    named = [phase for phase in named if phase != OUTSIDE_ANNOTATIONS][:-1]
                 by_phase = {phase: self.more(rank, phase, part) for phase in named}
                 phase = max(by_phase, key=by_phase.get, default=None)
                 named = phase is not None and by_phase[phase] > MOST * us
@@ -788,13 +791,15 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         whom = " for a rank that was read" if summary.missing else ""
         little = f"no rank loses much time by waiting{whom}: {waits}"
         return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
-    if not told_apart:
+    slowest = [one for one in costs(summary) if one.link is None]
+    longest_us = fmean(max(one.waits_us) for one in summary.matched)
+    # Which of several slow ranks is the last one need not be known.
+    if not told_apart and not (slowest and _told_apart(summary, longest_us)):
         return [
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
         ]
     first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
-    slowest = [one for one in costs(summary) if one.link is None]
     if slowest:
         told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)
         most = f"{len(slowest):,} ranks take longer per step than the median of all: {told}"

@@ -158,7 +158,9 @@ def in_folder(folder: Path) -> list[Path]:
     with _refusals(folder):
         found = sorted(one for one in folder.iterdir() if is_trace(one.name) and not one.is_dir())
     if not found:
-        raise TraceError(f"{folder}: {NONE_IN_FOLDER}")
+        below = any(is_trace(one.name) for one in folder.glob("*/*"))
+        hint = "; its folders have some: name these, with --ranks if they are of one job" if below else ""
+        raise TraceError(f"{folder}: {NONE_IN_FOLDER}{hint}")
     return found
 
 
