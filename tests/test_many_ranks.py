@@ -185,6 +185,9 @@ def test_a_slow_link_is_named_by_message_and_bandwidth(capsys, monkeypatch):
     assert link.more_us == pytest.approx(sum(one.transfer_us - theirs for one in mine) / 3)
     text = said(shown(summary, capsys, monkeypatch))
     assert "in short ranks 4 and 5 are probably connected by a slow link: all-gather of 25.2 MB" in text
+    one = said(shown(summary, capsys, monkeypatch, View(rank=5, only=("short",))))
+    assert "ranks 4 and 5 are probably connected by a slow link" in one
+    assert "slow link" not in shown(summary, capsys, monkeypatch, View(rank=6, only=("short",)))
     rates = f"at {link.bus_gb_s:,.3g} GB/s, other groups {link.others_gb_s:,.3g} GB/s"
     assert f"probably a slow link: all-gather of 25.2 MB {rates}" in text
 

@@ -793,8 +793,8 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
     slowest = [one for one in costs(summary) if one.link is None]
     longest_us = fmean(max(one.waits_us) for one in summary.matched)
-    # Which of several slow ranks is the last one need not be known.
-    if not told_apart and not (slowest and _told_apart(summary, longest_us)):
+    # Which of several slow ranks is the last one need not be known, nor which of those behind a slow link.
+    if not told_apart and not ((slowest or slow_link(summary)) and _told_apart(summary, longest_us)):
         return [
             "it is not known which rank arrives last: the last one is later than the one before it by a median of "
             f"{_us(summary.clocks.lead_us)}, and the clocks may be off by {_us(summary.clocks.apart_us)}"
@@ -808,8 +808,10 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
             if why and why.rank == only.ranks[0]:
                 return [first]  # the reason is a sentence of its own
             most = f"rank {only.ranks[0]} takes {ms(only.more_us)} longer per step than the median of all ranks"
-    else:
+    elif told_apart:
         most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
+    else:
+        return [first]
     return [first, most]
 
 
@@ -978,6 +980,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
             found.append(f"{told} because {why}" if why else f"{told}, for no single reason")
         else:
             found.append(f"rank {rank} is not slower than {others} without exposed communication")
+    found += [_of_link(link) for link in slow_links(summary) if rank in link.ranks][:1]
     mine = [each for each in summary.matched if rank in each.ranks]
     waits: dict[int, float] = defaultdict(float)
     for each in mine:
