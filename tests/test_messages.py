@@ -337,6 +337,17 @@ def test_the_slowest_stage_of_a_pipeline_is_named(capsys, monkeypatch):
     assert len(pairs) == 2 and f"stage 1 to 2 2 1.0 MB 18 {waits:.1f} " in text
 
 
+def test_one_slow_rank_makes_no_slow_stage():
+    """In one of two pipelines stage 1 computes twice as long. Its other rank is as fast as all others."""
+    slow, even = piped(4, 2, 6, steps=3, slower={1: 2}), piped(4, 2, 6, steps=3)
+    summary = joined([even[at] if at % 2 else one for at, one in enumerate(slow)])
+    assert findings.slowest_stage(summary) is None and findings.pace_setter(summary).rank == 2
+    told = "rank 2 computes longest in stage 1: 144.0 ms per step, the median of the stage's other ranks is 72.0 ms"
+    assert told in findings.sentences(summary)
+    assert not any("sets the pace of a pipeline" in line for line in findings.sentences(summary))
+    assert findings.slowest_stage(joined(slow)).ranks == (2, 3)
+
+
 def test_the_changes_of_a_pipeline_are_priced(tmp_path, capsys):
     """The slowest stage computes as long as the mean one; half of the first and last waits of a step is saved.
 

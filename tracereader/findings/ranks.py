@@ -253,9 +253,9 @@ def _keeps_others_waiting(summary: RanksSummary, one: RankFigures) -> bool:
     """Return whether a rank is the one that the others wait for, of the slowest stage, or of a host that is late."""
     if (slow := straggler(summary)) is not None and slow.rank == one.rank:
         return True
-    stage = slowest_stage(summary)
+    stage, in_stage = slowest_stage(summary), _slow_in_its_stage(summary)
     late = [rank for host in _hosts_that_are_late(summary) for rank in host.slow]
-    return one.rank in (*(stage.ranks if stage else ()), *late)
+    return one.rank in (*(stage.ranks if stage else in_stage[:1] if in_stage else ()), *late)
 
 
 def launch_waits(summary: RanksSummary) -> str:
@@ -660,6 +660,12 @@ def _of_messages(summary: RanksSummary) -> list[str]:
             f"{stage_in_words(slow)} computes longest{read}: {ms(slow.us)} per step, {them} {ms(slow.others_us)}; the "
             "slowest stage sets the pace of a pipeline"
         )
+    elif one := _slow_in_its_stage(summary):
+        rank, stage, us, others_us = one
+        found.append(
+            f"rank {rank} computes longest in stage {stage}: {ms(us)} per step, the median of the stage's other ranks "
+            f"is {ms(others_us)}"
+        )
     return found
 
 
@@ -682,11 +688,35 @@ def _stages(summary: RanksSummary) -> dict[int, int]:
     }
 
 
-def slowest_stage(summary: RanksSummary) -> SlowStage | None:
-    """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others."""
+def _ranks_of_stages(summary: RanksSummary) -> dict[int, list[int]]:
+    """Return the ranks of each stage of the pipelines."""
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, at in _stages(summary).items():
         ranks[at].append(rank)
+    return ranks
+
+
+def _slow_in_its_stage(summary: RanksSummary) -> tuple[int, int, float, float] | None:
+    """Return the rank that computes much longer than the other ranks of its stage; None if there is none.
+
+    The result has the rank, the stage, and the compute per step of the rank and the others' median (µs).
+    """
+    figures, found = _Usual(summary), []
+    computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
+    for at, ranks in _ranks_of_stages(summary).items():
+        slow = max(ranks, key=computes.get)
+        others = [computes[rank] for rank in ranks if rank != slow]
+        if others and computes[slow] - median(others) > MUCH_LONGER * step:
+            found.append((slow, at, computes[slow], median(others)))
+    return max(found, key=lambda one: one[2] - one[3], default=None)
+
+
+def slowest_stage(summary: RanksSummary) -> SlowStage | None:
+    """Return the stage of the pipelines that computes longest; None if it does not compute much longer than others.
+
+    Most of its ranks have to compute longer, because one slow rank makes no slow stage.
+    """
+    ranks = _ranks_of_stages(summary)
     figures = _Usual(summary)
     computes, step = figures.of(None, "computes"), median(figures.of(None, "us").values())
     by_stage = {at: median(computes[rank] for rank in some) for at, some in ranks.items()}
@@ -694,7 +724,8 @@ def slowest_stage(summary: RanksSummary) -> SlowStage | None:
         return None
     slow = max(by_stage, key=by_stage.get)
     others = [us for at, us in by_stage.items() if at != slow]
-    if by_stage[slow] - median(others) <= MUCH_LONGER * step:
+    beyond = [computes[rank] - median(others) for rank in ranks[slow]]
+    if sum(us > max(MUCH_LONGER * step, MOST * max(beyond)) for us in beyond) <= len(beyond) / 2:
         return None
     mean = fmean(by_stage.values())
     return SlowStage(slow, len(by_stage), tuple(sorted(ranks[slow])), by_stage[slow], median(others), mean)
