@@ -476,7 +476,8 @@ def test_ranks_of_another_run_are_reported_and_left_out(capsys):
     assert cli.main(["--ranks", str(others[0]), *map(str, RUNS["fsdp"])]) == 0
     shown = capsys.readouterr().out
     assert "114 collectives matched" in shown
-    assert re.search(r"left out: .*ddp_straggler_rank0.*from another run: rank 0 was recorded [\d.]+ s earlier", shown)
+    said = r"left out: .*ddp_straggler_rank0.*from another run, or by a clock that is off: rank 0 was recorded [\d.]+ s"
+    assert re.search(said, shown)
 
 
 def without_step(number):

@@ -822,7 +822,7 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         whom = " for a rank that was read" if summary.missing else ""
         little = f"no rank loses much time by waiting{whom}: {waits}"
         return [little, f"rank {often.rank} {last.removeprefix('it ')}"] if told_apart else [little]
-    slowest = [one for one in costs(summary) if one.link is None]
+    slowest = sorted(((us, rank) for rank, (us, _) in _beyond(summary).items()), key=lambda one: -one[0])
     longest_us = fmean(max(one.waits_us) for one in summary.matched)
     # Which of several slow ranks is the last one need not be known, nor which of those behind a slow link.
     if not told_apart and not ((slowest or slow_link(summary)) and _told_apart(summary, longest_us)):
@@ -832,13 +832,14 @@ def _who_waits(summary: RanksSummary, slow: RankFigures | None, hosts: Sequence[
         ]
     first = _of_stages(summary) or f"the ranks wait for each other: {waits}"
     if slowest:
-        told = listed([f"rank {one.ranks[0]} by {ms(one.more_us)}" for one in slowest], most=3)
+        told = listed([f"rank {rank} by {ms(us)}" for us, rank in slowest], most=3)
         most = f"{len(slowest):,} ranks take longer per step than the median of all: {told}"
         if len(slowest) == 1:
-            only, why = slowest[0], loss(summary)
-            if why and why.rank == only.ranks[0]:
+            ((us, only),) = slowest
+            why = loss(summary)
+            if why and why.rank == only:
                 return [first]  # the reason is a sentence of its own
-            most = f"rank {only.ranks[0]} takes {ms(only.more_us)} longer per step than the median of all ranks"
+            most = f"rank {only} takes {ms(us)} longer per step than the median of all ranks"
     elif told_apart:
         most = f"rank {often.rank} {last.removeprefix('it ')}, the most often"
     else:
@@ -915,7 +916,7 @@ def why_not_read(one: NotRead) -> str:
             return f"from another run: rank {one.rank} of {one.world_size}, but {others}"
         case "other_time":
             apart = f"{one.seconds:,.1f} s earlier or later than the others"
-            return f"from another run: rank {one.rank} was recorded {apart}"
+            return f"from another run, or by a clock that is off: rank {one.rank} was recorded {apart}"
         case "no_common_step":
             return f"rank {one.rank} has no step {one.detail.removeprefix(STEP[:-1])}, which most others have"
         case "same_rank":
