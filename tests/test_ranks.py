@@ -15,6 +15,7 @@ from tracereader.figures.rank import Call, Group, NotRead, Part, RankTrace, Time
 from tracereader.figures.ranks import joined
 from tracereader.findings import ranks as findings
 from tracereader.show.merged import merged
+from tracereader.show.page.ranked import page
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 
@@ -507,6 +508,17 @@ def test_only_steps_that_all_ranks_have_are_counted(tmp_path, capsys):
     assert any(one.startswith(told) for one in ours["in_short"])
     assert cli.main(list(map(str, paths))) == 0
     assert "only steps that all ranks have are counted: rank 1 has no #2" in capsys.readouterr().out
+
+
+def test_the_page_draws_the_compute_of_one_step(tmp_path):
+    """The middle step of the trace with fewer steps is another one. Only its collectives are drawn."""
+    zero, one = RUNS["fsdp"]
+    summary, traces = opened([zero, changed(tmp_path, one, without_step(2))], View())
+    assert [one.lane.step for one in traces] == ["ProfilerStep#3", "ProfilerStep#4"]
+    figures, slices, _ = page(summary, traces, None)
+    waits = [[one.waits_us[rank] > 0 for one in summary.matched] for rank in (0, 1)]
+    drawn = [one["slices"] - len(some) - sum(some) for one, some in zip(slices["tracks"], waits, strict=True)]
+    assert figures["drawn"] == "ProfilerStep#3" and drawn == [len(traces[0].lane.pieces), 0]
 
 
 MESH = sorted((ROOT / "tests/traces/h200-x4/mesh_slow").glob("*.json.gz"))

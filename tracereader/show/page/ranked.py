@@ -41,7 +41,9 @@ def page(
 ) -> tuple[dict, dict, list[bytes]]:
     """Return the figures, the description of the timeline's columns, and the columns. found: None without proposals."""
     lanes = {one.rank: one.lane for one in traces if one.path not in summary.not_read and one.lane}
-    drawn = next((one.step for one in lanes.values()), None)
+    drawn = next((one.step for one in lanes.values() if one.step in summary.steps), None)
+    # A trace with other steps may have another one in its middle.
+    lanes = {rank: one for rank, one in lanes.items() if one.step == drawn}
     collectives = [*summary.matched, *summary.messages]
     all_drawn = sum(len(one.ranks) for one in collectives) <= PARTS_DRAWN
     if not all_drawn:
