@@ -112,18 +112,30 @@ def test_a_straggler_in_some_steps_is_named_with_them(steps, said_of, capsys, mo
     assert f"{said_of}rank 5 takes 11.0 ms longer per step than the other ranks' median because it computes" in one
 
 
+def blurred(ranks):
+    """Return the ranks with collectives that end up to 10 µs later, differently on each of them."""
+
+    def later(one):
+        off = one.rank * 7919 % 10_000
+        return tuple(msgspec.structs.replace(part, end=part.end + off) for part in one.parts)
+
+    return [msgspec.structs.replace(one, parts=later(one)) for one in ranks]
+
+
 def test_slow_ranks_are_named_though_their_order_is_not_known(capsys, monkeypatch):
     """Three ranks are equally late, and the clocks do not decide which of them is the last one."""
-
-    def blurred(one):
-        off = one.rank * 7919 % 10_000
-        return [msgspec.structs.replace(part, end=part.end + off) for part in one.parts]
-
-    ranks = made(ON_A_HOST, COLLECTIVES, delays={rank: Delay(5_000_000) for rank in range(3)})
-    summary = joined([msgspec.structs.replace(one, parts=tuple(blurred(one))) for one in ranks])
+    summary = joined(blurred(made(8, COLLECTIVES, delays={rank: Delay(5_000_000) for rank in range(3)})))
     assert summary.clocks.lead_us < 2 * summary.clocks.apart_us
     text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
     assert "3 ranks take longer per step than the median of all: rank " in text and "it is not known" not in text
+
+
+def test_the_waits_for_a_slow_link_are_said_though_the_order_is_not_known(capsys, monkeypatch):
+    summary = joined(blurred(made(32, COLLECTIVES, tensor=4, slow={(4, 5, 6, 7): 40})))
+    assert summary.clocks.lead_us < 2 * summary.clocks.apart_us
+    text = said(shown(summary, capsys, monkeypatch, View(only=("short",))))
+    assert "in short ranks 4, 5, 6 and 7 are probably connected by a slow link" in text
+    assert "the ranks wait for each other: rank " in text and "it is not known" not in text
 
 
 def test_a_late_launch_is_not_said_to_be_in_the_last_phase():
