@@ -654,10 +654,10 @@ def test_a_second_trace_shows_whether_a_proposal_was_followed(tmp_path, change):
 
 
 def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
-    """Steps of 100, 90, 110 and 140 µs: the first one is typical, and the second and third take the recorded time."""
-    lengths, events = (100, 90, 110, 140), []
+    """Steps of 100, 90, 110 and 140 µs with pauses: the first is typical, and only the second takes the usual time."""
+    lengths, pauses, events = (100, 90, 110, 140), (50, 40, 10, 0), []
     for number, length in enumerate(lengths):
-        t = 1000 + sum(lengths[:number])
+        t = 1000 + sum(lengths[:number]) + sum(pauses[:number])
         events += [
             event(f"ProfilerStep#{number}", "user_annotation", t, length),
             event("aten::mm", "cpu_op", t + 2, 60),
@@ -675,10 +675,10 @@ def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
     graph = graph_of(trace, trace.steps[summary.typical_index])
     case = Case(trace, summary, graph)
     assert [step.number for step in case.steps] == ["#1", "#2"] and case.step.number == "#0"
-    assert graph.step_us() == graph.recorded_us == 110
+    assert graph.step_us() == graph.recorded_us == 130
     found = {one.change: one for one, _ in each_priced(case)}
-    assert found["allocator"].step_us_after == 90 and "cudaMalloc" in found["allocator"].evidence
-    assert found["remove_sync"].step_us_after == pytest.approx(90, abs=1)
+    assert found["allocator"].step_us_after == 110 and "cudaMalloc" in found["allocator"].evidence
+    assert found["remove_sync"].step_us_after == pytest.approx(110, abs=1)
     assert found["remove_sync"].evidence.endswith(": aten::item")
 
 
