@@ -102,6 +102,20 @@ def test_the_saving_of_skipped_guards_is_80_percent_of_the_time_in_the_evidence(
     assert one.saves_us == pytest.approx(0.8 * middle, rel=0.01)
 
 
+def test_of_two_steps_the_evidence_for_skipped_guards_is_of_the_first(case_of):
+    path = LLM / "1x512_bf16_warm_compile.json.gz"
+    events = slices(raw(path))
+    first, second, third = raw_steps(events)
+    us, longer = (sum(e["dur"] for e in inside(events, m) if "Cache Lookup" in e["name"]) for m in (first, second))
+
+    def of_two_steps(document):
+        document["traceEvents"] = [one for one in document["traceEvents"] if one.get("name") != third["name"]]
+
+    case = case_of(path, of_two_steps)
+    assert len(case.summary.steps) == 2 and case.step.name == first["name"] and us < longer
+    assert f"{us:,.1f} µs of CPU time in the median step" in proposed(case)["skip_guards"].evidence
+
+
 def test_a_cuda_graphs_inputs_are_written_into_its_own_tensors(case_of):
     """A run with torch 2.11 copied an input after torch._dynamo.mark_static_address(tensor) as before."""
     how = proposed(case_of(AUTOTUNED))["static_inputs"].how

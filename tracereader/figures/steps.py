@@ -255,7 +255,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
-    usual_busy = median([us for us in busy if us] or [0.0])
+    usual_busy = median(with_a_middle([us for us in busy if us]) or [0.0])
     asked = [one.start for one in trace.queries]
     facts = []
     before = usual_self = None
