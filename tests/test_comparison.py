@@ -93,7 +93,7 @@ def test_the_idle_share_is_the_one_of_each_runs_own_report(capsys):
     """Overhead-bound steps with shares of 90% and 40% differ, although the words are the same."""
     screen = printed(capsys, *files("vit/eager", "vit/graph"))
     own = [re.search(r"idle (\d+%) of the time", said(capsys, file))[1] for file in files("vit/eager", "vit/graph")]
-    assert re.search(rf"^GPU idle, share +{own[0]} +{own[1]}$", screen, re.M)
+    assert re.search(rf"^GPU idle, mean share +{own[0]} +{own[1]}$", screen, re.M)
     events = slices(files("vit/eager")[0])
     steps = [raw_work(events, mark) for mark in raw_steps(events)]
     window = steps[0][0]["ts"], steps[-1][0]["ts"]

@@ -371,8 +371,12 @@ def test_the_launching_threads_activity_while_the_gpu_waited(any_trace):
     cut, expected, in_python = idle_by_cause(events), Counter(), 0.0
     of_autograd = threads_of_autograd(slices)
     frames = [e for e in events if e.get("cat") == "python_function" and not e["name"].startswith("nn.Module: ")]
-    start = marks[index]["ts"]
-    reached = max([end(e) for e in work if e["ts"] < first] + [start] * (index == 0), default=start)
+    start, before = marks[index]["ts"], [end(e) for e in work if e["ts"] < first]
+    later = [found[0]["ts"] for mark in marks[index + 1 :] if (found := raw_work(events, mark))]
+    if later:
+        reached, last = max([*before, first]), max(last, later[0])
+    else:
+        reached = max(before + [start] * (index == 0), default=start)
     for piece in [e for e in work if first <= e["ts"] <= last]:
         waited = cut(piece, reached).get("not", 0.0) if piece["ts"] > reached else 0.0
         if waited:

@@ -203,7 +203,7 @@ def test_two_steps_of_one_name_stay_separate(written, capsys):
 
 
 def test_the_typical_step_can_have_the_first_gpu_work(tmp_path):
-    """The step before launched nothing, and no work is earlier, so the wait begins with the step."""
+    """The step before launched nothing, and no work is earlier, so the wait is that for the next step's launch."""
     events = [event(f"ProfilerStep#{n}", "user_annotation", 100 * n, 90) for n in (1, 2, 3)]
     for n in (2, 3):
         events.append(event("cudaLaunchKernel", "cuda_runtime", 100 * n + 10, 5, correlation=n))
@@ -212,7 +212,7 @@ def test_the_typical_step_can_have_the_first_gpu_work(tmp_path):
     file.write_text(json.dumps({"traceEvents": events}))
     summary = summarize(read(file))
     assert summary.typical_step == "ProfilerStep#2"
-    assert summary.idle_in == {"no recorded op or call": 10.0, "cudaLaunchKernel": 5.0}
+    assert summary.idle_in == {"no recorded op or call": 40.0, "cudaLaunchKernel": 5.0}
 
 
 def captured(at, count, first=100):

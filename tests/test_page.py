@@ -107,6 +107,14 @@ def test_the_top_of_the_page_has_the_parts_of_a_step_that_the_report_has(trace, 
         assert re.search(rf"^{name} +[\d.]+ +{100 * us / whole:.1f}%$", report, re.M)
 
 
+def test_the_page_explains_gpu_time_that_is_longer_than_the_step(pages):
+    """The copies of a step run beside the work of the step before it."""
+    page = pages(ROOT / "traces/reference/nvidia-h200/changes/copies/prefetched.json.gz")
+    head = json.loads(block(page, "figures"))["head"]
+    assert head["gpu_us"] > 1.4 * head["step_us"]
+    assert head["why"].endswith("activities of different steps overlap on the GPU") and ".." not in head["why"]
+
+
 def test_a_comparisons_page_begins_with_the_pace_and_the_reason(pages, capsys):
     runs = [H200 / f"changes/vit/{name}.json.gz" for name in ("eager", "graph", "compile")]
     figures = json.loads(block(pages(*runs), "figures"))

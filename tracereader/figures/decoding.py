@@ -2,19 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
-from statistics import median
 
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.gpu_work import GpuWork, asking_ops, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
-from tracereader.figures.pace import pace
-from tracereader.figures.steps import StepFacts, first_start
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.facts import ModelFacts, RunFacts
+from tracereader.trace.facts import ModelFacts
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
@@ -46,7 +43,8 @@ LOOKED_AT = 20_000  # activities of a step; shapes of a larger step are not comp
 class Decoding(msgspec.Struct, frozen=True):
     """A language model's step compared with its minimum time. A field is None if type or peaks are unknown.
 
-    step_us: the time from one step to the next, by the CPU if the GPU is mostly idle, else by the slower of both.
+    step_us: the step's time while it was recorded; see pace.py. lane: the one that limits the step, which is the CPU if
+    the GPU is mostly idle.
     read_us: the time to read weights and cache once at gb_s. measured: whether the run measured gb_s itself; it is the
     data sheet's value otherwise.
     multiply_us: the time of the products with the weights: `flops` at `tflops`, the data sheet's peak for the run's
@@ -108,34 +106,27 @@ class Unneeded(msgspec.Struct, frozen=True):
     logits_kept: int | None = None
 
 
-def decoding(trace: Trace, steps: Sequence[StepFacts], run: RunFacts) -> Decoding | None:
+def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Decoding | None:
     """Return the step as tokens per second and its minimum time; None if the run did not store what a step reads.
 
-    steps: the measurements of the trace's steps.
+    lanes_us: the step's time (µs) by lane; the longer one is the step's time. busy_us: the GPU's busy time in a step.
     """
-    facts = run.decoding
-    if facts is None or not trace.has_steps:
+    facts, step_us = trace.facts.decoding, max(lanes_us.values())
+    if facts is None or not trace.has_steps or step_us <= 0:
         return None
-    lanes = {"CPU": pace([step.start for step in trace.steps], trace.steps[-1].end) / 1e3}
-    firsts = [first_start(step) for step in trace.steps]
-    if None not in firsts:
-        lanes["GPU"] = pace(firsts, max(one.end for one in trace.steps[-1].work)) / 1e3
-    busy = median(one.gpu_busy_us for one in steps)
-    lane = "CPU" if busy < MUCH_BUSY * lanes["CPU"] else max(lanes, key=lanes.get)
-    if lanes[lane] <= 0:
-        return None
+    lane = "CPU" if busy_us < MUCH_BUSY * lanes_us["CPU"] else max(lanes_us, key=lanes_us.get)
     peaks = common_peaks(trace.devices)
     gb_s = facts.gb_s or (peaks.gb_s if peaks else None)
     read = (facts.weight_bytes or 0) + (facts.cache_bytes or 0)
     # Each weight and token take one multiplication and one addition. The record does not show whether fp32 uses TF32.
-    of_two_bytes = facts.weight_bytes and run.dtype in ("bf16", "fp16")
+    of_two_bytes = facts.weight_bytes and trace.facts.dtype in ("bf16", "fp16")
     flops = 2 * (facts.weight_bytes // 2) * facts.tokens if of_two_bytes else None
-    tflops = peak_tflops(peaks, run.dtype) if peaks and flops else None
+    tflops = peak_tflops(peaks, trace.facts.dtype) if peaks and flops else None
     return Decoding(
         facts=facts,
-        step_us=lanes[lane],
+        step_us=step_us,
         lane=lane,
-        tokens_s=facts.tokens / lanes[lane] * 1e6,
+        tokens_s=facts.tokens / step_us * 1e6,
         gb_s=gb_s,
         measured=facts.gb_s is not None,
         read_us=read / gb_s / 1e3 if gb_s and facts.weight_bytes else None,

@@ -208,8 +208,9 @@ def idle_in_graphs_us(step: Step) -> float:
 def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float]]:
     """Return the GPU's idle time before launches per step (µs), by the launching thread's activity, the largest first.
 
-    The gap before an activity begins at the end of the work before it, or at the step's start if there is none or in
-    the first step. It counts up to the return of the activity's launch call. The first result is by the innermost op or
+    The time is that from the step's first work to the next step's, as for the share of idle time (steps.py). The last
+    step has no such end, so its time begins at the end of the work before it, or at the start of the only step. The gap
+    before an activity counts up to the return of the activity's launch call. The first result is by the innermost op or
     runtime call on the launching thread. Outside all of them it is by BETWEEN_OPS, by IN_BACKWARD on a thread of
     autograd's engine, or by NO_RECORDED_CALL if the step's ops were not recorded. The second one is the time outside
     all of them by Python function (see python_in); it is empty without stacks.
@@ -218,10 +219,14 @@ def idle_in(trace: Trace, step: Step) -> tuple[dict[str, float], dict[str, float
         return {}, {}
     number = trace.steps.index(step)
     first, end = spanned(step.work)
+    next_one = next((place for place in range(number + 1, len(trace.steps)) if trace.steps[place].work), number)
     # All work keeps the GPU busy, including earlier steps' work and work without a launch in the trace.
     before = [one.start + one.dur for one in trace.work[: bisect.bisect_left(trace.work, first, key=_start)]]
-    reached = max(before + [step.start] * (not number), default=step.start)
-    roots = roots_by_track(trace.steps[max(0, number - 1) : number + 1])
+    if next_one > number:
+        reached, end = max([*before, first]), max(end, trace.steps[next_one].work[0].start)
+    else:
+        reached = max(before + [step.start] * (not number), default=step.start)
+    roots = roots_by_track(trace.steps[max(0, number - 1) : next_one + 1])
     outside = outside_ops(step, roots)
     gaps: dict[tuple, Intervals] = defaultdict(list)  # by the launching thread
     for one in trace.work[len(before) : bisect.bisect_right(trace.work, end, key=_start)]:

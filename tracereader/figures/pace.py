@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
-from statistics import median_high
+from statistics import median
+from typing import TypeVar
 
 from tracereader.trace import Step, Trace, Work
 
@@ -12,6 +13,16 @@ from tracereader.trace import Step, Trace, Work
 # on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
 FAR_WIDER = 10
 _start = attrgetter("start")
+T = TypeVar("T")
+
+
+def with_a_middle(some: Sequence[T]) -> Sequence[T]:
+    """Return an odd number of steps, or of their times, so that the median is one step's.
+
+    Of an even number, the last one is left out. A step ends when the next one starts, so the trace does not show how
+    long the last one takes with the pause after it, nor how long the GPU is idle in it. Of two steps, the first counts.
+    """
+    return some if len(some) % 2 else some[:-1]
 
 
 def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
@@ -22,32 +33,44 @@ def window(trace: Trace, usual: Step) -> tuple[tuple[Step, ...], int, int]:
 
 
 def _measured(trace: Trace, usual: Step) -> tuple[Step, ...]:
-    far_wider = len(trace.steps) > 1 and trace.steps[0].us > FAR_WIDER * usual.us
-    return trace.steps[far_wider:]
+    return trace.steps[len(trace.steps) > 1 and is_far_wider(trace.steps[0], usual) :]
+
+
+def is_far_wider(first: Step, usual: Step) -> bool:
+    """Return whether a first step takes so much longer than the typical one that it is left out of the figures."""
+    return first.us > FAR_WIDER * usual.us
 
 
 def pace(starts: Sequence[int], end: int) -> int:
-    """Return the upper median (ns) of the times from one step's start to the next one's, or to the last one's end.
+    """Return the median (ns) of the times from one step's start to the next one's, or to the last one's end.
 
-    The upper median is a measured time; the mean of the two middle ones need not be any step's time.
+    It is one step's time, because the last step of an even number does not count; see with_a_middle().
     """
-    return median_high([*(after - before for before, after in pairwise(starts)), end - starts[-1]])
+    return median(with_a_middle([*(after - before for before, after in pairwise(starts)), end - starts[-1]]))
 
 
 def recorded_step_us(trace: Trace, usual: Step) -> float:
     """Return the step's time (µs) while it was recorded: on the CPU or on the GPU, whichever is longer.
 
-    The GPU's time is that of the busiest stream over all steps. Without GPU work it is the typical step's CPU time.
-    usual: the typical step.
+    Without GPU work it is the typical step's CPU time. usual: the typical step.
+    """
+    return max(lanes_us(trace, usual).values())
+
+
+def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
+    """Return the step's time (µs) while it was recorded, by lane.
+
+    The GPU's time is that of the busiest stream over all steps. Without GPU work there is only the CPU's lane, with the
+    typical step's time. usual: the typical step.
     """
     if not any(step.work for step in trace.steps):
-        return usual.us
+        return {"CPU": usual.us}
     steps = working_steps(trace, usual)
     marks = [on_its_thread(step) for step in steps]
     on_cpu = pace([start for _, start, _ in marks], marks[-1][2])
     work = on_busiest_stream(steps)
     on_gpu = pace([some[0].start for some in work], max([one.start + one.dur for one in work[-1]]))
-    return max(on_cpu, on_gpu) / 1e3
+    return {"CPU": on_cpu / 1e3, "GPU": on_gpu / 1e3}
 
 
 def working_steps(trace: Trace, usual: Step) -> list[Step]:

@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 
 from tracereader.figures.intervals import Intervals, Lengths, joined, length, union
+from tracereader.figures.pace import is_far_wider, with_a_middle
 from tracereader.trace import STEP, Op, Step, Trace, Work, outermost
 from tracereader.trace.labels import COMPILE_ID, COMPILING, DESCRIBES_COLLECTIVE, is_torchs_own
 
@@ -94,9 +95,15 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 def typical(trace: Trace) -> Step:
-    """Return the step with the median CPU time of those that did work; the lower middle one of an even number."""
+    """Return the step with the median CPU time of those that did work, without a far longer first step.
+
+    With GPU work, the last step of an even number does not count, as for the step's time (pace.py): the trace does not
+    show when its time on the GPU ends. Without GPU work each step's end is known, and of an even number the lower
+    middle one is returned.
+    """
     # The stub after the last call of a loop is a step by name only.
-    if any(step.work for step in trace.steps):
+    on_gpu = any(step.work for step in trace.steps)
+    if on_gpu:
         amounts = [len(step.work) for step in trace.steps]
         most = max(amounts)
     else:
@@ -106,7 +113,17 @@ def typical(trace: Trace) -> Step:
         most = sorted(amounts)[(len(amounts) - 1) // 2] if len(amounts) > 2 else max(amounts)
     working = [step for step, amount in zip(trace.steps, amounts, strict=True) if 2 * amount >= most]
     working = [step for step in working if step.us] or working
-    return sorted(working, key=lambda step: step.us)[(len(working) - 1) // 2]
+    usual = _lower_middle(working)
+    if not on_gpu:
+        return usual
+    if working[0] is trace.steps[0] and is_far_wider(working[0], usual):
+        working = working[1:]
+    return _lower_middle(with_a_middle(working))
+
+
+def _lower_middle(steps: Sequence[Step]) -> Step:
+    """Return the step with the median CPU time; of an even number, the lower middle one."""
+    return sorted(steps, key=lambda step: step.us)[(len(steps) - 1) // 2]
 
 
 def ops_recorded(step: Step) -> bool:
@@ -208,6 +225,16 @@ def launches(step: Step) -> int:
     return len({id(one.launch) for one in step.work if one.launch is not None})
 
 
+def usual_busy_us(steps: Sequence[StepFacts]) -> float:
+    """Return the median time (µs) that the GPU is busy with a step's work. steps: without those that are left out.
+
+    The stub after the loop's last call, and a step that the recording cut off, do not count.
+    """
+    most = max((one.launches for one in steps), default=0)
+    busy = [one.gpu_busy_us for one in steps if 2 * one.launches >= most]
+    return median(with_a_middle(busy))
+
+
 def _ratio(trace: Trace, step: Step, usual: Step) -> float:
     return step.us / usual.us if usual.us and len(trace.steps) > 1 else 1.0
 
@@ -228,7 +255,7 @@ def step_facts(trace: Trace, usual: Step) -> tuple[StepFacts, ...]:
     compiles = any(name.endswith(COMPILING) for name in trace.op_names)
     stretches = _gpu_stretches(trace.steps)
     busy = [busy_us(step.work) for step in trace.steps]
-    usual_busy = median([us for us in busy if us] or [0.0])
+    usual_busy = median(with_a_middle([us for us in busy if us]) or [0.0])
     asked = [one.start for one in trace.queries]
     facts = []
     before = usual_self = None

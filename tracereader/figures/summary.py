@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
 
 import msgspec
 
@@ -35,13 +34,13 @@ from tracereader.figures.gpu_work import GpuWork, KernelTimes, gpu_work, kernel_
 from tracereader.figures.inside import InsideKernel, inside
 from tracereader.figures.intervals import clipped, length, union
 from tracereader.figures.layers import layer_names
-from tracereader.figures.pace import recorded_step_us, window
+from tracereader.figures.pace import lanes_us, window
 from tracereader.figures.places import Place, by_label, by_module
 from tracereader.figures.profiler import Profiler, profiler
 from tracereader.figures.regime import regime_of
 from tracereader.figures.repeats import Repeat, repeats
 from tracereader.figures.source import Source, source
-from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven
+from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven, usual_busy_us
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
 from tracereader.trace import Step, Trace, Work
@@ -170,13 +169,11 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def gpu_us(self) -> float:
-        """Return the median time (µs) that the GPU is busy in a step.
+        """Return the median time (µs) that the GPU is busy in a step, over the steps of which the step's time is one.
 
         If a step's work runs beside the next step's, it is the GPU's share of the time from step to step.
         """
-        # Without the stub after the loop's last call, and a step that the recording cut off.
-        most = max((one.launches for one in self.steps), default=0)
-        us = median(one.gpu_busy_us for one in self.steps if 2 * one.launches >= most)
+        us = usual_busy_us(self.steps[len(self.left_out) :])
         if us <= self.recorded_step_us or self.steady is None or not self.steady_us:
             return us
         return self.recorded_step_us * self.steady.busy_us / self.steady_us
@@ -199,6 +196,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     measured = gpu_work(trace, step, layers)
     regime = regime_of(trace, usual, step, parts, measured)
     index = next(place for place, one in enumerate(trace.steps) if one is step)
+    lanes = lanes_us(trace, usual)
     return Summary(
         source=source(trace),
         steps=facts,
@@ -208,7 +206,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         typical_index=index,
         cpu_us=usual.us,
         window_us=(end - start) / 1e3,
-        recorded_step_us=recorded_step_us(trace, usual),
+        recorded_step_us=max(lanes.values()),
         unprofiled_step_us=trace.facts.unprofiled_step_us,
         gpu=gpu_time(parts, start, end),
         steady=regime.steady,
@@ -230,7 +228,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         training=training(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(
-            decoding=decoding(trace, facts, trace.facts),
+            decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),
             weight_reads=weight_reads(trace, step, measured),
             unneeded=unneeded(step, measured),
             same_in_all_steps=same_in_all_steps(counted),

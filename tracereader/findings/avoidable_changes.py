@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from statistics import median, median_high
+from statistics import median
 
 from tracereader.figures.avoidable import CUDNN_ATTENTION, cloned_inputs, planning, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.pace import with_a_middle
 from tracereader.figures.steps import compilations
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.finding import counted, duration, how_often, listed
@@ -246,7 +247,7 @@ def skip_guards(case: Case) -> Proposal | None:
         return None
     each = [sum(op.us for op in some) for some in lookups]
     # Every step is spared the same time. The saving then agrees with the evidence, whichever steps the replay measures.
-    us = median_high(each)
+    us = median(with_a_middle(each))
     spared = [min(1.0, (1 - GUARDS_LEFT) * us / own) if own else 0.0 for own in each]
     spans = [
         (op.track, op.start, op.start + round(op.dur * part))

@@ -56,9 +56,9 @@ def dram_disagrees(summary: Summary) -> Verdict:
 
 
 def slower_at_a_lower_clock(summary: Summary) -> tuple[StepCounters, StepCounters] | None:
-    """Return the typical step and a slower one in which the same work ran at a lower SM clock; None without such steps.
+    """Return the steps with the median and the longest GPU time if the second one is slower at a lower SM clock.
 
-    The typical step has the median GPU time. The slower step has the longest.
+    Both have the same work. None without such steps.
     """
     if summary.counters is None or (name := summary.counters.names.get("sm_mhz")) is None:
         return None
@@ -67,10 +67,10 @@ def slower_at_a_lower_clock(summary: Summary) -> tuple[StepCounters, StepCounter
     alike = sorted((one for one in steps if one.activities == usual_count), key=lambda one: one.gpu_busy_us)
     if len(alike) < 2:
         return None
-    typical, slowest = alike[(len(alike) - 1) // 2], alike[-1]
-    slower = slowest.gpu_busy_us > SLOWER * typical.gpu_busy_us
-    fell = slowest.means[name] < CLOCK_FELL * typical.means[name]
-    return (typical, slowest) if slower and fell else None
+    middle, slowest = alike[(len(alike) - 1) // 2], alike[-1]
+    slower = slowest.gpu_busy_us > SLOWER * middle.gpu_busy_us
+    fell = slowest.means[name] < CLOCK_FELL * middle.means[name]
+    return (middle, slowest) if slower and fell else None
 
 
 @finding(
@@ -86,14 +86,14 @@ def clock_fell(summary: Summary) -> Verdict:
     found = slower_at_a_lower_clock(summary)
     if found is None:
         return Verdict(False, "no step whose GPU time rose while the SM clock fell")
-    typical, slowest = found
+    middle, slowest = found
     clock = summary.counters.names["sm_mhz"]
     evidence = (
         f"{_number(slowest)}'s GPU busy time is {duration(slowest.gpu_busy_us)} at {slowest.means[clock]:,.0f} MHz, "
-        f"{_number(typical)}'s {duration(typical.gpu_busy_us)} at {typical.means[clock]:,.0f} MHz"
+        f"{_number(middle)}'s {duration(middle.gpu_busy_us)} at {middle.means[clock]:,.0f} MHz"
     )
     power = summary.counters.names.get("power_w")
-    drawn = [one.means[power] for one in (slowest, typical)] if power else [None]
+    drawn = [one.means[power] for one in (slowest, middle)] if power else [None]
     if None not in drawn:
         evidence += f"; power {drawn[0]:,.0f} W and {drawn[1]:,.0f} W"
     return Verdict(True, evidence)

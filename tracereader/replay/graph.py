@@ -191,12 +191,12 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         return starts, ends
 
     def step_us(self) -> float:
-        """Return the step's time in the steady state (µs), the upper median of the times from step to step.
+        """Return the step's time in the steady state (µs), the median of the times from step to step; see pace().
 
-        The result is the longer of the CPU's and the GPU's time. The last step counts with its own length, which is its
-        annotation on the CPU, and on the GPU the time from its first activity's start to its last one's end on the
-        stream that is the busiest over all steps. So a CPU or a stream of copies that runs ahead does not make the step
-        short, and the profiler's synchronization after the last step does not make it long.
+        The result is the longer of the CPU's and the GPU's time. If the last step counts, it has its own length, which
+        is its annotation on the CPU, and on the GPU the time from its first activity's start to its last one's end on
+        the stream that is the busiest over all steps. So a CPU or a stream of copies that runs ahead does not make the
+        step short, and the profiler's synchronization after the last step does not make it long.
         """
         return max(self.lanes_us)
 

@@ -190,7 +190,7 @@ def _figures(out: Console, sides: Sequence[compare.Side], title: str) -> None:
                     for one, us in zip(some, busy, strict=True)]  # fmt: skip
             times("GPU idle", idle)
             shares = [one.idle_share if there else None for one, there in zip(some, on_gpu, strict=True)]
-            rows.append(("GPU idle, share", *map(percent, shares)))
+            rows.append(("GPU idle, mean share", *map(percent, shares)))
         rows.append(("limited by", *(LIMITS.get(found := steps.bound_by(one), found) for one in some)))
         counts("launches", [one.chosen.launches if there else None for one, there in zip(some, on_gpu, strict=True)])
         for name, kind in (("kernels", "kernel"), ("copies", "memcpy"), ("memsets", "memset")):

@@ -367,8 +367,8 @@ def _gpu_time(out: Console, summary: Summary, view: View) -> None:
             if name in (BETWEEN_OPS, NO_RECORDED_CALL) and summary.idle_python
         }
         of = f" for {plain(summary.chosen.number)}" * summary.source.has_steps
-        # The share is of the whole wait, whose length is in the head: it differs from that of the step above, which is
-        # the mean of several steps, and begins with a step's first activity.
+        # The share is of the whole wait, whose length is in the head: it is of one step, and the row of the step above
+        # is the mean of several steps.
         heads = (f"the GPU waits{of} while the launching thread is in", unit.name, f"of {unit(idle)} {unit.name}")
         tables.append((heads, rows, functions))
     for title, places in (

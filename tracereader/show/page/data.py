@@ -62,7 +62,8 @@ def figures(
 
 def _head(summary: Summary) -> dict:
     word, why = steps.waiting(summary)
-    sentences = [why, recording.unprofiled(summary)]
+    # The last one explains a GPU time below that is longer than the step's time.
+    sentences = [why, recording.unprofiled(summary), steps.overlap_of_steps(summary)]
     several = len(summary.source.devices) > 1
     facts = []
     if several:
@@ -89,7 +90,7 @@ def _head(summary: Summary) -> dict:
         "step_name": summary.typical_step,
         "step_index": summary.typical_index,
         "regime": word + " while it is recorded" * recording.changes_the_regime(summary),
-        "why": ". ".join(filter(None, sentences)).removesuffix("."),
+        "why": ". ".join(one.removesuffix(".") for one in sentences if one),
         "facts": facts,
         "script": summary.source.facts.script or None,
         "warnings": warnings.of(summary),
