@@ -753,3 +753,31 @@ def test_perfetto_gets_one_trace_in_which_the_ranks_are_distinguished(tmp_path):
             after["ts"] == pytest.approx(before["ts"] - shift * rank, abs=0.002)
             for after, before in zip(mine, raw, strict=True)
         )
+
+
+def test_a_rank_that_is_slow_in_one_recorded_step_is_named_with_it(capsys, monkeypatch):
+    """In the two steps after it, the rank takes a little longer, too, and the median over all three would hide it."""
+    folder = ROOT / "tests/traces/h200-x2/computes_in_one"
+    more = {}
+    for rank in (0, 1):
+        events = slices(folder / f"rank{rank}.json.gz")
+        called = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+        for mark in (e for e in events if e["name"] == "forward" and e["cat"] == "user_annotation"):
+            inside = (
+                e["dur"]
+                for e in events
+                if e.get("cat") == "kernel" and mark["ts"] <= called.get(e["args"]["correlation"], 0) < end(mark)
+            )
+            more.setdefault(rank, []).append(sum(inside))
+    extra = [other - one for one, other in zip(more[0], more[1], strict=True)]
+    assert extra.index(max(extra)) == 2 and max(extra) > 10 * sorted(extra)[-2]
+    summary = joined(reading.read_ranks(sorted(folder.iterdir()), 10**9, None)[0])
+    loss = findings.loss(summary)
+    assert (loss.rank, loss.steps) == (1, ("ProfilerStep#3",))
+    (computes,) = (one for one in loss.reasons if one.part == "computes")
+    assert computes.phase == "forward" and computes.phase_us == pytest.approx(max(extra), rel=0.02)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([str(folder), "--only", "short"]) in (0, None)
+    assert "in 1 of 5 steps (#3), rank 1 is slower than rank 0 because it computes" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -25,6 +25,7 @@ MUCH_LONGER = MUCH_WAITED
 # ranks on two cores of a laptop took turns, one caused 56%.
 CAUSES_IT = 2 / 3
 MOST = 0.5
+LITTLE = 0.25  # of the extra time of the step that has most of it
 # A reason is named if it explains at least this share of a rank's extra time.
 A_REASON = 0.2
 # A phase is named alone if it has at least this share of a reason's time.
@@ -399,7 +400,8 @@ class _Usual:
 def _slow_steps(summary: RanksSummary) -> dict[int, dict[str, float]]:
     """Return by rank the steps in which it takes much longer than the other ranks' median, with the extra time (µs).
 
-    Exposed communication does not count. The median over all steps would hide a rank that is slow in few of them.
+    Exposed communication does not count. The median over all steps would hide a rank that is slow in few of them. Steps
+    with little of the extra time would hide the others, too, so they are left out.
     """
     found: dict[int, dict[str, float]] = {one.rank: {} for one in summary.ranks}
     for name in summary.steps if len(summary.ranks) > 1 else ():
@@ -409,6 +411,10 @@ def _slow_steps(summary: RanksSummary) -> dict[int, dict[str, float]]:
         for rank, step in of_step.items():
             if (more := own(step) - _median_without(ordered, own(step))) > least:
                 found[rank][name] = more
+    for slow in found.values():
+        most = max(slow.values(), default=0.0)
+        for name in [name for name, more in slow.items() if more < LITTLE * most]:
+            del slow[name]
     return found
 
 
