@@ -65,6 +65,7 @@ THRESHOLDS = {
     "longer": f"{rank_findings.MUCH_LONGER:.0%}",
     "causes": f"{rank_findings.CAUSES_IT:.0%}",
     "reason": f"{rank_findings.A_REASON:.0%}",
+    "little": f"{rank_findings.LITTLE:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
     "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",
     "slower-step": f"{counter_findings.SLOWER:g}",
