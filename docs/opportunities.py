@@ -47,9 +47,12 @@ ASSUMES = {
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
     "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
-    f"as the ops that are gone; in training, a compiled call takes {gpu.COMPILED_CALL_US} µs if no output's size "
-    f"depends on the data, and a batch norm is {gpu.BATCH_NORM_KERNELS} such calls; the "
-    "launch of a CUDA graph takes less time, in proportion to its kernels",
+    "as the ops that are gone; in training, if no output's size depends on the data, nothing is left of the CPU time "
+    "between the model's ops, a compiled call takes the CPU "
+    f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "
+    f"other op {gpu.EXTERN_CALL_LAUNCHES} times and that for each parameter {gpu.PARAMETER_LAUNCHES} times as long, a "
+    f"batch norm is {gpu.BATCH_NORM_KERNELS} such calls, its backward {gpu.BATCH_NORM_BACKWARD_KERNELS}, and the sum "
+    f"of a gradient {gpu.GRADIENT_SUM_KERNELS}; the launch of a CUDA graph takes less time, in proportion to its kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
@@ -133,9 +136,6 @@ CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
 # Of the predictions that are off, what the two traces show.
 WHY = {
     (f"{CHANGES_H200}{before}", f"{CHANGES_H200}{after}"): why for before, after, why in (
-        ("batch_norm/eager", "batch_norm/compile",
-         "a compiled call takes longer here than the 20 µs that are assumed: the two compiled functions take 23 ms of "
-         "the step, in which they launch about 530 times."),
         ("batch_norm/graph_kept", "batch_norm/graph",
          "the second process is faster: the same ops and calls take the CPU 2.78 ms instead of 3.88."),
         ("small/loop", "small/batched",

@@ -117,7 +117,6 @@ PREDICTED = [
     ("unet/contiguous", "fuse_pointwise", "unet/compile"),
     ("llama/sdpa", "fuse_pointwise", "llama/compile"),
     ("trained/eager", "fuse_pointwise", "trained/compile"),
-    ("batch_norm/eager", "fuse_pointwise", "batch_norm/compile"),
     ("batch_norm/eager", "cuda_graph", "batch_norm/graph"),
     ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
     ("llama/eager_attention", "fused_attention", "llama/sdpa"),

@@ -11,7 +11,7 @@ from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, SELECTS, moving_us
+from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, PAUSE_US, SELECTS, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -40,8 +40,6 @@ SLOWER = ("for-loop", "foreach")
 FEW_LAUNCHES = 4
 # CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
 READY_BATCH_US = 80
-# PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
-PAUSE_US = 500
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000

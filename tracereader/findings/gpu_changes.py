@@ -7,15 +7,19 @@ from collections.abc import Container, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.decoding import expanded
-from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.gpu_work import GpuWork, asking_ops
 from tracereader.figures.hardware import Peaks
+from tracereader.figures.intervals import minus, union
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import (
+    Graph,
+    fused,
     is_wait,
     overlapped,
+    waits_of,
     with_cpu_time,
     with_durations,
     with_smaller_graphs,
@@ -24,9 +28,9 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.trace import Op, Step
+from tracereader.trace import Op, Step, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GATHERS, GATHERS_AGAIN, OPTIMIZERS, WRAPPERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GATHERS, GATHERS_AGAIN, LOADER, OPTIMIZERS, WRAPPERS
 from tracereader.trace.types import Inputs, dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -67,13 +71,21 @@ SLOW = 0.4
 UNALIGNED, ALIGNED = re.compile(r"_align[124](?!\d)"), re.compile(r"^nvjet|_align8(?!\d)|_ldg8_")
 UNALIGNED_TIMES = 5
 BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five products instead of two
-# CPU time of a call while the profiler records, on an H200's machine (µs). A compiled kernel takes 10 to 32 (the
-# medians of nine recordings), scaled_dot_product_attention 35 to 140, in training 100 to 230, and its backward 130 to
-# 375.
-COMPILED_CALL_US, ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 20, 75, 150
-# The kernels of a compiled batch norm in training, and of its backward: two for its sums, one for its result. In a
-# ResNet-152 on an H100 there are 2,023 kernels per step compiled, and 2,021 before.
-BATCH_NORM_KERNELS = 3
+# CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
+# 140, in training 100 to 230, and its backward 130 to 375.
+ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
+# CPU time in compiled code while the profiler records, in launches: in times of the lower quartile of a step's launch
+# calls, which leaves out those that wait for room in the launch queue. From the end of the call before it to its own
+# end, a Triton kernel's call takes 24 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to 8.8
+# launches. Inductor's code around an op that it does not compile takes 0.9 to 2.1 launches. What surrounds Inductor's
+# code takes 0.9 to 2.8 launches for each parameter with a gradient.
+COMPILED_CALL_LAUNCHES, EXTERN_CALL_LAUNCHES, PARAMETER_LAUNCHES = 7, 1.5, 1.5
+# A compiled batch norm in training has two or three kernels for its sums and one for its result: a ResNet-50 has 3.1
+# kernels for each forward and 3.8 for each backward of a batch norm, and a ResNet-152 3.1 and 3.9. The sum of a bias's
+# gradient over the rows becomes two kernels: four recordings have 1.9 to 2.2 for each aten::sum of backward.
+BATCH_NORM_KERNELS, BATCH_NORM_BACKWARD_KERNELS, GRADIENT_SUM_KERNELS = 3, 4, 2
+# PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
+PAUSE_US = 500
 # Ops that copy their input to the contiguous layout.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 HEAVY = ("GEMM", "attention", "convolution", "communication")
@@ -96,15 +108,17 @@ def moving_us(moved: float, peaks: Peaks) -> float:
 def fuse_pointwise(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # equal grids alone show twice as many chains as there are
-    # The compiled backward makes none of autograd's calls.
-    saves_calls = case.trains and not _has_outputs_of_unknown_size(case)
+    # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
+    saves_calls = case.trains and not case.launches_graphs and not _has_outputs_of_unknown_size(case)
     if not (saves_calls or case.launches_graphs or case.could_gain(FUSABLE)):
         return None
-    of_the_model = _fusable(case)
-    compiled = sum(one.us for _, one, _ in of_the_model if _is_compiled(one))
-    if 2 * compiled > sum(one.us for _, one, _ in of_the_model):
+    of_the_model = _of_the_model(case)
+    fusable = [entry for entry in of_the_model if _is_fusable(entry)]
+    compiled = sum(one.us for _, one, _ in fusable if _is_compiled(one))
+    if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
-    chains = _chains(case, {id(work) for work, one, _ in of_the_model if not _is_compiled(one)})
+    eager = {id(work) for work, one, _ in fusable if not _is_compiled(one)}
+    chains = _chains(case, eager)
     if not chains:
         return None
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
@@ -119,7 +133,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         for chain, us in chains
     ]
     if saves_calls:
-        graph = with_cpu_time(case.condensed(in_typical, COMPILED_CALL_US), _more_calls(case))
+        graph = _with_compiled_calls(case, of_the_model, eager, in_typical)
     else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
@@ -137,12 +151,80 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     )
 
 
-def _more_calls(case: Case) -> Iterator[tuple[tuple, int, float]]:
-    """Yield thread, time and length (µs) of the compiled calls that each batch norm adds, for with_cpu_time()."""
-    calls = {id(op): work for work, one, op in case.activities if op and "batch_norm" in op.name and one.launched_by}
-    us = dict.fromkeys(calls.values(), (BATCH_NORM_KERNELS - 1) * COMPILED_CALL_US)
-    for work, added_us in case.in_all_steps(us).items():
-        yield work.launch.track, work.launch.start, added_us
+def _with_compiled_calls(
+    case: Case, of_the_model: Sequence[Entry], eager: Container[int], chains: Sequence[tuple[list[Work], float]]
+) -> Graph:
+    """Return the graph of a training step whose model is compiled.
+
+    Triton kernels replace each chain and each other kernel that can be fused. Inductor's code calls the model's other
+    ops. What the threads do between these calls is gone: modules, views, and autograd's engine. eager: the ids of the
+    model's activities that can be fused. chains: those of them that become one kernel, with its time (µs).
+    """
+    model = [
+        (work, op)
+        for work, one, op in of_the_model
+        if op is not None and op.kind == "op" and work.launch is not None and one.family != "communication"
+    ]
+    called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
+    compiled = {id(op) for work, op in model if id(work) in eager} - called
+    in_chains = {id(one) for chain, _ in chains for one in chain}
+    groups = [chain for chain, _ in chains]
+    groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
+    launches = {work: 0.0 for work, _ in model}  # the CPU time that is added before each launch
+    for group in groups:
+        if here := [work for work in group if work in launches]:
+            launches[min(here, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
+    for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
+        is_compiled = id(op) in compiled
+        launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op) if is_compiled else EXTERN_CALL_LAUNCHES
+    launch_us = _launch_us(case.step)
+    of_model = case.in_all_steps({work: count * launch_us for work, count in launches.items()})
+    of_compiled = case.in_all_steps({work: 0.0 for work, op in model if id(op) in compiled})
+    spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
+    for step in case.steps:
+        spans += _between_calls(step, of_model, of_compiled)
+        gradients = step.named(ACCUMULATES.__eq__)
+        added += [(op.track, op.start, PARAMETER_LAUNCHES * launch_us) for op in gradients]
+    graph = fused(case.graph, case.groups_in_all_steps(chains))
+    return with_cpu_time(without_cpu_time(graph, spans), added)
+
+
+def _between_calls(
+    step: Step, of_model: Container[Work], of_compiled: Container[Work]
+) -> Iterator[tuple[tuple, int, int]]:
+    """Yield track, start and end (ns) of what a step's threads do for the model outside the ops that stay.
+
+    What launches nothing for the model for a longer time than a pause of PyTorch's own stays, too. of_model: all
+    activities of the model. of_compiled: those whose ops are replaced.
+    """
+    pause = round(PAUSE_US * 1e3)
+    spans, kept = defaultdict(list), defaultdict(list)
+    stays = [*waits_of(step), *step.named(lambda name: name.startswith((ACCUMULATES, LOADER, OPTIMIZERS, *WRAPPERS)))]
+    launched = [work for work in step.work if work.launch is not None]
+    for work, op in zip(launched, asking_ops(launched), strict=True):
+        if work in of_model:
+            *_, top = (above for above in (work.launch, *work.launch.above()) if above.kind != "label")
+            spans[top.track].append((top.start, top.end + pause))
+        if work not in of_compiled:
+            stays.append(op if op is not None and op.kind == "op" else work.launch)
+    for op in stays:
+        kept[op.track].append((op.start, op.end))
+    for track, some in spans.items():
+        joined = [(start, end - pause) for start, end in union(some)]
+        yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
+
+
+def _launch_us(step: Step) -> float:
+    """Return the lower quartile of the CPU time (µs) of a step's calls that launch kernels."""
+    us = sorted(work.launch.us for work in step.work if work.launch is not None and work.kind == "kernel")
+    return us[len(us) // 4] if us else 0.0
+
+
+def _more_kernels(op: Op) -> int:
+    """Return how many more kernels than one a compiled op is."""
+    if "batch_norm" in op.name:
+        return (BATCH_NORM_BACKWARD_KERNELS if op.name.endswith("_backward") else BATCH_NORM_KERNELS) - 1
+    return GRADIENT_SUM_KERNELS - 1 if op.name == "aten::sum" and _in_backward(op) else 0
 
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
@@ -169,22 +251,26 @@ def _ops_of(chain: Sequence[Entry]) -> list[Op]:
     return list({id(op): op for _, _, op in chain if op is not None}.values())
 
 
-def _fusable(case: Case) -> list[Entry]:
-    """Return the activities of the kinds that torch.compile of the model fuses, in the model itself."""
+def _of_the_model(case: Case) -> list[Entry]:
+    """Return the activities that the model itself launches, without copies to and from the GPU."""
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
         (work, one, op)
         for work, one, op in case.activities
-        if one.family in FUSABLE
-        and work.kind != "memset"
-        and id(work) not in not_the_models
-        and not (one.family == "copy" and one.maker.startswith("cuDNN"))  # its convolutions' own layout conversions
+        if id(work) not in not_the_models
         and "HtoD" not in one.name
         and "DtoH" not in one.name
         and not (op is not None and op.name.startswith(FOREACH))
         and not (wrapped and _of_a_wrapper(op))
     ]
+
+
+def _is_fusable(entry: Entry) -> bool:
+    """Return whether an activity of the model is of the kinds that torch.compile fuses."""
+    work, one, _ = entry
+    of_cudnn = one.family == "copy" and one.maker.startswith("cuDNN")  # its convolutions' own layout conversions
+    return one.family in FUSABLE and work.kind != "memset" and not of_cudnn
 
 
 def _chains(case: Case, fusable: Container[int]) -> list[tuple[list[Entry], float]]:
