@@ -52,7 +52,8 @@ ASSUMES = {
     f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "
     f"other op {gpu.EXTERN_CALL_LAUNCHES} times and that for each parameter {gpu.PARAMETER_LAUNCHES} times as long, a "
     f"batch norm is {gpu.BATCH_NORM_KERNELS} such calls, its backward {gpu.BATCH_NORM_BACKWARD_KERNELS}, and the sum "
-    f"of a gradient {gpu.GRADIENT_SUM_KERNELS}; the launch of a CUDA graph takes less time, in proportion to its kernels",
+    f"of a gradient {gpu.GRADIENT_SUM_KERNELS}; the launch of a CUDA graph takes less time, in proportion to its "
+    "kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "

@@ -76,7 +76,7 @@ BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five pro
 ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
 # CPU time in compiled code while the profiler records, in launches: in times of the lower quartile of a step's launch
 # calls, which leaves out those that wait for room in the launch queue. From the end of the call before it to its own
-# end, a Triton kernel's call takes 24 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to 8.8
+# end, a Triton kernel's call takes 25 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to 8.8
 # launches. Inductor's code around an op that it does not compile takes 0.9 to 2.1 launches. What surrounds Inductor's
 # code takes 0.9 to 2.8 launches for each parameter with a gradient.
 COMPILED_CALL_LAUNCHES, EXTERN_CALL_LAUNCHES, PARAMETER_LAUNCHES = 7, 1.5, 1.5
