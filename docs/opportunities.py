@@ -39,8 +39,10 @@ ASSUMES = {
     "in training, what follows backward stays as it is",
     "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
-    "fused_optimizer": f"the fused step takes the CPU {cpu.FUSED_OPTIMIZER_US} µs, and the GPU twice as long as the "
-    "loop's costliest kind of kernel",
+    "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "
+    f"quartile of the step's), and {cpu.FUSED_TENSOR_LAUNCHES} times for each parameter with a gradient (foreach: "
+    f"{cpu.FOREACH_TENSOR_LAUNCHES}), or {cpu.FUSED_OPTIMIZER_US:,} µs ({cpu.FOREACH_OPTIMIZER_US:,} µs) if the number "
+    "is unknown; it takes the GPU twice as long as the loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "no_gradients": "backward gives each gradient its tensor without a copy",
     "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",

@@ -17,7 +17,7 @@ from references import PREDICTED, measured, proposals, recording, sampled, small
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.findings import gpu_changes, rank_changes, ranks
+from tracereader.findings import cpu_changes, gpu_changes, rank_changes, ranks
 from tracereader.findings.cpu_changes import cuda_graph, remove_sync
 from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies, overlap_copies
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
@@ -652,6 +652,52 @@ def test_copies_in_front_of_a_normalization_that_needs_the_contiguous_layout_are
 
 
 @pytest.mark.exhaustive
+def gradients_in_a_step(events: Sequence[dict]) -> float:
+    given = sum(one.get("name") == "torch::autograd::AccumulateGrad" for one in events)
+    return given / len(raw_steps(events))
+
+
+@pytest.mark.parametrize(
+    "name",
+    small_first(
+        [
+            *("optimizer/fused", "convnet/fused", "trained/eager", "trained/compile", "gpt2/sdpa", "gpt2/padded"),
+            *("gpt2/recompute", "encoder/bf16", "encoder/bf16_compile", "encoder/tf32"),
+        ]
+    ),
+)
+def test_a_fused_optimizers_step_takes_about_as_many_launches_as_are_assumed(name):
+    events = raw_events(name)
+    steps = [one["dur"] for one in events if one.get("name", "").startswith("Optimizer.step#")
+             and one["cat"] == "user_annotation"]  # fmt: skip
+    launches = cpu_changes.OPTIMIZER_LAUNCHES + cpu_changes.FUSED_TENSOR_LAUNCHES * gradients_in_a_step(events)
+    assert 0.7 < statistics.median(steps) / (launches * launch_quartile(events)) < 1.7
+
+
+@pytest.mark.exhaustive
+def test_a_fused_optimizers_cpu_time_follows_the_number_of_gradients(edited):
+    """The CPU limits this step. Backward gives each parameter its gradient by detaching it, or adds to an earlier one.
+
+    If every second gradient is added to, the step has another backward pass, and half as many parameters.
+    """
+    name = "optimizer/forloop"
+    events = raw_events(name)
+    gradients, launch_us = gradients_in_a_step(events), launch_quartile(events)
+    assert gradients == sum(one.get("name") == "aten::detach" for one in events) / len(raw_steps(events)) == 120
+    numbers, add = itertools.count(), renamed("aten::detach", "aten::add_")
+
+    def with_added_gradients(one):
+        return add(one) if one.get("name") == "aten::detach" and next(numbers) % 2 else one
+
+    without_gradients = renamed("torch::autograd::AccumulateGrad", "other")
+    after = proposed(name)["fused_optimizer"].step_us_after
+    half = edited(name, with_added_gradients)["fused_optimizer"].step_us_after
+    unknown = edited(name, without_gradients)["fused_optimizer"].step_us_after
+    assumed = (cpu_changes.OPTIMIZER_LAUNCHES + cpu_changes.FUSED_TENSOR_LAUNCHES * gradients) * launch_us
+    assert after - half == pytest.approx(cpu_changes.FUSED_TENSOR_LAUNCHES * gradients / 2 * launch_us, rel=0.1)
+    assert after - unknown == pytest.approx(assumed - cpu_changes.FUSED_OPTIMIZER_US, rel=0.2)
+
+
 def test_foreach_is_proposed_for_an_optimizer_without_a_fused_form(edited):
     assert "foreach=True" in edited("optimizer/forloop", renamed("AdamW.step", "RMSprop.step"))["fused_optimizer"].how
     assert "fused_optimizer" not in edited("optimizer/foreach", renamed("AdamW.step", "RMSprop.step"))

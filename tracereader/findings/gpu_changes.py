@@ -74,11 +74,10 @@ BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five pro
 # CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
 # 140, in training 100 to 230, and its backward 130 to 375.
 ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
-# CPU time in compiled code while the profiler records, in launches: in times of the lower quartile of a step's launch
-# calls, which leaves out those that wait for room in the launch queue. From the end of the call before it to its own
-# end, a Triton kernel's call takes 25 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to 8.8
-# launches. Inductor's code around an op that it does not compile takes 0.9 to 2.1 launches. What surrounds Inductor's
-# code takes 0.9 to 2.8 launches for each parameter with a gradient.
+# CPU time in compiled code while the profiler records, in launches (Case.launch_us). From the end of the call before it
+# to its own end, a Triton kernel's call takes 25 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to
+# 8.8 launches. Inductor's code around an op that it does not compile takes 0.9 to 2.1 launches. What surrounds
+# Inductor's code takes 0.9 to 2.8 launches for each parameter with a gradient.
 COMPILED_CALL_LAUNCHES, EXTERN_CALL_LAUNCHES, PARAMETER_LAUNCHES = 7, 1.5, 1.5
 # A compiled batch norm in training has two or three kernels for its sums and one for its result: a ResNet-50 has 3.1
 # kernels for each forward and 3.8 for each backward of a batch norm, and a ResNet-152 3.1 and 3.9. The sum of a bias's
@@ -177,14 +176,13 @@ def _with_compiled_calls(
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         is_compiled = id(op) in compiled
         launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op) if is_compiled else EXTERN_CALL_LAUNCHES
-    launch_us = _launch_us(case.step)
-    of_model = case.in_all_steps({work: count * launch_us for work, count in launches.items()})
+    of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
     of_compiled = case.in_all_steps({work: 0.0 for work, op in model if id(op) in compiled})
     spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
     for step in case.steps:
         spans += _between_calls(step, of_model, of_compiled)
         gradients = step.named(ACCUMULATES.__eq__)
-        added += [(op.track, op.start, PARAMETER_LAUNCHES * launch_us) for op in gradients]
+        added += [(op.track, op.start, PARAMETER_LAUNCHES * case.launch_us) for op in gradients]
     graph = fused(case.graph, case.groups_in_all_steps(chains))
     return with_cpu_time(without_cpu_time(graph, spans), added)
 
@@ -212,12 +210,6 @@ def _between_calls(
     for track, some in spans.items():
         joined = [(start, end - pause) for start, end in union(some)]
         yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
-
-
-def _launch_us(step: Step) -> float:
-    """Return the lower quartile of the CPU time (µs) of a step's calls that launch kernels."""
-    us = sorted(work.launch.us for work in step.work if work.launch is not None and work.kind == "kernel")
-    return us[len(us) // 4] if us else 0.0
 
 
 def _more_kernels(op: Op) -> int:

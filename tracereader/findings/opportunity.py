@@ -227,6 +227,16 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         return [(one.name, self.graph.activity[id(one)]) for one in self.replayed.work]
 
     @cached_property
+    def launch_us(self) -> float:
+        """Return the lower quartile of the CPU time (µs) of the typical step's calls that launch kernels.
+
+        It is a unit for the CPU's speed, which differs between machines and processes. The lower quartile leaves out
+        calls that wait for room in the launch queue. It is 0 without such calls.
+        """
+        us = sorted([one.launch.us for one in self.step.work if one.launch is not None and one.kind == "kernel"])
+        return us[len(us) // 4] if us else 0.0
+
+    @cached_property
     def ops_recorded(self) -> bool:
         """Return whether the profiler recorded the typical step's ops."""
         return ops_recorded(self.step)

@@ -9,7 +9,9 @@ STEP = "ProfilerStep#"
 MODULE = "nn.Module: "  # of a Python frame
 # autograd's engine records each node of backward as an op of this name, which encloses the node's own ops.
 AUTOGRAD = "autograd::engine::evaluate_function: "
-ACCUMULATES = f"{AUTOGRAD}torch::autograd::AccumulateGrad"
+# The node that gives a parameter its gradient or adds to it, and its record by the engine, which contains its hooks.
+GIVES_GRADIENT = "torch::autograd::AccumulateGrad"
+ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
