@@ -464,6 +464,25 @@ def test_a_pause_of_the_program_in_the_model_stays_when_it_is_compiled(tmp_path)
     assert after.step_us_after - before.step_us_after == pytest.approx(3000, rel=0.1)
 
 
+def test_a_part_of_the_model_that_is_compiled_already_stays_as_it_is(tmp_path):
+    """Half of each forward pass is marked as Inductor's call, so its CPU time stays."""
+    document = json.loads(gzip.decompress(recording("encoder/bf16").read_bytes()))
+    events, marked = document["traceEvents"], []
+    for mark in raw_steps(events):
+        inside = [one for one in events if one["name"] == "aten::linear" and mark["ts"] <= one["ts"] < end(mark)]
+        inside.sort(key=lambda one: one["ts"])
+        first, last = inside[len(inside) // 4], inside[3 * len(inside) // 4]
+        us = first["ts"] - 1, end(last) + 1
+        marked.append(first | {"name": "## Call CompiledFxGraph x ##", "ts": us[0], "dur": us[1] - us[0], "args": {}})
+    file = tmp_path / "marked.json"
+    file.write_text(json.dumps(document | {"traceEvents": marked + events}))
+    whole, half = (found["fuse_pointwise"].step_us_after for found in (proposed("encoder/bf16"), priced_changes(file)))
+    longest, stays = max(one["dur"] for one in marked), statistics.median(one["dur"] for one in marked)
+    assert stays > 5000
+    # The rule takes the half's 5 ms and more for a third of its time at least, and never for more than all of it.
+    assert stays / 3 < half - whole < longest
+
+
 def test_a_slower_machines_compiled_calls_take_longer(tmp_path):
     """If everything takes twice as long, so does the predicted step."""
     document = json.loads(gzip.decompress(recording("encoder/bf16").read_bytes()))

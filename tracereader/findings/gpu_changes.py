@@ -30,7 +30,16 @@ from tracereader.replay import (
 )
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.kernel_names import decode, short
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GATHERS, GATHERS_AGAIN, LOADER, OPTIMIZERS, WRAPPERS
+from tracereader.trace.labels import (
+    ACCUMULATES,
+    AUTOGRAD,
+    GATHERS,
+    GATHERS_AGAIN,
+    INDUCTORS_CALL,
+    LOADER,
+    OPTIMIZERS,
+    WRAPPERS,
+)
 from tracereader.trace.types import Inputs, dtype_of
 
 # The shares of the data sheet's peaks that good kernels reach on an H200: products 74 to 83% in bf16 and 40 to 72% in
@@ -83,6 +92,8 @@ COMPILED_CALL_LAUNCHES, EXTERN_CALL_LAUNCHES, PARAMETER_LAUNCHES = 7, 1.5, 1.5
 # kernels for each forward and 3.8 for each backward of a batch norm, and a ResNet-152 3.1 and 3.9. The sum of a bias's
 # gradient over the rows becomes two kernels: four recordings have 1.9 to 2.2 for each aten::sum of backward.
 BATCH_NORM_KERNELS, BATCH_NORM_BACKWARD_KERNELS, GRADIENT_SUM_KERNELS = 3, 4, 2
+# What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
+NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
 PAUSE_US = 500
 # Ops that copy their input to the contiguous layout.
@@ -116,7 +127,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     compiled = sum(one.us for _, one, _ in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
-    eager = {id(work) for work, one, _ in fusable if not _is_compiled(one)}
+    eager = {id(work) for work, one, op in fusable if not (_is_compiled(one) or _is_in_compiled_code(op))}
     chains = _chains(case, eager)
     if not chains:
         return None
@@ -162,17 +173,21 @@ def _with_compiled_calls(
     model = [
         (work, op)
         for work, one, op in of_the_model
-        if op is not None and op.kind == "op" and work.launch is not None and one.family != "communication"
+        if op is not None
+        and op.kind == "op"
+        and work.launch is not None
+        and one.family != "communication"
+        and not _is_in_compiled_code(op)
     ]
     called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
     compiled = {id(op) for work, op in model if id(work) in eager} - called
     in_chains = {id(one) for chain, _ in chains for one in chain}
     groups = [chain for chain, _ in chains]
     groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
-    launches = {work: 0.0 for work, _ in model}  # the CPU time that is added before each launch
+    launches = defaultdict(float, {work: 0.0 for work, _ in model})  # the CPU time that is added before each of them
     for group in groups:
-        if here := [work for work in group if work in launches]:
-            launches[min(here, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
+        if launched := [work for work in group if work.launch is not None]:
+            launches[min(launched, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
         is_compiled = id(op) in compiled
         launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op) if is_compiled else EXTERN_CALL_LAUNCHES
@@ -197,7 +212,7 @@ def _between_calls(
     """
     pause = round(PAUSE_US * 1e3)
     spans, kept = defaultdict(list), defaultdict(list)
-    stays = [*waits_of(step), *step.named(lambda name: name.startswith((ACCUMULATES, LOADER, OPTIMIZERS, *WRAPPERS)))]
+    stays = [*waits_of(step), *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
     launched = [work for work in step.work if work.launch is not None]
     for work, op in zip(launched, asking_ops(launched), strict=True):
         if work in of_model:
@@ -210,6 +225,10 @@ def _between_calls(
     for track, some in spans.items():
         joined = [(start, end - pause) for start, end in union(some)]
         yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
+
+
+def _is_in_compiled_code(op: Op | None) -> bool:
+    return op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
 
 
 def _more_kernels(op: Op) -> int:
