@@ -11,7 +11,15 @@ from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, OF_UNKNOWN_SIZE, PAUSE_US, SELECTS, moving_us
+from tracereader.findings.gpu_changes import (
+    CALLING_LAUNCHES,
+    FOREACH,
+    NEED_THE_SIZE,
+    OF_UNKNOWN_SIZE,
+    PAUSE_US,
+    SELECTS,
+    moving_us,
+)
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
@@ -105,7 +113,8 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     for step in case.steps:
         stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
         calls = step.named(ACCUMULATES.__eq__)
-        accumulated += [(op.track, op.start, op.us) for op in calls if not any(below.work for below in op.walk())]
+        given = [op for op in calls if not any(below.work for below in op.walk())]
+        accumulated += [(op.track, op.start, op.us + CALLING_LAUNCHES * case.launch_us) for op in given]
     runs = _runs(case, stays)
     captured = {id(step): _captured(runs, step) for step in case.steps}
     waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}

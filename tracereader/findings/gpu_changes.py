@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from functools import cache, lru_cache
 
@@ -83,15 +83,17 @@ BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five pro
 # CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
 # 140, in training 100 to 230, and its backward 130 to 375.
 ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
-# CPU time in compiled code while the profiler records, in launches (Case.launch_us). From the end of the call before it
-# to its own end, a Triton kernel's call takes 25 to 50 µs (the means of 14 recordings on two machines), which is 5.4 to
-# 8.8 launches. Inductor's code around an op that it does not compile takes 0.9 to 2.1 launches. What surrounds
-# Inductor's code takes 0.9 to 2.8 launches for each parameter with a gradient.
-COMPILED_CALL_LAUNCHES, EXTERN_CALL_LAUNCHES, PARAMETER_LAUNCHES = 7, 1.5, 1.5
-# A compiled batch norm in training has two or three kernels for its sums and one for its result: a ResNet-50 has 3.1
-# kernels for each forward and 3.8 for each backward of a batch norm, and a ResNet-152 3.1 and 3.9. The sum of a bias's
-# gradient over the rows becomes two kernels: four recordings have 1.9 to 2.2 for each aten::sum of backward.
-BATCH_NORM_KERNELS, BATCH_NORM_BACKWARD_KERNELS, GRADIENT_SUM_KERNELS = 3, 4, 2
+# CPU time while the profiler records, in launches (Case.launch_us). From the end of the call before it to its own end,
+# a Triton kernel's call takes 5.4 to 8.8 launches (the means of 17 recordings on two machines). The figure is near the
+# slowest of them, because a gain that does not come is worse than one that was not promised in full. Inductor's code
+# around an op that it does not compile takes 0.9 to 2.5 launches, and what surrounds Inductor's code 0.9 to 2.8
+# launches for each parameter with a gradient.
+COMPILED_CALL_LAUNCHES, CALLING_LAUNCHES = 8.5, 2
+# A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
+# batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
+# 4.3 (four recordings).
+BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
@@ -181,6 +183,7 @@ def _with_compiled_calls(
     ]
     called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
     compiled = {id(op) for work, op in model if id(work) in eager} - called
+    kernels = Counter(id(op) for work, op in model if work.kind == "kernel")
     in_chains = {id(one) for chain, _ in chains for one in chain}
     groups = [chain for chain, _ in chains]
     groups += [[work] for work, op in model if id(op) in compiled and id(work) in eager and id(work) not in in_chains]
@@ -189,15 +192,17 @@ def _with_compiled_calls(
         if launched := [work for work in group if work.launch is not None]:
             launches[min(launched, key=lambda work: work.launch.start)] += COMPILED_CALL_LAUNCHES
     for work, op in {id(op): (work, op) for work, op in reversed(model)}.values():  # once for each op
-        is_compiled = id(op) in compiled
-        launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op) if is_compiled else EXTERN_CALL_LAUNCHES
+        if id(op) in compiled:
+            launches[work] += COMPILED_CALL_LAUNCHES * _more_kernels(op, kernels[id(op)])
+        else:
+            launches[work] += CALLING_LAUNCHES
     of_model = case.in_all_steps({work: count * case.launch_us for work, count in launches.items()})
     of_compiled = case.in_all_steps({work: 0.0 for work, op in model if id(op) in compiled})
     spans, added = [], [(work.launch.track, work.launch.start, us) for work, us in of_model.items()]
     for step in case.steps:
         spans += _between_calls(step, of_model, of_compiled)
         gradients = step.named(ACCUMULATES.__eq__)
-        added += [(op.track, op.start, PARAMETER_LAUNCHES * case.launch_us) for op in gradients]
+        added += [(op.track, op.start, CALLING_LAUNCHES * case.launch_us) for op in gradients]
     graph = fused(case.graph, case.groups_in_all_steps(chains))
     return with_cpu_time(without_cpu_time(graph, spans), added)
 
@@ -231,11 +236,11 @@ def _is_in_compiled_code(op: Op | None) -> bool:
     return op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
 
 
-def _more_kernels(op: Op) -> int:
-    """Return how many more kernels than one a compiled op is."""
-    if "batch_norm" in op.name:
-        return (BATCH_NORM_BACKWARD_KERNELS if op.name.endswith("_backward") else BATCH_NORM_KERNELS) - 1
-    return GRADIENT_SUM_KERNELS - 1 if op.name == "aten::sum" and _in_backward(op) else 0
+def _more_kernels(op: Op, kernels: int) -> int:
+    """Return how many more kernels a compiled op has. kernels: those that eager's op launches."""
+    if NORM_BACKWARD.search(op.name):
+        return max(0, NORM_BACKWARD_KERNELS - kernels)
+    return max(0, BATCH_NORM_KERNELS - kernels) if "batch_norm" in op.name else 0
 
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
