@@ -36,7 +36,8 @@ ASSUMES = {
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
     f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies to the "
     f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
-    "in training, what follows backward stays as it is",
+    "in training, what follows backward stays as it is, and each parameter with a gradient takes the CPU "
+    f"{gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's)",
     "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "
@@ -52,10 +53,9 @@ ASSUMES = {
     "as the ops that are gone; in training, if no output's size depends on the data, nothing is left of the CPU time "
     "between the model's ops, a compiled call takes the CPU "
     f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "
-    f"other op {gpu.EXTERN_CALL_LAUNCHES} times and that for each parameter {gpu.PARAMETER_LAUNCHES} times as long, a "
-    f"batch norm is {gpu.BATCH_NORM_KERNELS} such calls, its backward {gpu.BATCH_NORM_BACKWARD_KERNELS}, and the sum "
-    f"of a gradient {gpu.GRADIENT_SUM_KERNELS}; the launch of a CUDA graph takes less time, in proportion to its "
-    "kernels",
+    f"other op and for each parameter {gpu.CALLING_LAUNCHES} times as long, a batch norm is {gpu.BATCH_NORM_KERNELS} "
+    f"such calls, and the backward of a normalization {gpu.NORM_BACKWARD_KERNELS} unless eager launches more; the "
+    "launch of a CUDA graph takes less time, in proportion to its kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "

@@ -464,19 +464,23 @@ def test_compiled_normalizations_have_about_as_many_kernels_as_are_assumed():
 
 
 def test_a_compiled_layer_norms_backward_counts_as_several_calls(monkeypatch):
-    """The CPU limits this step. Eager launches two or three kernels for each of these ops."""
+    """The CPU limits this step. Nearly all of these ops launch two kernels in eager mode."""
     file = SMALL_TRAIN / "encoder-eager.json.gz"
     events = raw_events(file)
     (mark,) = (mark for mark in raw_steps(events) if mark["name"] == "ProfilerStep#2")
     inside = [one for one in events if one.get("ts") and mark["ts"] <= one["ts"] < end(mark)]
     ops = [one for one in inside if one["name"] == "aten::native_layer_norm_backward"]
-    launched = [one["ts"] for one in inside if one["name"] == "cudaLaunchKernel"]
-    kernels = [sum(op["ts"] < ts < end(op) for ts in launched) for op in ops]
+    kernels = []
+    for op in ops:
+        below = [one for one in inside if op["ts"] < one["ts"] < end(op)]
+        nested = [one for one in below if one["cat"] == "cpu_op"]  # ops count as calls of their own
+        calls = [one["ts"] for one in below if one["name"] == "cudaLaunchKernel"]
+        kernels.append(sum(not any(one["ts"] < ts < end(one) for one in nested) for ts in calls))
     after = of_a_committed_trace(file)["fuse_pointwise"].step_us_after
     monkeypatch.setattr(gpu_changes, "NORM_BACKWARD_KERNELS", 0)
     as_in_eager = priced_changes(file)["fuse_pointwise"].step_us_after
     more = sum(4 - count for count in kernels) * gpu_changes.COMPILED_CALL_LAUNCHES * launch_quartile(inside)
-    assert len(kernels) == 12 and set(kernels) == {2, 3}
+    assert kernels == [2] * 11 + [1]  # the input of the first normalization needs no gradient
     assert more > 1000
     assert after - as_in_eager == pytest.approx(more, rel=0.1)
 

@@ -86,8 +86,8 @@ ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
 # CPU time while the profiler records, in launches (Case.launch_us). From the end of the call before it to its own end,
 # a Triton kernel's call takes 5.4 to 8.8 launches (the means of 17 recordings on two machines). The figure is near the
 # slowest of them, because a gain that does not come is worse than one that was not promised in full. Inductor's code
-# around an op that it does not compile takes 0.9 to 2.5 launches, and what surrounds Inductor's code 0.9 to 2.8
-# launches for each parameter with a gradient.
+# around an op that it does not compile takes 0.9 to 3.4 launches (the medians), and what surrounds Inductor's code 1.4
+# to 3.3 launches for each parameter with a gradient.
 COMPILED_CALL_LAUNCHES, CALLING_LAUNCHES = 8.5, 2
 # A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
 # batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
