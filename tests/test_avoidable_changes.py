@@ -566,6 +566,20 @@ def test_a_static_cache_is_proposed_where_each_token_has_one_key_more(case_of):
     assert busy < one.step_us_after < busy + len(work) * 1.0
 
 
+def test_steps_that_each_generate_the_same_tokens_are_told_to_use_a_static_cache(case_of):
+    """Each step launches the same kernels, but no two of its tokens have the same shapes, so no graph serves both."""
+    path = ROOT / "tests/traces/llama_generate_calls.json.gz"
+    events = slices(raw(path))
+    marks = raw_steps(events)
+    names = [[e["name"] for e in raw_work(events, mark)] for mark in marks]
+    assert names[0] == names[1] and len(names) == 2
+    found = proposed(case_of(path))
+    assert "cuda_graph" not in found
+    keys = sorted({dims[1][2] for dims in attention_shapes(events) if len(dims[1]) == 4 and dims[0][2] == 1})
+    assert keys == list(range(65, 70)), "the first of six tokens comes from the prompt"
+    assert "here from 65 to 69" in found["static_cache"].evidence
+
+
 def test_a_static_cache_is_not_proposed_for_shapes_that_do_not_grow_token_by_token(case_of):
     path = CHANGES / "lengths/flash.json.gz"
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from tracereader.figures.attention import ATTENTION, growing_keys, queries_and_keys
+from tracereader.figures.attention import ATTENTION, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.training import asking
@@ -85,6 +85,8 @@ def cuda_graph(case: Case) -> Proposal | None:
     single = len(case.steps) == 1  # whether other steps make the same launches is not known
     if not (summary.llm.same_in_all_steps or single) or summary.chosen.launches < 2 or not _can_be_captured(case):
         return None
+    if case.growing_keys is not None:
+        return None  # a graph is of one number of keys: see static_cache
     if case.trains:
         return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
@@ -164,9 +166,7 @@ def _can_be_captured(case: Case) -> bool:
 
 def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
-    if case.trains or case.summary.llm.same_in_all_steps or not _can_be_captured(case):
-        return None
-    if (keys := growing_keys(case.steps)) is None:
+    if case.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
         return None
     attending = (op for step in case.steps for op in step.named(ATTENTION.__contains__))
     decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}

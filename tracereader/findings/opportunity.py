@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from tracereader.figures import Summary
+from tracereader.figures.attention import growing_keys
 from tracereader.figures.gpu_work import GpuWork, asking_ops, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
@@ -189,6 +190,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def step(self) -> Step:
         """Return the typical step. The summary's GPU work belongs to it."""
         return self.trace.steps[self.summary.typical_index]
+
+    @cached_property
+    def growing_keys(self) -> tuple[int, int] | None:
+        """Return the fewest and the most keys of a growing KV cache: see growing_keys()."""
+        return growing_keys(self.steps)
 
     @cached_property
     def replayed(self) -> Step:
