@@ -568,7 +568,7 @@ def test_a_static_cache_is_proposed_where_each_token_has_one_key_more(case_of):
 
 def test_steps_that_each_generate_the_same_tokens_are_told_to_use_a_static_cache(case_of):
     """Each step launches the same kernels, but no two of its tokens have the same shapes, so no graph serves both."""
-    path = ROOT / "tests/traces/llama_generate_calls.json.gz"
+    path = ROOT / "tests/traces/h200/generate_calls.json.gz"
     events = slices(raw(path))
     marks = raw_steps(events)
     names = [[e["name"] for e in raw_work(events, mark)] for mark in marks]
