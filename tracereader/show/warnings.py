@@ -44,7 +44,7 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
         case "no_order":
             launches = counted(one.count, "CUDA graph launch", "CUDA graph launches")
             ran = f"{launches} {'runs' if one.count == 1 else 'run'} on several streams, and the trace does not number"
-            return f"{ran} the nodes of the graph: no capture can be compared"
+            return f"{ran} the graph's nodes, so no capture can be compared with {'it' if one.count == 1 else 'them'}"
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
         case "no_launch":
