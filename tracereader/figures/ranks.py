@@ -221,8 +221,8 @@ class RanksSummary(msgspec.Struct, frozen=True):
 def joined(ranks: Sequence[RankTrace], not_read: dict[str, NotRead] | None = None) -> RanksSummary:
     """Return the summary of the ranks of one run. not_read: by path, why a trace could not be read.
 
-    A trace is left out, with the reason, if its world size differs, if it is the second trace of a rank, or if it was
-    recorded at another time, or if it has no step that most others have. Of the others, only common steps count.
+    A trace is left out, with the reason, if its world size differs, if it is the second trace of a rank, if it was
+    recorded at another time, or if it lacks the step that most others have. Of the others, only common steps count.
     """
     ranks, not_read = _of_one_run(ranks, dict(not_read or {}))
     ranks, not_read = _with_a_common_step(ranks, not_read)

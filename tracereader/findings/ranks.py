@@ -411,11 +411,15 @@ def _slow_steps(summary: RanksSummary) -> dict[int, dict[str, float]]:
         for rank, step in of_step.items():
             if (more := own(step) - _median_without(ordered, own(step))) > least:
                 found[rank][name] = more
-    for slow in found.values():
-        most = max(slow.values(), default=0.0)
-        for name in [name for name, more in slow.items() if more < LITTLE * most]:
-            del slow[name]
-    return found
+    most = {rank: max(slow.values(), default=0.0) for rank, slow in found.items()}
+    return {
+        rank: {name: more for name, more in slow.items() if more >= LITTLE * most[rank]} for rank, slow in found.items()
+    }
+
+
+def _where_slow(summary: RanksSummary, rank: int) -> _Usual:
+    """Return the medians over the steps in which a rank is slower; over all steps if there are none."""
+    return _Usual(summary, tuple(_slow_steps(summary)[rank]) or None)
 
 
 def loss(summary: RanksSummary) -> Loss | None:
@@ -423,7 +427,7 @@ def loss(summary: RanksSummary) -> Loss | None:
     slow = straggler(summary) or _most_often_last(summary)
     if slow is None:
         return None
-    figures = _Usual(summary, tuple(_slow_steps(summary)[slow.rank]) or None)
+    figures = _where_slow(summary, slow.rank)
     longer = figures.more(slow.rank, None, "own")
     # The rank's extra time explains the waiting only if both are about equally long.
     waited = max(one.waited_exposed_us for one in summary.ranks if one is not slow) / max(1, len(summary.steps))
@@ -1008,7 +1012,7 @@ def of_one(summary: RanksSummary, rank: int) -> list[str]:
     one = next(each for each in summary.ranks if each.rank == rank)
     found = []
     if len(summary.ranks) > 1 and summary.steps:
-        figures = _Usual(summary, tuple(_slow_steps(summary)[rank]) or None)
+        figures = _where_slow(summary, rank)
         more, step = figures.more(rank, None, "own"), figures.of(None, "us")[rank]
         in_some = in_some_steps(summary, figures.steps)
         others = "the other ranks' median" if len(summary.ranks) > 2 else "the other rank"

@@ -479,9 +479,11 @@ class _Builder:
             return max(self.recorded.awaited(one, since), key=lambda other: other.end, default=None)
         has_event = False
         if one.launch is not None:
-            called = self.recorded.called if self.recorded.waits else self.between_streams
-            key = (one.device, one.track[1]) if self.recorded.waits else one.launch.track
-            has_event = _any_between(called.get(key, ()), since, one.launch.start)
+            if self.recorded.waits:
+                called = self.recorded.called.get((one.device, one.track[1]), ())
+            else:
+                called = self.between_streams.get(one.launch.track, ())
+            has_event = _any_between(called, since, one.launch.start)
         if not has_event and not is_late:
             return None
         found = None
@@ -565,7 +567,7 @@ class _Recorded:
         self.waits: dict[tuple, list[Sync]] = defaultdict(list)  # by the stream that waits
         for one in waits:
             self.waits[one.device, one.stream].append(one)
-        # Kineto on CUDA 13 does not say which record of its event a stream waited for.
+        # torch 2.11 on CUDA 13 does not record which event a stream waited for.
         self.has_waits = bool(waits) and all(one.record is not None for one in waits)
         self.called = {stream: [one.call.start for one in some] for stream, some in self.waits.items()}
         self.has_edges = {id(one.launch) for one in chain(trace.work, trace.nodes) if one.after}

@@ -363,9 +363,8 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     counters: dict[tuple[int, str], Samples]  # by device and name: sampled hardware counters, power, clocks
     inside: tuple[Phase, ...]  # by start: what kernels recorded of their phases
     captured: tuple[Path, ...] = ()  # the traces of its graphs' captures that were given beside it
-    untied: Counter = msgspec.field(
-        default_factory=Counter
-    )  # launches of its graphs that no capture describes, by the reason: see capture.py
+    # Launches of its graphs that no capture describes, by the reason: see capture.tie.
+    untied: Counter = msgspec.field(default_factory=Counter)
 
 
 def read(
