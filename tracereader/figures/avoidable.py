@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -196,7 +195,7 @@ def cast_products(step: Step) -> CastProducts | None:
     products, casts = [], {}
     in_library: dict[int, list[Work]] = {}  # casts by the op around them
     waiting: list[tuple[Work, Op]] = []  # casts since the previous product
-    for one, op in zip(step.work, asking_ops(step.work), strict=True):
+    for one, op in zip(step.work, step.asking, strict=True):
         if op is None:
             continue
         if op.name == "aten::copy_" and _casts_to_fp32(one, op):

@@ -8,7 +8,7 @@ from itertools import chain, islice, pairwise
 import msgspec
 
 from tracereader.figures.attention import ATTENTION
-from tracereader.figures.gpu_work import GpuWork, asking_ops, launch_args
+from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
@@ -139,7 +139,7 @@ def decoding(trace: Trace, lanes_us: Mapping[str, float], busy_us: float) -> Dec
 def weight_reads(trace: Trace, step: Step, measured: Sequence[GpuWork]) -> tuple[WeightReads, ...]:
     """Return the matrix products that mostly read weights, by rows, the longest first. Needs recorded shapes."""
     peaks = common_peaks(trace.devices)
-    asking = asking_ops(step.work)
+    asking = step.asking
     # By the op, because split K is two kernels of one product.
     launched: dict[int, list[GpuWork]] = {
         id(op): [] for op, one in zip(asking, measured, strict=True) if one.product and op is not None
@@ -182,13 +182,13 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
     names = [one.name for one in first.work]
     if any([one.name for one in step.work] != names for step in others):
         return False
-    signature = _signature(first.work)
-    return all(_signature(step.work) == signature for step in others[:: -(-len(others) // COMPARED)])
+    signature = _signature(first)
+    return all(_signature(step) == signature for step in others[:: -(-len(others) // COMPARED)])
 
 
-def _signature(work: Sequence[Work]) -> list:
+def _signature(step: Step) -> list:
     found = []
-    for one, op in zip(work, asking_ops(work), strict=True):
+    for one, op in zip(step.work, step.asking, strict=True):
         args = launch_args(one)
         found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
     return found
@@ -196,7 +196,7 @@ def _signature(work: Sequence[Work]) -> list:
 
 def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:
     """Return the casts of a step, and its keys and values that are expanded in memory."""
-    asking = asking_ops(step.work)
+    asking = step.asking
     casts: dict[int, tuple[Op, list[Work]]] = {}
     for one, launching in zip(step.work, asking, strict=True):
         if launching is None or launching.name not in CASTS or one.kind != "kernel":

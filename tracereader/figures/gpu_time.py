@@ -4,6 +4,7 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter
 
 import msgspec
@@ -277,9 +278,9 @@ class _Calls:
             return
         inside = Lengths(stretches)
         # Most frames reach into no interval, and so have no time.
-        starts, ends = [start for start, _ in stretches], [end for _, end in stretches]
-        places = ((one, bisect.bisect_right(ends, one.start)) for one in frames)
-        near = [one for one, place in places if place < len(starts) and starts[place] < one.end]
+        starts, ends = [*(start for start, _ in stretches), math.inf], [end for _, end in stretches]
+        places = map(bisect.bisect_right, repeat(ends), map(_start, frames))
+        near = [one for one, place in zip(frames, places, strict=True) if starts[place] < one.end]
         near.sort(key=_end, reverse=True)
         near.sort(key=_start)
         own, names = self.own, {}

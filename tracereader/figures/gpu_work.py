@@ -142,7 +142,7 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
     alike: dict[tuple, _Alike] = {}
     found = []
-    for one, op, same in zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True):
+    for one, op, same in zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True):
         says, launch, call = families.says(one), launch_args(one), one.launch
         alone = does_it_alone(one, op, says)
         asked = (None, None) if op is None else (op.name, id(op.inputs))  # ops with equal inputs share one object
@@ -226,7 +226,7 @@ def nearest_roofs(
         longest = sorted(measured, key=lambda one: -one.us)
         return sum([one.us for one in longest]), ((one.us, one.roof, one.of_roof) for one in longest)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
-    entries = zip(chosen.work, asking_ops(chosen.work), _in_all_steps(trace, chosen), strict=True)
+    entries = zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True)
     timed = [(median([each.dur / 1e3 for each in same]), one, op) for one, op, same in entries]
     timed.sort(key=lambda entry: -entry[0])
 
@@ -325,7 +325,7 @@ def kernel_times(trace: Trace) -> tuple[KernelTimes, ...]:
     """Return the work of all steps by name, the costliest first."""
     alike = defaultdict(list)
     for step in trace.steps:
-        for one, op in zip(step.work, asking_ops(step.work), strict=True):
+        for one, op in zip(step.work, step.asking, strict=True):
             alike[one.name, families.says(one).family, _asking(one, op)].append(one.dur)
     times, by_family, by_op = defaultdict(list), defaultdict(Counter), defaultdict(Counter)
     for (name, family, op), durations in alike.items():
@@ -356,33 +356,6 @@ def mostly(by_op: Counter) -> str:
     """Return the op with more than half of the counts; "several ops" if no op has that many."""
     ((op, most),) = by_op.most_common(1)
     return op if len(by_op) == 1 or 2 * most > by_op.total() else "several ops"
-
-
-def asking_ops(work: Sequence[Work]) -> list[Op | None]:
-    """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
-    found: dict[int, Op | None] = {}  # so that each path upwards is followed once
-    asking = []
-    for one in work:
-        op = one.launch if one.recorded is None else one.asked
-        if op is not None and op.kind == "runtime":
-            above = op.parent
-            op = above if above is None or above.kind != "runtime" else _above_calls(op, found)
-        asking.append(op)
-    return asking
-
-
-def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
-    """Return what encloses a call that lies in another call. found: the results so far, by the ids of calls."""
-    way = []
-    while op is not None and op.kind == "runtime":
-        key = id(op)
-        if key in found:
-            op = found[key]
-            break
-        way.append(key)
-        op = op.parent
-    found.update(dict.fromkeys(way, op))
-    return op
 
 
 def _asking(one: Work, op: Op | None) -> str:

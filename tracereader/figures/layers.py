@@ -1,8 +1,7 @@
 """A model's layer names of its matrix products, if the run stored them in the trace."""
 
-from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS
-from tracereader.trace import Op, Step, Trace
+from tracereader.trace import Op, Step, Trace, asking_ops
 from tracereader.trace.families import says
 from tracereader.trace.labels import HOLDS_MANY_LAYERS
 

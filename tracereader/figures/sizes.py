@@ -84,7 +84,7 @@ def does_it_alone(work: Work, op: Op | None, says: KernelName) -> bool:
     if op is None or says.family == "GEMM":
         return True
     # For a captured op, those of this work's replay. They are not listed, because a graph may have thousands.
-    asked = (call.work for call in op.children) if work.recorded is None else (work.recorded.together,)
+    asked = [call.work for call in op.children] if work.recorded is None else (work.recorded.together,)
     for some in asked:
         for one in some:
             if one is not work and _shares_inputs(one, says):

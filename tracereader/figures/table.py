@@ -6,8 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from tracereader.figures.gpu_work import asking_ops
-from tracereader.trace import STEP, Op, Trace
+from tracereader.trace import STEP, Op, Trace, asking_ops
 from tracereader.trace.labels import COLLECTIVE
 
 # Names that torch leaves out of its own table (torch.autograd.profiler_util, 2.11 to 2.15).

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tracereader.figures.gpu_work import asking_ops
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
@@ -56,7 +55,7 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
     if not step.work:
         return _on_the_cpu(step)
     tracks: dict[tuple, list[tuple[Work, Op | None]]] = {}
-    for one, op in zip(step.work, asking_ops(step.work), strict=True):
+    for one, op in zip(step.work, step.asking, strict=True):
         tracks.setdefault(one.track, []).append((one, op))
     return tuple(
         found

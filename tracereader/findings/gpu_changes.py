@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.decoding import expanded
-from tracereader.figures.gpu_work import GpuWork, asking_ops
+from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.intervals import minus, union
 from tracereader.figures.training import recomputed_ops
@@ -129,7 +129,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     compiled = sum(one.us for _, one, _ in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
-    eager = {id(work) for work, one, op in fusable if not (_is_compiled(one) or _is_in_compiled_code(op))}
+    eager = {id(work) for work, one, op in fusable if not (_is_compiled(one) or _is_in_compiled_code(case, op))}
     chains = _chains(case, eager)
     if not chains:
         return None
@@ -179,7 +179,7 @@ def _with_compiled_calls(
         and op.kind == "op"
         and work.launch is not None
         and one.family != "communication"
-        and not _is_in_compiled_code(op)
+        and not _is_in_compiled_code(case, op)
     ]
     called = {id(op) for work, op in model if id(work) not in eager and work.kind == "kernel"}
     compiled = {id(op) for work, op in model if id(work) in eager} - called
@@ -218,8 +218,9 @@ def _between_calls(
     pause = round(PAUSE_US * 1e3)
     spans, kept = defaultdict(list), defaultdict(list)
     stays = [*waits_of(step), *step.named(lambda name: name.startswith(NOT_OF_THE_MODEL))]
-    launched = [work for work in step.work if work.launch is not None]
-    for work, op in zip(launched, asking_ops(launched), strict=True):
+    for work, op in zip(step.work, step.asking, strict=True):
+        if work.launch is None:
+            continue
         if work in of_model:
             *_, top = (above for above in (work.launch, *work.launch.above()) if above.kind != "label")
             spans[top.track].append((top.start, top.end + pause))
@@ -232,8 +233,8 @@ def _between_calls(
         yield from ((track, start, end) for start, end in minus(joined, union(kept[track])))
 
 
-def _is_in_compiled_code(op: Op | None) -> bool:
-    return op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
+def _is_in_compiled_code(case: Case, op: Op | None) -> bool:
+    return case.calls_inductor and op is not None and any(above.name.startswith(INDUCTORS_CALL) for above in op.above())
 
 
 def _more_kernels(op: Op, kernels: int) -> int:

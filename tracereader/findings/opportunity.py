@@ -13,13 +13,13 @@ import msgspec
 
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys
-from tracereader.figures.gpu_work import GpuWork, asking_ops, numbered
+from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import AUTOGRAD
+from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
@@ -250,8 +250,12 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def activities(self) -> list[Entry]:
         """Return the GPU activities of the typical step."""
-        work = self.step.work
-        return list(zip(work, self.summary.gpu_work, asking_ops(work), strict=True))
+        return list(zip(self.step.work, self.summary.gpu_work, self.step.asking, strict=True))
+
+    @cached_property
+    def calls_inductor(self) -> bool:
+        """Return whether the trace has calls of Inductor's code."""
+        return self.has(lambda name: name.startswith(INDUCTORS_CALL))
 
     @cached_property
     def trains(self) -> bool:

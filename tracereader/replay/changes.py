@@ -273,10 +273,12 @@ def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Gr
     added: (a thread's track, a time in ns, the additional time in µs). The time passes before the thread's first node
     at or after that point.
     """
-    lag = graph.lag[:]
+    lag, times = graph.lag[:], {}
     for track, time, us in added:
         nodes = graph.threads[track]
-        place = bisect.bisect_left(nodes, time, key=graph.at.__getitem__)
+        if track not in times:
+            times[track] = [graph.at[node] for node in nodes]
+        place = bisect.bisect_left(times[track], time)
         if place < len(nodes):
             lag[nodes[place]] += round(us * 1e3)
     return replace(graph, lag=lag)

@@ -13,6 +13,7 @@ from tracereader.trace.tree import (
     Sync,
     Trace,
     Work,
+    asking_ops,
     innermost,
     outermost,
     read,
@@ -20,5 +21,5 @@ from tracereader.trace.tree import (
 
 __all__ = [
     "MODULE", "STEP", "Frame", "Op", "Phase", "Rank", "Recorded", "Samples", "Step", "Sync", "Trace", "TraceError",
-    "Work", "innermost", "outermost", "read",
+    "Work", "asking_ops", "innermost", "outermost", "read",
 ]  # fmt: skip

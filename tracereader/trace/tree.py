@@ -180,6 +180,33 @@ class _Annotated(msgspec.Struct, gc=False):
 _annotated = msgspec.json.Decoder(_Annotated)
 
 
+def asking_ops(work: Sequence[Work]) -> list[Op | None]:
+    """Return the innermost op around the call that asked for each activity; the call's annotation without an op."""
+    found: dict[int, Op | None] = {}  # so that each path upwards is followed once
+    asking = []
+    for one in work:
+        op = one.launch if one.recorded is None else one.asked
+        if op is not None and op.kind == "runtime":
+            above = op.parent
+            op = above if above is None or above.kind != "runtime" else _above_calls(op, found)
+        asking.append(op)
+    return asking
+
+
+def _above_calls(op: Op, found: dict[int, Op | None]) -> Op | None:
+    """Return what encloses a call that lies in another call. found: the results so far, by the ids of calls."""
+    way = []
+    while op is not None and op.kind == "runtime":
+        key = id(op)
+        if key in found:
+            op = found[key]
+            break
+        way.append(key)
+        op = op.parent
+    found.update(dict.fromkeys(way, op))
+    return op
+
+
 class Recorded(msgspec.Struct, eq=False):
     """The capture of a node of a CUDA graph: the recorded call, and the trace that contains it.
 
@@ -259,6 +286,11 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
     def number(self) -> str:
         """Return the number of the step, for example #3 for ProfilerStep#3."""
         return self.name.removeprefix(STEP[:-1])
+
+    @cached_property
+    def asking(self) -> list[Op | None]:
+        """Return for each activity what asked for it: see asking_ops()."""
+        return asking_ops(self.work)
 
     def walk(self) -> Iterator[Op]:
         """Yield every op, parents first."""
