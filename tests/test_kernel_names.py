@@ -854,3 +854,46 @@ def test_a_tables_labels_differ_and_fit(width):
 def test_short_names_fit(width):
     name = ELEMENTWISE.format(8, "CUDAFunctor_add<c10::BFloat16>")
     assert len(kernel_names.short(name, width)) <= width
+
+
+# PyTorch's grouped product of a mixture of experts, from a trace of an H100; the name goes on after its instruction.
+GROUPED = (
+    "_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_4gemm6kernel13GemmUniversa"
+    "lINS5_17GroupProblemShapeIN4cute5tupleIJiiiEEEEENS5_10collective13CollectiveMmaINS5_39MainloopSm90Ar"
+    "rayTmaGmmaWarpSpecializedILi4ENSA_IJNS9_1CILi2EEENSG_ILi1EEESI_EEENS5_43KernelPtrArrayTmaWarpSpecial"
+    "izedCooperativeEEENSA_IJNSG_ILi128EEENSG_ILi256EEENSG_ILi64EEEEEENS_10bfloat16_tEPNSA_IJlSI_NSG_ILi0"
+    "EEEEEESQ_ST_NS9_8TiledMMAINS9_8MMA_AtomIJNS9_4SM904GMMA28MMA_64x256x16_F32BF16BF16_SS"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        GROUPED,
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::"
+        "gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >, cutlass::gemm::"
+        "collective::CollectiveMma<cutlass::gemm::MainloopSm90ArrayTmaGmmaWarpSpecialized<4>, cute::SM90::GMMA::"
+        "MMA_64x256x16_F32BF16BF16_SS",
+    ],
+)
+def test_a_template_of_cutlass_says_its_types_mangled_or_not(name):
+    said = kernel_names.decode(name)
+    assert (said.family, said.maker) == ("GEMM", "CUTLASS 3, sm 90")
+    assert said.parts == {"does": "grouped", "types": "bf16", "instruction": "64x256x16"}
+    assert kernel_names.short(name) == "GemmUniversal<grouped, bf16, 64x256x16>"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "types"),
+    [
+        ("MMA_64x128x16_F16F16F16", "fp16"),
+        ("MMA_64x64x8_F32TF32TF32", "TF32"),
+        ("MMA_64x64x32_F32E4M3E5M2", "fp8"),
+        ("MMA_64x64x32_S32S8S8", "int8"),
+    ],
+)
+def test_the_types_of_cutlass_templates(instruction, types):
+    said = kernel_names.decode(
+        f"void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::SM90::GMMA::{instruction}_SS<>"
+    )
+    assert said.parts["types"] == types

@@ -181,6 +181,8 @@ def _label(name: str) -> str:
         return own + (f"<{', '.join(says)}>" if says else "")
     if "<" not in text and "(" not in text:
         return LONG_WINDED.sub("", text) if len(name) <= LOOKED_AT else name
+    if match := re.match(CUTLASS_TEMPLATE, text):
+        return f"{match['name']}<{', '.join(said.parts.values())}>"
     text = re.sub(r"^cutlass\w*::device_kernel<(?:[\w:]*enable_\w+<)?", "", text)
     # The name ends with the template, because the parameters repeat it.
     depth = 0
@@ -238,6 +240,25 @@ def _cutlass3x(match, text):
             "K block": tiles[0][1] if tiles else "",
             "epilogue": _epilogue(rest.split("_")),
             "layout": layout[1] if layout else "",
+        },
+    )
+
+
+# CUTLASS's own template of a product, as PyTorch's grouped and scaled products instantiate it.
+CUTLASS_TEMPLATE = r"^cutlass::device_kernel<.{0,120}?(?P<name>GemmUniversal)[I<]"
+
+
+def _cutlass_template(match, text):
+    # GemmUniversal<problem's shape, mainloop with tiles and MMA_64x256x16_F32BF16BF16_SS, …>, mangled or not
+    mma = re.search(r"MMA_(\d+x\d+x\d+)_[FS]\d\d(BF16|F16|TF32|E[45]M\d|S8)", text)
+    sm = re.search(r"MainloopSm(\d+)", text)
+    return (
+        "GEMM",
+        "CUTLASS 3" + (f", sm {sm[1]}" if sm else ""),
+        {
+            "does": "grouped" if "GroupProblemShape" in text else "",
+            "types": SHORT_TYPES.get(mma[2].lower(), mma[2].lower()) if mma else "",
+            "instruction": mma[1] if mma else "",
         },
     )
 
@@ -801,6 +822,7 @@ READERS = (
     (r"\bsm(?P<sm>\d+)_xmma_", _xmma),
     (r"\bcutlass3x_sm(?P<sm>\d+)_(?P<rest>\w+)", _cutlass3x),
     (r"\bcutlass_(?P<sm>\d+)_(?P<rest>\w*gemm\w*)", _cutlass),
+    (CUTLASS_TEMPLATE, _cutlass_template),
     (r"^(?P<arch>volta|turing|ampere|ada|hopper|maxwell|pascal)_(?P<rest>\w*gemm\w*)", _cublas),
     (r"^(?:Custom_)?Cijk_(?P<a>A[a-z]+)_(?P<b>B[a-z]+)_", _tensile),
     (r"^Cijk_\w*PostGSU", _says("reduction", TENSILE, SPLIT_K)),
