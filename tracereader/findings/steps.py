@@ -42,6 +42,10 @@ ALIKE = 1.5
 # The gap before the first step's first op is long from this many times the other steps' gap on. In 162 recordings on
 # the H200 it is 2.4 times as long in the median. In two of them another step's gap exceeds 1.7 times the median.
 LONG_GAP = 1.5
+# Kernels that copy elements by their indices.
+GATHERING = re.compile("gather|scatter|index", re.IGNORECASE)
+# If copies by the driver have less than this share of the time of copies and copy kernels, only the kernels are named.
+MOSTLY_KERNELS = 0.1
 # If a step's GPU time exceeds another step's by more than this factor, the GPU work may be the reason for a longer
 # step. With the same work it differs by a factor of up to 1.4 on the H200.
 MORE_GPU_TIME = 1.5
@@ -102,7 +106,8 @@ def waiting(summary: Summary) -> tuple[str, str]:
             f"{ROOFS[found][0]}"
         )
         return word, after + of_the_gpu(found, gpu, summary.steady_us, near_the_roof) + _untraced(summary)
-    return word, after + of_the_gpu(found, gpu, summary.steady_us) + _untraced(summary)
+    busy_in = _largest_family(gpu, summary.gpu_work)
+    return word, after + of_the_gpu(found, gpu, summary.steady_us, busy_in) + _untraced(summary)
 
 
 def of_the_gpu(found: str | None, gpu: GpuTime, us: float, busy_in: str = "") -> str:
@@ -274,12 +279,22 @@ def bound_by(summary: Summary) -> str:
     return BOUND_BY[found]
 
 
-def _largest_family(gpu: GpuTime) -> str:
-    """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once."""
+def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
+    """Return a clause on the family with most of the GPU's busy time. Overlapping time counts once.
+
+    work: the GPU work of a step, by which the clause says which kind of copies most are.
+    """
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
-    return f"{us / gpu.busy_us:.0%} of the busy time is {family_as_noun(family)}"
+    noun = family_as_noun(family)
+    if kernels_us := gpu.compute_by_family.get(family, 0.0) if family == "copy" else 0.0:
+        few_copies = gpu.exposed_copy_us < MOSTLY_KERNELS * us
+        us, noun = (kernels_us, "copy kernels") if few_copies else (us, "copies and copy kernels")
+        moving = [one for one in work if one.family == "copy"]
+        gathering = sum(one.us for one in moving if one.kind == "kernel" and GATHERING.search(one.name))
+        noun += ", mostly gathers and scatters" * (2 * gathering > sum(one.us for one in moving))
+    return f"{us / gpu.busy_us:.0%} of the busy time is {noun}"
 
 
 @finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)
