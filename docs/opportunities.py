@@ -46,6 +46,8 @@ ASSUMES = {
     "is unknown; it takes the GPU twice as long as the loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "no_gradients": "backward gives each gradient its tensor without a copy",
+    "cpu_tensors": f"ops without a call of the CUDA runtime, which take more than {cpu.PAUSE_US} µs in a row together, "
+    "compute with CPU tensors, unless they only make views or allocate; this work can be done ahead",
     "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
     "product takes as long as the longest single one, or as its bytes need",
@@ -64,7 +66,7 @@ ASSUMES = {
     f"fp32 attention kernel, and casts that take the CPU {gpu.AUTOCAST_US} µs for each product",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
     f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
-    "channels_last": "the convolutions themselves take as long",
+    "channels_last": "convolutions and normalizations themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
     "keep_parameters": "all parameters fit into memory",
     "no_recompute": "the activations fit into memory",
@@ -110,7 +112,7 @@ PAIRS = (
         ("convnet/fused", "convnet/graph"), ("inputs/copied", "inputs/in_place"),
         ("lengths/cudnn", "lengths/flash"), ("lengths/flash", "lengths/static"), ("lengths/cudnn", "lengths/static"),
         ("batch_norm/eager", "batch_norm/compile"), ("batch_norm/eager", "batch_norm/graph"),
-        ("batch_norm/graph_kept", "batch_norm/graph"),
+        ("batch_norm/graph_kept", "batch_norm/graph"), ("augmented/main_process", "augmented/workers"),
     )),
     *((f"nvidia-h200/{before}", f"nvidia-h200/{after}") for before, after in (
         ("01_matmul_add/4096_bf16_warm_eager", "01_matmul_add/4096_bf16_warm_compile"),

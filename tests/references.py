@@ -128,4 +128,5 @@ PREDICTED = [
     ("guards/compile", "skip_guards", "guards/compile_skipped"),
     ("lengths/cudnn", "attention_plans", "lengths/flash"),
     ("lengths/flash", "static_cache", "lengths/static"),
+    ("augmented/main_process", "cpu_tensors", "augmented/workers"),
 ]

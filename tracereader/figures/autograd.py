@@ -3,6 +3,7 @@
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
@@ -22,7 +23,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     Forward reaches from the first op that the backward belongs to (or from the model's frame, if stacks are recorded)
     to the last one.
     """
-    if not trace.forward_of or not step.named(lambda name: name.startswith(AUTOGRAD)):
+    if not _is_tied(trace, step):
         return ()
     labels = {label.name for label in phases(step)}
     if len(labels) > 1 and not all(map(is_torchs_own, labels)):
@@ -34,6 +35,36 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     covered = union(span for some in spans.values() for span in some)
     cpu[OUTSIDE_PHASES] = step.us - length(covered) / 1e3
     gpu, pieces = Counter(), Counter()
+    for one, name in zip(step.work, _launched_in(step, spans), strict=True):
+        gpu[name] += one.dur
+        pieces[name] += 1
+    return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
+
+
+def outside_model(trace: Trace, step: Step) -> set[int]:
+    """Return the ids of the GPU activities of a training step that neither forward nor backward launches.
+
+    Examples are an average of the weights that a loop updates, and a policy that acts without gradients. Empty if
+    autograd's events tie no backward to a forward.
+    """
+    spans = _spans(trace, step) if _is_tied(trace, step) else {}
+    if not spans or not spans[BACKWARD] or not spans[FORWARD]:
+        return set()
+    # Between forward and backward, backward() makes the gradient of the loss.
+    ordered = sorted((span, name) for name, some in spans.items() for span in some)
+    between = [(one[1], two[0]) for (one, was), (two, then) in pairwise(ordered) if (was, then) == (FORWARD, BACKWARD)]
+    inside = union([*spans[FORWARD], *spans[BACKWARD], *between])
+    launched = zip(step.work, _launched_in(step, {FORWARD: inside}), strict=True)
+    return {id(one) for one, name in launched if name != FORWARD}
+
+
+def _is_tied(trace: Trace, step: Step) -> bool:
+    """Return whether the step has a backward, and the trace ties backwards to their forwards."""
+    return bool(trace.forward_of and step.named(lambda name: name.startswith(AUTOGRAD)))
+
+
+def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:
+    """Yield the phase in which each activity of the step was launched."""
     ordered = sorted((left, right, name) for name, some in spans.items() for left, right in some)
     starts = [left for left, _, _ in ordered]
     for one in step.work:
@@ -41,9 +72,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
         if one.launch is not None and (after := bisect.bisect_right(starts, one.launch.start)):
             _, right, phase = ordered[after - 1]
             name = phase if one.launch.start < right else OUTSIDE_PHASES
-        gpu[name] += one.dur
-        pieces[name] += 1
-    return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
+        yield name
 
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:

@@ -3,12 +3,14 @@
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from tracereader.figures.attention import ATTENTION, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
+from tracereader.figures.intervals import Intervals, clipped, length, length_between, union
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import (
@@ -21,6 +23,7 @@ from tracereader.findings.gpu_changes import (
     moving_us,
 )
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
+from tracereader.findings.ops import VIEWS
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
@@ -35,7 +38,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import Run, launches_between_waits, spans_of
 from tracereader.trace import Op, Step, Work, outermost
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, WRAPPERS
 
 # CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
 # for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
@@ -54,6 +57,12 @@ READY_BATCH_US = 80
 # A pause from this length on is the program's own, and is as long without the profiler. In a DDP step of two and four
 # H200s, a pause of 10 ms was. A shorter one may be time of the profiler.
 LONG_PAUSE_US = 1000
+# Ops of this length on average take as long without the profiler, which adds a few µs to each.
+LONG_OP_US = 100
+# Names of ops that do not compute: torch.distributed's, and those of its wrappers.
+NO_COMPUTATION = ("c10d::", "_c10d_functional::", "symm_mem::", *WRAPPERS)
+# The most ops that are named with their time.
+OPS_NAMED = 3
 # backward() makes the gradient of a loss with this op, and then calls autograd's engine.
 FIRST_GRADIENT = "aten::ones_like"
 # The most functions that are named, and the smallest share of the Python time that a named function has.
@@ -66,6 +75,10 @@ MOSTLY = 0.5  # of a step's GPU time
 SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
 # A loop writes into memory that these ops allocate. One batched call allocates its result itself.
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
+# Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
+NO_VALUES = VIEWS.union(
+    SLICES, EMPTY, ("aten::empty_strided", "aten::flatten", "aten::movedim", "aten::unflatten", "aten::view_as")
+)
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
@@ -406,14 +419,97 @@ def data_loader(case: Case) -> Proposal | None:
     )  # fmt: skip
 
 
+def cpu_tensors(case: Case) -> Proposal | None:
+    """Return a proposal to do ahead what a step computes on CPU tensors, for example the images of the next batch."""
+    stretches, typical = case.in_each_step(_cpu_stretches)
+    spans = [
+        (track, one.start, one.end)
+        for step, some in zip(case.steps, stretches, strict=True)
+        for one in some
+        for track in _launching(step)
+    ]
+    if not spans or not typical:
+        return None
+    longest = max(typical, key=lambda one: one.end - one.start)
+    us = [(one.end - one.start) / 1e3 for one in typical]
+    ns = Counter()
+    for op in chain.from_iterable(one.ops for one in typical):
+        ns[op.name] += op.dur
+    between = sum(us) - sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
+    costliest = [f"{name} {duration(time / 1e3)}" for name, time in ns.most_common(OPS_NAMED)]
+    several = f" in {len(us)} stretches, the longest" if len(us) > 1 else ""
+    functions = _functions_in(case, spans)
+    inside = f", in {listed(functions)}" if functions else ""
+    return Proposal(
+        without_cpu_time(case.graph, spans),
+        f"the CPU works for {duration(sum(us))}{several} between {longest.before} and {longest.after}{inside}, and "
+        f"launches nothing for the GPU: {', '.join(costliest)}, Python between the ops {duration(between)}",
+        "prepare the next batch ahead, in a DataLoader with num_workers, or do this work on the GPU",
+        unrecorded=sum(ns.values()) >= LONG_OP_US * 1e3 * sum(len(one.ops) for one in typical),
+    )
+
+
+class _Stretch(NamedTuple):
+    """Time (ns) of a step in which the CPU computes with its own tensors, and the names before and after it."""
+
+    start: int
+    end: int
+    before: str
+    after: str
+    ops: list[Op]
+
+
+def _cpu_stretches(step: Step) -> list[_Stretch]:
+    """Return the stretches of a step in which the CPU only runs ops that use no GPU and do not communicate.
+
+    An op that uses the GPU contains a runtime call. The ops of a stretch take longer than a pause together.
+    """
+    calls = sorted([(op.start, op.start + op.dur) for op in step.walk() if op.kind == "runtime"])
+    quiet, reached = [], step.start
+    for start, end in (*calls, (step.end, step.end)):
+        if start - reached > PAUSE_US * 1e3:
+            quiet.append((reached, start))
+        if end > reached:
+            reached = end
+    if not calls or not quiet:
+        return []
+    ops, found = step.outermost, []
+    starts, ends = [op.start for op in ops], [op.start + op.dur for op in ops]
+    ends = list(accumulate(ends, max, initial=step.start))  # of all ops before one
+    for start, end in quiet:
+        first, last = bisect.bisect_left(starts, start), bisect.bisect_left(starts, end)
+        some: list[Op] = []
+        for place in range(first, last + 1):
+            op = ops[place] if place < len(ops) else None
+            if place < last and op.end <= end and _computes(op):
+                some.append(op)
+                continue
+            reached, until = ends[place - len(some)], step.end if op is None else op.start
+            computing = ((one.start, one.end) for one in some if one.name not in NO_VALUES)
+            if some and length(union(clipped(computing, reached, until))) > PAUSE_US * 1e3:
+                before = next((one.name for one in ops[:place] if one.end == reached), "the step's start")
+                found.append(_Stretch(reached, until, before, op.name if op else "the step's end", some))
+            some = []
+    return found
+
+
+def _computes(op: Op) -> bool:
+    """Return whether this is an op of a library, and no part of autograd and no collective."""
+    return op.kind == "op" and "::" in op.name and not op.name.startswith((AUTOGRAD, GIVES_GRADIENT, *NO_COMPUTATION))
+
+
+def _launching(step: Step) -> set[tuple]:
+    """Return the threads that launch the step's work."""
+    return {one.launch.track for one in step.work if one.launch is not None}
+
+
 def python(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # the time outside recorded calls may be that of ops
     spans, by_step = [], {}
     for step in case.steps:
-        launching = {one.launch.track for one in step.work if one.launch is not None}
         by_step[id(step)] = pauses = list(_pauses(step))
-        spans += [(track, start, end) for start, end, *_ in pauses for track in launching]
+        spans += [(track, start, end) for start, end, *_ in pauses for track in _launching(step)]
     if not spans:
         return None
     pauses = list(_pauses(case.step)) or max(by_step.values(), key=_longest)
@@ -435,14 +531,19 @@ def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
     """Yield the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
 
     A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++. So is one
-    before an op on a list of tensors: torch itself sorts the tensors by device and type, as in clip_grad_norm_.
+    before an op on a list of tensors: torch itself sorts the tensors by device and type, as in clip_grad_norm_. Pauses
+    between ops on CPU tensors belong to cpu_tensors().
     """
+    on_cpu: Intervals | None = None
     reached, name = step.start, "the step's start"
-    for op in sorted(_outside_annotations(step), key=_start):
+    for op in step.outermost:
         start, end = op.start, op.start + op.dur
         if start - reached > PAUSE_US * 1e3:
             in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-            if not in_engine and not op.name.startswith(FOREACH):
+            if on_cpu is None:
+                on_cpu = [(one.start, one.end) for one in _cpu_stretches(step)]
+            of_tensors = length_between(on_cpu, reached, start) > 0
+            if not in_engine and not of_tensors and not op.name.startswith(FOREACH):
                 yield reached, start, name, op.name
         if end > reached:
             reached, name = end, op.name
@@ -461,18 +562,6 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     for name, time in python_in(case.trace.frames, by_track).items():
         ns[name.rpartition("): ")[2]] += time
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
-
-
-def _outside_annotations(step: Step) -> list[Op]:
-    """Return the outermost ops and calls of all threads, including DataLoader waits and what the optimizer does."""
-    pending, found = list(step.roots), []
-    while pending:
-        op = pending.pop()
-        if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZERS)):
-            pending.extend(op.children)
-        else:
-            found.append(op)
-    return found
 
 
 def larger_batch(case: Case) -> Proposal | None:
@@ -541,8 +630,7 @@ class _WithSlices:
     def __call__(self, step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
         key = id(step), track
         if key not in self.ops:
-            found = (op for op in _outside_annotations(step) if op.track == track)
-            self.ops[key] = sorted(found, key=_start)
+            self.ops[key] = [op for op in step.outermost if op.track == track]
         ops = self.ops[key]
         place = bisect.bisect_left(ops, start, key=lambda op: op.start)
         while place and ops[place - 1].name in (*SLICES, *EMPTY):
@@ -568,12 +656,12 @@ def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
         if place < end:
             continue
         count = period = 1
-        for length in (1, 2, 3):
-            reached = place + length
-            while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - length]:
+        for repeated in (1, 2, 3):
+            reached = place + repeated
+            while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - repeated]:
                 reached += 1
-            if (reached - place) // length > count:
-                count, period = (reached - place) // length, length
+            if (reached - place) // repeated > count:
+                count, period = (reached - place) // repeated, repeated
         end = place + count * period
         if count > 1:
             following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
@@ -591,6 +679,7 @@ CPU_CHANGES = (
     Change("remove_sync", "drop or postpone synchronizations", remove_sync),
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
     Change("data_loader", "prepare batches ahead", data_loader),
+    Change("cpu_tensors", "move work on CPU tensors out of the step", cpu_tensors),
     Change("python", "move Python work out of the step", python),
     Change("larger_batch", "give each launch more work", larger_batch),
 )

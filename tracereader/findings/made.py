@@ -15,6 +15,7 @@ from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
+from tracereader.findings.cpu_changes import NO_VALUES
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import (
     ALMOST,
@@ -56,18 +57,18 @@ class Checked(msgspec.Struct, frozen=True):
 def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Checked | None:
     """Return the proposals of the first run's report that the second run follows; None if it follows none.
 
-    The result is also None if the runs used different devices or batches of a language model, or if only the second one
-    waits for a DataLoader.
+    The result is also None if the runs used different devices or batches of a language model. If only the second one
+    waits for a DataLoader, only work that a DataLoader does ahead counts.
     """
     first, second = before.summary, after.summary
     if first.source.devices != second.source.devices or first.source.world_size != second.source.world_size:
-        return None
-    if second.training.loading and not first.training.loading:
         return None
     model = [one and (one.facts.phase, one.facts.batch) for one in (first.llm.decoding, second.llm.decoding)]
     if None not in model and model[0] != model[1]:
         return None
     found = tuple(one for one in proposed if one.change in MADE and MADE[one.change](before, after))
+    if second.training.loading and not first.training.loading:
+        found = tuple(one for one in found if one.change == "cpu_tensors")
     if not found:
         return None
     also_compiled = _newly_compiled(before, after) and all(one.change == "cuda_graph" for one in found)
@@ -103,6 +104,22 @@ def _data_loader(before: Side, after: Side) -> bool:
     """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
     was, now = (side.summary.training.loading for side in (before, after))
     return was is not None and (now.us if now else 0.0) <= LEFT * was.us and _same_heavy(before, after)
+
+
+def _cpu_tensors(before: Side, after: Side) -> bool:
+    """The kernels are about the same, and at most half of the GPU's idle time in ops on CPU tensors remains."""
+    was, now = (_idle_in_ops_on_the_cpu(side) for side in (before, after))
+    return now <= LEFT * was and was > 0 and _same_heavy(before, after) and _the_same_work(before, after)
+
+
+def _idle_in_ops_on_the_cpu(side: Side) -> float:
+    """Return the GPU's idle time (µs) in ops that launch nothing, without those that only make views or allocate."""
+    ops = side.summary.cpu.ops
+    return sum(
+        us
+        for name, us in side.summary.idle_in.items()
+        if name in ops and not ops[name].reaches_gpu and name not in NO_VALUES
+    )
 
 
 def _python(before: Side, after: Side) -> bool:
@@ -424,6 +441,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "remove_sync": _remove_sync,
     "fused_optimizer": _fused_optimizer,
     "data_loader": _data_loader,
+    "cpu_tensors": _cpu_tensors,
     "python": _python,
     "larger_batch": _larger_batch,
     "fuse_pointwise": _fuse_pointwise,

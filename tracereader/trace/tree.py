@@ -34,7 +34,7 @@ from tracereader.trace.document import (
     load,
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
-from tracereader.trace.labels import MODULE, PHASES, STEP, annotation_of
+from tracereader.trace.labels import LOADER, MODULE, OPTIMIZERS, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -306,6 +306,19 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
             if op.children:
                 stack.extend(reversed(op.children))
         return tuple(found)
+
+    @cached_property
+    def outermost(self) -> list[Op]:
+        """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
+        pending, found = list(self.roots), []
+        while pending:
+            op = pending.pop()
+            if op.kind == "label" and not op.name.startswith((LOADER, OPTIMIZERS)):
+                pending.extend(op.children)
+            else:
+                found.append(op)
+        found.sort(key=_start)
+        return found
 
     def named(self, wanted: Callable[[str], object]) -> list[Op]:
         """Return the ops and calls with a wanted name, parents first. Names are far fewer than ops."""

@@ -21,6 +21,7 @@ import torchvision
 import transformers
 from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 RECORDED = 3
 
@@ -582,6 +583,48 @@ def inputs(variant):
     return step if variant == "copied" else graphed(step)
 
 
+def augmented(variant):
+    """Training on images that are cropped and scaled on the CPU: between the steps, or by a DataLoader's workers."""
+    crop = v2.Compose(
+        [
+            v2.RandomResizedCrop(224, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.2] * 3),
+        ]
+    )
+    data, targets = torch.randint(0, 256, (64, 3, 256, 256), dtype=torch.uint8), torch.randint(0, 1000, (64,))
+
+    class Images(Dataset):
+        def __len__(self):
+            return 10**6
+
+        def __getitem__(self, index):
+            return crop(data[index % 64]), targets[index % 64]
+
+    model = torchvision.models.resnet18().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if variant == "workers":
+        batches = iter(DataLoader(Images(), 32, num_workers=12, pin_memory=True, prefetch_factor=4))
+    number = iter(range(0, 10**9, 32))
+
+    def batch():
+        if variant == "workers":
+            return next(batches)
+        first = next(number)
+        images, labels = zip(*(Images()[index] for index in range(first, first + 32)), strict=True)
+        return torch.stack(images), torch.stack(labels)
+
+    def step():
+        images, labels = batch()
+        loss = F.cross_entropy(model(images.cuda(non_blocking=True)), labels.cuda(non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
 def lengths(variant):
     """Four tokens of a small Llama whose cache grows, so that attention has a new length for each token.
 
@@ -645,6 +688,7 @@ WORKLOADS = {
     results: ("at_once", "a_step_later"),
     inputs: ("copied", "in_place"),
     lengths: ("cudnn", "flash", "static"),
+    augmented: ("main_process", "workers"),
     batch_norm: ("eager", "compile", "graph", "graph_kept"),
 }
 

@@ -1,0 +1,215 @@
+"""Steps of other kinds of programs, recorded after the rules: images prepared on the CPU, volumes, graphs."""
+
+import gzip
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from raw_events import end, event, raw_steps, raw_work
+from references import recording
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.findings import cpu_changes, gpu_changes
+from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Case
+from tracereader.replay import graph_of
+from tracereader.trace import read
+
+TESTS = Path(__file__).resolve().parent / "traces"
+AUGMENTED = recording("augmented/main_process")
+VOLUMES, GRAPH = TESTS / "h200/volumes.json.gz", TESTS / "h100/graph_convolution.json.gz"
+ON_CPU = "cpu_tensors"
+
+
+def events_of(path):
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def edited(path, tmp_path, edit):
+    """Return the path of a copy of a trace with other events."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    edit(document["traceEvents"])
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def proposed(path):
+    trace = read(path)
+    return {one.change: one for one in opportunities(trace, summarize(trace))}
+
+
+def case_of(path):
+    trace = read(path)
+    summary = summarize(trace)
+    return Case(trace, summary, graph_of(trace))
+
+
+def ms(text):
+    """Return the milliseconds of a duration in a sentence."""
+    number, unit = text.split(" ")
+    return float(number) / {"ms": 1, "µs": 1000}[unit]
+
+
+def cpu_stretch(events, mark):
+    """Return the time from a step's start to its first op with a CUDA call, and its outermost ops by name (ms)."""
+    calls = [e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["ts"] >= mark["ts"]]
+    inside = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    first = min(e["ts"] for e in inside if e["ts"] <= min(calls) < end(e))
+    by_name, reached = {}, 0
+    for one in sorted((e for e in inside if e["ts"] < first), key=lambda e: (e["ts"], -e["dur"])):
+        if one["ts"] >= reached:
+            by_name[one["name"]] = by_name.get(one["name"], 0) + one["dur"] / 1e3
+            reached = end(one)
+    return (first - mark["ts"]) / 1e3, by_name
+
+
+def test_work_on_cpu_tensors_is_the_first_proposal_for_images_prepared_in_the_step():
+    one, *_ = proposed(AUGMENTED).values()
+    assert one.change == ON_CPU
+    events = events_of(AUGMENTED)
+    stretches = [cpu_stretch(events, mark) for mark in raw_steps(events)]
+    said = re.search(r"works for (\S+ ms) between the step's start and aten::to", one.evidence)
+    took, by_name = min(stretches, key=lambda entry: abs(entry[0] - ms(said[1])))
+    assert ms(said[1]) == pytest.approx(took, abs=0.06)
+    costliest = sorted(by_name.items(), key=lambda entry: -entry[1])[:3]
+    for name, time in costliest:
+        assert ms(re.search(rf"{name} (\S+ [mµ]s)", one.evidence)[1]) == pytest.approx(time, abs=0.06)
+    between = ms(re.search(r"Python between the ops (\S+ [mµ]s)$", one.evidence)[1])
+    assert between == pytest.approx(took - sum(by_name.values()), abs=0.06)
+    # The GPU idles meanwhile, so the step becomes shorter by about this time.
+    assert one.saves_us / 1e3 == pytest.approx(statistics.median(time for time, _ in stretches), rel=0.05)
+
+
+def on_the_cpu(name, call=None):
+    """Return an edit that runs an op for 3 ms at each step's start. call: the name of a runtime call in it."""
+
+    def edit(events):
+        for mark in raw_steps(events):
+            begins = mark["ts"]
+            mark["dur"] += 3100
+            for one in events:
+                if one is not mark and one.get("ts", 0) >= begins:
+                    one["ts"] += 3100
+            thread = {"pid": mark["pid"], "tid": mark["tid"]}
+            events.append(event(name, "cpu_op", begins + 50, 3000) | thread)
+            if call:
+                events.append(event(call, "cuda_runtime", begins + 100, 50, correlation=-1) | thread)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "is_proposed"),
+    [
+        ("aten::sort", None, True),
+        ("mylib::decode_jpeg", None, True),
+        ("aten::view", None, False),  # takes the time for tensors on any device
+        ("c10d::allreduce_", None, False),  # may wait for other ranks
+        ("autograd::engine::evaluate_function: SortBackward0", None, False),
+        ("aten::sort", "cudaMalloc", False),  # on the GPU
+    ],
+)
+def test_ops_without_runtime_calls_count_as_work_on_cpu_tensors(tmp_path, name, call, is_proposed):
+    file = edited(TESTS / "train_item.json.gz", tmp_path, on_the_cpu(name, call))
+    found = proposed(file)
+    assert (ON_CPU in found) == is_proposed
+    if is_proposed:
+        assert found[ON_CPU].saves_us == pytest.approx(3100, rel=0.1)
+        assert f"launches nothing for the GPU: {name} 3.0 ms" in found[ON_CPU].evidence
+        assert "python" not in found, "its pauses are not counted twice"
+
+
+def test_views_of_gpu_tensors_are_no_work_on_cpu_tensors():
+    """The cells of an LSTM take the views of 64 time steps at once, in half a millisecond."""
+    assert cpu_changes.cpu_tensors(case_of(recording("lstm/cells"))) is None
+
+
+def beside_the_model(events):
+    """Add 40 equal pointwise kernels to each step, before its forward pass, as a loop over parameters launches them."""
+    number = 10**9
+    for mark in raw_steps(events):
+        begins, thread = mark["ts"], {"pid": mark["pid"], "tid": mark["tid"]}
+        pid, stream = raw_work(events, mark)[0]["pid"], raw_work(events, mark)[0]["tid"]
+        mark["dur"] += 2000
+        for one in events:
+            if one is not mark and one.get("ts", 0) >= begins:
+                one["ts"] += 2000
+        for at in range(40):
+            number += 1
+            starts = begins + 50 + 40 * at
+            name = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>(int)"
+            ids = {"correlation": number, "device": 0, "stream": stream, "grid": [100, 1, 1], "block": [128, 1, 1]}
+            events += [
+                event("aten::mul_", "cpu_op", starts, 20) | thread,
+                event("cudaLaunchKernel", "cuda_runtime", starts + 5, 5, correlation=number) | thread,
+                event(name, "kernel", starts + 12, 3, **ids) | {"pid": pid, "tid": stream},
+            ]
+
+
+def test_torch_compile_of_the_model_does_not_fuse_what_a_loop_launches_beside_it(tmp_path):
+    path = recording("trained/eager")
+    before = gpu_changes.fuse_pointwise(case_of(path))
+    after = gpu_changes.fuse_pointwise(case_of(edited(path, tmp_path, beside_the_model)))
+    kernels = [int(re.match(r"([\d,]+) kernels", one.evidence)[1].replace(",", "")) for one in (before, after)]
+    assert kernels[0] == kernels[1] > 0
+
+
+def without_instance_normalization(events):
+    for one in events:
+        if one["name"] == "aten::instance_norm":
+            one["name"] = "aten::batch_norm"
+
+
+def test_channels_last_is_not_proposed_around_instance_normalization(tmp_path):
+    """It took 50.6 ms instead of 42.3, because this normalization copies its input to the contiguous layout."""
+    assert "channels_last" not in proposed(VOLUMES)
+    one = proposed(edited(VOLUMES, tmp_path, without_instance_normalization))["channels_last"]
+    assert one.title == "keep volumes in the channels_last_3d layout"
+    assert "torch.channels_last_3d" in one.how, "channels_last is for four dimensions"
+
+
+def test_small_grids_name_the_costliest_kernel():
+    events = events_of(VOLUMES)
+    sizes = [one["numSms"] for one in json.loads(gzip.decompress(VOLUMES.read_bytes()))["deviceProperties"]]
+    steps = [raw_work(events, mark) for mark in raw_steps(events)]
+    us = {}
+    for same in zip(*steps, strict=True):
+        name, grid = same[0]["name"], math.prod(same[0]["args"].get("grid") or [0])
+        took = statistics.median(one["dur"] for one in same)
+        if same[0]["cat"] == "kernel" and took >= 10 and 0 < grid < sizes[0] / 2:
+            us[name, grid] = us.get((name, grid), 0) + took
+    (name, grid), _ = max(us.items(), key=lambda entry: entry[1])
+    said = proposed(VOLUMES)["small_grids"].evidence
+    assert said.endswith(f", with {grid} blocks)")
+    begins = re.search(r"the costliest is (\w+)", said)[1]
+    assert begins in name
+
+
+def small_copies(events):
+    for one in events:
+        if one.get("cat") == "gpu_memcpy" and "HtoD" in one["name"]:
+            one["args"]["bytes"] = 1000
+
+
+def test_copies_of_small_tensors_are_no_batches(tmp_path):
+    path = recording("copies/blocking")
+    batches = gpu_changes.overlap_copies(case_of(path))
+    small = gpu_changes.overlap_copies(case_of(edited(path, tmp_path, small_copies)))
+    assert batches.title is None and "pin the batches" in batches.how and "1 copy of 77.1 MB" in batches.evidence
+    assert small.title == "make small tensors on the GPU" and 'device="cuda"' in small.how
+
+
+def test_gathers_and_scatters_are_named_where_copy_kernels_take_most_of_the_time(capsys):
+    """A graph convolution gathers the features of neighbors and adds them up by index."""
+    assert cli.main([str(GRAPH), "--only", "short"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    share = int(re.search(r"(\d+)% of the busy time is copy kernels, mostly gathers and scatters", said)[1])
+    events = events_of(GRAPH)
+    work = [e for mark in raw_steps(events)[:-1] for e in raw_work(events, mark)]  # no kernels overlap in this trace
+    moving = [e for e in work if re.search("gather|index|copy|Cat", e["name"]) and e["cat"] == "kernel"]
+    assert share == pytest.approx(100 * sum(e["dur"] for e in moving) / sum(e["dur"] for e in work), abs=2)
