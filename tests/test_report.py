@@ -75,7 +75,8 @@ def test_a_report_answers_in_its_first_25_lines(reports, capsys, monkeypatch, tr
         before, after = changes[0].step_us, changes[0].step_us_after
         if summary.unprofiled_step_us is not None:
             before, after = changes[0].unprofiled_step_us, changes[0].unprofiled_step_us_after
-        assert row.endswith(f" {1 - after / before:.0%}")
+        low, high = (f"{share:.0%}" for share in changes[0].estimated_savings or (1 - after / before,) * 2)
+        assert row.endswith(f" {high}" if low == high else f" {low.removesuffix('%')} to {high}")
     if summary.gpu is not None or not summary.has_gpu_work:
         where = next(number for number, line in enumerate(first) if line.startswith("where the step goes"))
         assert all(where < number < 25 for number in range(where + 1, lines.index("", where)))

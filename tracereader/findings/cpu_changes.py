@@ -23,7 +23,7 @@ from tracereader.findings.gpu_changes import (
     moving_us,
 )
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
-from tracereader.findings.ops import VIEWS
+from tracereader.findings.ops import EMPTY, NO_VALUES, SLICES, is_of_a_library
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
@@ -38,7 +38,7 @@ from tracereader.replay import (
 )
 from tracereader.replay.changes import Run, launches_between_waits, spans_of
 from tracereader.trace import Op, Step, Work, outermost
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER, WRAPPERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER
 
 # CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
 # for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
@@ -59,8 +59,6 @@ READY_BATCH_US = 80
 LONG_PAUSE_US = 1000
 # Ops of this length on average take as long without the profiler, which adds a few µs to each.
 LONG_OP_US = 100
-# Names of ops that do not compute: torch.distributed's, and those of its wrappers.
-NO_COMPUTATION = ("c10d::", "_c10d_functional::", "symm_mem::", *WRAPPERS)
 # The most ops that are named with their time.
 OPS_NAMED = 3
 # backward() makes the gradient of a loss with this op, and then calls autograd's engine.
@@ -72,13 +70,6 @@ READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 # From this many equal kernels of one op in a row on, they can be batched.
 MANY_ALIKE = 16
 MOSTLY = 0.5  # of a step's GPU time
-SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
-# A loop writes into memory that these ops allocate. One batched call allocates its result itself.
-EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
-# Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
-NO_VALUES = VIEWS.union(
-    SLICES, EMPTY, ("aten::empty_strided", "aten::flatten", "aten::movedim", "aten::unflatten", "aten::view_as")
-)
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
@@ -481,7 +472,7 @@ def _cpu_stretches(step: Step) -> list[_Stretch]:
         some: list[Op] = []
         for place in range(first, last + 1):
             op = ops[place] if place < len(ops) else None
-            if place < last and op.end <= end and _computes(op):
+            if place < last and op.end <= end and op.kind == "op" and is_of_a_library(op.name):
                 some.append(op)
                 continue
             reached, until = ends[place - len(some)], step.end if op is None else op.start
@@ -491,11 +482,6 @@ def _cpu_stretches(step: Step) -> list[_Stretch]:
                 found.append(_Stretch(reached, until, before, op.name if op else "the step's end", some))
             some = []
     return found
-
-
-def _computes(op: Op) -> bool:
-    """Return whether this is an op of a library, and no part of autograd and no collective."""
-    return op.kind == "op" and "::" in op.name and not op.name.startswith((AUTOGRAD, GIVES_GRADIENT, *NO_COMPUTATION))
 
 
 def _launching(step: Step) -> set[tuple]:

@@ -15,7 +15,6 @@ from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
-from tracereader.findings.cpu_changes import NO_VALUES
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import (
     ALMOST,
@@ -28,6 +27,7 @@ from tracereader.findings.faster import (
 )
 from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
+from tracereader.findings.ops import with_cpu_tensors
 from tracereader.trace.labels import LOOKUP
 
 # If at most this share remains, the work counts as gone.
@@ -113,13 +113,9 @@ def _cpu_tensors(before: Side, after: Side) -> bool:
 
 
 def _idle_in_ops_on_the_cpu(side: Side) -> float:
-    """Return the GPU's idle time (µs) in ops that launch nothing, without those that only make views or allocate."""
-    ops = side.summary.cpu.ops
-    return sum(
-        us
-        for name, us in side.summary.idle_in.items()
-        if name in ops and not ops[name].reaches_gpu and name not in NO_VALUES
-    )
+    """Return the GPU's idle time (µs) in ops on CPU tensors."""
+    ops = with_cpu_tensors(side.summary)
+    return sum(us for name, us in side.summary.idle_in.items() if name in ops)
 
 
 def _python(before: Side, after: Side) -> bool:

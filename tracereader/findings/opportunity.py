@@ -16,6 +16,7 @@ from tracereader.figures.attention import growing_keys
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
+from tracereader.findings.recording import estimated_us
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
@@ -36,7 +37,9 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     """A change and the recorded step's time (µs) before and after it.
 
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
-    measure its step without the profiler. basis: `replay` if only times and dependencies of this trace are used,
+    measure its step without the profiler. estimated_savings: the smallest and the largest share that the change saves
+    without the profiler by the estimate of recording.py; None if that step is known or the estimate does not matter
+    (Case.estimates). basis: `replay` if only times and dependencies of this trace are used,
     `bound` if a hardware limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the
     typical step's GPU activities that the change makes shorter or removes; empty if only CPU work changes.
     """
@@ -51,6 +54,7 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     how: str
     unprofiled_step_us: float | None = None
     unprofiled_step_us_after: float | None = None
+    estimated_savings: tuple[float, float] | None = None
     kernels: tuple[str, ...] = ()
 
     @property
@@ -100,9 +104,16 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def priced(
-    name: str, title: str, proposal: Proposal | None, unprofiled: "Unprofiled | None" = None
+    name: str,
+    title: str,
+    proposal: Proposal | None,
+    unprofiled: "Unprofiled | None" = None,
+    estimates: "Sequence[Unprofiled]" = (),
 ) -> Opportunity | None:
-    """Return the opportunity of a proposal; None without a proposal. name, title: the change's."""
+    """Return the opportunity of a proposal; None without a proposal.
+
+    name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates.
+    """
     if proposal is None:
         return None
     before, graph = proposal.graph.recorded_us, proposal.graph
@@ -110,6 +121,7 @@ def priced(
     scale = before / graph.replayed_us
     after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
     without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
+    ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
     return Opportunity(
         change=name,
         title=proposal.title or title,
@@ -121,6 +133,7 @@ def priced(
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
         unprofiled_step_us_after=without,
+        estimated_savings=(max(0.0, min(ends)), max(0.0, *ends)) if ends else None,
     )
 
 
@@ -135,16 +148,21 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
-    return one.share > WORTH_SHOWING and one.saves_us >= 0
+    return max([one.share, *(one.estimated_savings or ())]) > WORTH_SHOWING and one.saves_us >= 0
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
     """Return the opportunities that save enough. The largest saving comes first.
 
-    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving.
+    The step without the profiler decides both if it is known. Recording makes the CPU slower, and can hide a saving. If
+    that time is only estimated, the middle of the estimated savings decides the order.
     """
     worth = [one for one in found if one is not None and is_worth_showing(one)]
-    return tuple(sorted(worth, key=lambda one: (-one.share, -one.saves_us)))
+    return tuple(sorted(worth, key=lambda one: (-_usual_share(one), -one.saves_us)))
+
+
+def _usual_share(one: Opportunity) -> float:
+    return sum(one.estimated_savings) / 2 if one.estimated_savings else one.share
 
 
 class Unprofiled(msgspec.Struct, frozen=True):
@@ -218,14 +236,23 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return whether shorter GPU activities of these families could make the step short enough to be shown.
 
         The only step, if nothing before its start on the CPU delays it, loses there at most what they take together.
-        Then no replay is needed. The result is True for several steps, and if the time without the profiler is known.
+        Then no replay is needed. The result is True for several steps, and if the time without the profiler is known or
+        estimated.
         """
         start = self.graph.steps[0].start
         delayed = max(self.graph.before[start], self.graph.via[start], self.graph.wait[start]) >= 0
-        if delayed or self.steps != (self.step,) or self.summary.unprofiled_step_us:
+        if delayed or self.steps != (self.step,) or self.summary.unprofiled_step_us or self.estimates:
             return True
         us = sum([us for family, us in self.us_by_family.items() if family in families])
         return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.replayed_us
+
+    @cached_property
+    def estimates(self) -> tuple["Unprofiled", ...]:
+        """Return the shortest and the longest step that the estimate without the profiler allows, if it matters.
+
+        It does if that time is not known, and if it may show another regime than the recorded step does.
+        """
+        return tuple(Unprofiled.of(self.graph, us) for us in estimated_us(self.summary) or ())
 
     @cached_property
     def nodes(self) -> list[tuple[str, int]]:

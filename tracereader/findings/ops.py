@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tracereader.figures import Summary
+from tracereader.figures.cpu import OpTimes
 from tracereader.figures.sizes import MATMULS
 from tracereader.findings.finding import (
     COMPILE,
@@ -18,7 +19,7 @@ from tracereader.findings.finding import (
     part_of,
 )
 from tracereader.findings.steps import compiled
-from tracereader.trace.labels import LOOKUP, PREGRAPH, PROLOGUE, REGION
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOOKUP, PREGRAPH, PROLOGUE, REGION, WRAPPERS
 
 # Ops that only change a tensor's shape and strides (reshape does so if no copy is needed).
 VIEWS = frozenset(
@@ -28,7 +29,31 @@ VIEWS = frozenset(
         "aten::select", "aten::slice", "aten::detach", "aten::alias", "aten::narrow", "aten::resolve_conj",
     }
 )  # fmt: skip
+SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::chunk")
+# A loop writes into memory that these ops allocate. One batched call allocates its result itself.
+EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
+# Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
+NO_VALUES = VIEWS.union(
+    SLICES, EMPTY, ("aten::empty_strided", "aten::flatten", "aten::movedim", "aten::unflatten", "aten::view_as")
+)
+# The names of ops of autograd and of torch.distributed, which do not compute by themselves, begin so.
+NO_COMPUTATION = (AUTOGRAD, GIVES_GRADIENT, "c10d::", "_c10d_functional::", "symm_mem::", *WRAPPERS)
 COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)
+
+
+def is_of_a_library(name: str) -> bool:
+    """Return whether a library's op has this name: one of PyTorch's, for example, but no part of autograd or DDP."""
+    return "::" in name and not name.startswith(NO_COMPUTATION)
+
+
+def with_cpu_tensors(summary: Summary) -> dict[str, OpTimes]:
+    """Return the step's ops that compute and use no GPU, by name."""
+    ops = summary.cpu.ops
+    return {
+        name: one
+        for name, one in ops.items()
+        if not one.reaches_gpu and name not in NO_VALUES and is_of_a_library(name)
+    }
 
 
 def _calls(summary: Summary, name: str) -> int:

@@ -200,6 +200,7 @@ def _at_pace(one: Opportunity, shorter_us: float, summary: RanksSummary, pace: R
         saves_us=one.step_us - after,
         basis="bound" if limited else one.basis,
         evidence=f"rank {pace.rank}: {one.evidence}",
+        estimated_savings=None,  # other ranks limit the step, too
         unprofiled_step_us_after=max(without, least) if without is not None else None,
     )
 

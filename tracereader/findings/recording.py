@@ -3,6 +3,7 @@
 from tracereader.figures import Summary
 from tracereader.figures.regime import MUCH_IDLE
 from tracereader.findings.finding import duration
+from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.steps import WORDS
 
 # The time that the profiler adds to an overhead-bound step for each op and runtime call (µs), and the largest ratio of
@@ -11,19 +12,36 @@ from tracereader.findings.steps import WORDS
 # on an H100's machine, showed 1.09 to 7.04 µs.
 EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
+# The share of a step on the CPU from which on it computes much with CPU tensors itself.
+COMPUTES_MUCH = 0.25
 
 
 def estimate_us(summary: Summary) -> tuple[float, float]:
     """Return the estimated range (µs) of the step without the profiler, from the cost of recording a call.
 
     CUPTI records each activity of a CUDA graph, which makes the graph's launch call longer. The trace does not show by
-    how much, so the shortest step is the one without these calls.
+    how much, so the shortest step is the one without these calls. If much of the step is work on CPU tensors, the
+    longest step is the recorded one: the time of this work varies by more than recording costs.
     """
     recorded, busy = summary.recorded_step_us, summary.gpu_us
+    on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
     calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
     launching = sum(one.total_us for name, one in summary.cpu.runtime.items() if "GraphLaunch" in name)
     least, most = (cost * calls for cost in EACH_CALL_US)
+    if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us:
+        least = 0.0
     return max(busy, recorded - most - launching, recorded / MOST_TIMES), max(busy, recorded - least)
+
+
+def estimated_us(summary: Summary) -> tuple[float, float] | None:
+    """Return the estimated range (µs) of an overhead-bound step without the profiler, if it could change the regime.
+
+    None if it could not, or if the run measured this time.
+    """
+    if summary.waits_for != "overhead" or summary.unprofiled_step_us is not None:
+        return None
+    low, high = estimate_us(summary)
+    return None if _much_idle(summary.gpu_us, low) else (low, high)
 
 
 def unprofiled(summary: Summary) -> str:
@@ -37,9 +55,9 @@ def unprofiled(summary: Summary) -> str:
     busy, known = summary.gpu_us, summary.unprofiled_step_us
     if known is not None:
         return measured(busy, known)
-    low, high = estimate_us(summary)
-    if _much_idle(busy, low):
+    if (estimated := estimated_us(summary)) is None:
         return ""
+    low, high = estimated
     may = "it may be GPU-bound then" if _much_idle(busy, high) else "it is probably GPU-bound then"
     took = _range(low, high)
     return (

@@ -21,7 +21,8 @@ def show(
 ) -> None:
     """Print the changes with the step's time before and after each; the first one with its reason and how to try it.
 
-    A saving that assumes a hardware limit or a typical rate is shown as "about". everything: print all rows, each
+    A saving that assumes a hardware limit or a typical rate is shown as "about". If recording may hide what limits the
+    step, the savings are those of the estimate without the profiler. everything: print all rows, each
     with its reason. limit: what limits the step, printed if no change is known. measured_unprofiled: whether the run
     measured its step without the profiler; its savings then decide which changes are found.
     """
@@ -38,10 +39,11 @@ def show(
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
-        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", _saved(one, one.share)))
+        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", _saves(one)))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"
-    print_columns(out, ("try first", f"{step}, {unit.name}", "saves"), rows, section="try", below=reasons)
+    saves = "est. saving" if found[0].estimated_savings else "saves"
+    print_columns(out, ("try first", f"{step}, {unit.name}", saves), rows, section="try", below=reasons)
 
 
 def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
@@ -52,9 +54,22 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
     out.print("[bold]other changes, each by itself[/bold]")
     for number, one in enumerate(found[1:], 2):
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
-        saved = f"{step} takes {unit(one.times_us[1])} {unit.name} then, which saves {_saved(one, one.share)}"
+        takes = f"{step} takes {unit(one.times_us[1])} {unit.name} then"
+        saved = (
+            f"without the profiler it saves an estimated {_saves(one)}"
+            if one.estimated_savings
+            else f"{takes}, which saves {_saves(one)}"
+        )
         paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
         paragraph(out, plain(_reason(one)), "    ", "    ")
+
+
+def _saves(one: Opportunity) -> str:
+    """Return the saved share, or the range of the estimate without the profiler."""
+    if one.estimated_savings is None:
+        return _saved(one, one.share)
+    low, high = (percent(share) for share in one.estimated_savings)
+    return high if low == high else f"{low.removesuffix('%')} to {high}"
 
 
 def _saved(one: Opportunity, share: float) -> str:
@@ -67,11 +82,13 @@ def _reason(one: Opportunity) -> str:
 
 
 def _while_recorded(one: Opportunity) -> str:
-    """Return the change of the recorded step, if the table has the step without the profiler."""
-    if not one.knows_unprofiled:
+    """Return the change of the recorded step, if the table has the savings without the profiler."""
+    if not one.knows_unprofiled and one.estimated_savings is None:
         return ""
-    unit = unit_of([one.step_us], ms_from=1e3)
+    unit, saved = unit_of([one.step_us], ms_from=1e3), _saved(one, one.saves_us / one.step_us)
     before, after = unit(one.step_us), unit(one.step_us_after)
     if before == after:
         return "The recorded step does not become shorter. "
-    return f"While recorded: {before} -> {after} {unit.name}, which saves {_saved(one, one.saves_us / one.step_us)}. "
+    if one.estimated_savings:
+        return f"While recorded it saves {saved}. "
+    return f"While recorded: {before} -> {after} {unit.name}, which saves {saved}. "

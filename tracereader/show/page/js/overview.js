@@ -55,14 +55,18 @@ function opportunities(data, pick) {
     el("ol", {class: "opportunities"}, found.map((one, place) => {
       const saved = part => `${one.basis === "bound" ? "about " : ""}${share(part)}`;
       const unprofiled = one.unprofiled_step_us_after !== null;
+      const [low, high] = (one.estimated_savings || []).map(part => share(part));
+      const range = low === high ? high : `${low.replace("%", "")} to ${high}`;
       const [before, after] = unprofiled ? [one.unprofiled_step_us, one.unprofiled_step_us_after] : [one.step_us, one.step_us_after];
       const shows = one.kernels.length > 0 && data.hasTimeline;
       return el("li", {data: {change: one.change, saves: one.saves_us, after: one.step_us_after}},
         el("div", {class: "gain"},
-          el("b", {}, saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`),
-          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * one.share}%`}))),
+          el("b", {}, one.estimated_savings ? range : saved(one.share)), el("span", {}, `${time(before)} → ${time(after)}`),
+          el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * (one.estimated_savings?.[1] ?? one.share)}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
+          one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. The times are those of the "
+            + `recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`),
           unprofiled && el("p", {}, "This is the step without the profiler. "
             + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
           el("p", {}, sentence(one.evidence)),

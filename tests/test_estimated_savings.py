@@ -1,0 +1,108 @@
+"""What a change saves without the profiler, where only the recorded step is known."""
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from references import CHANGES, ROOT, opened, proposals, recording, small_first
+from test_opportunities import unprofiled_us
+
+from tracereader import cli
+from tracereader.findings import recording as recordings
+from tracereader.findings.opportunities import opportunities
+from tracereader.show import opportunities as shown
+from tracereader.show.text import console
+
+# Steps whose limit recording may hide: an estimate without the profiler reaches from GPU-bound to overhead-bound.
+HIDDEN = [
+    ("encoder/bf16", "fuse_pointwise", "encoder/bf16_compile"),
+    ("gpt2/recompute", "no_recompute", "gpt2/sdpa"),
+    ("lstm/cells", "cuda_graph", "lstm/graph"),
+    ("batch_norm/eager", "cuda_graph", "batch_norm/graph"),
+    ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
+    ("convnet/forloop", "fused_optimizer", "convnet/fused"),
+    ("convnet/fused", "cuda_graph", "convnet/graph"),
+]
+
+
+def without_the_measured_step(name):
+    """Return a recording and its summary, as if the program had not timed its steps without the profiler."""
+    trace, summary = opened(recording(name))
+    assert summary.unprofiled_step_us
+    return trace, msgspec.structs.replace(summary, unprofiled_step_us=None)
+
+
+def found_by_estimate(name):
+    return {one.change: one for one in opportunities(*without_the_measured_step(name))}
+
+
+@pytest.mark.parametrize(("before", "change", "after"), small_first(HIDDEN))
+def test_the_measured_saving_lies_in_the_estimated_range(before, change, after):
+    one = found_by_estimate(before)[change]
+    low, high = one.estimated_savings
+    measured = 1 - unprofiled_us(after) / unprofiled_us(before)
+    assert low - 0.02 <= measured <= high + 0.02
+    assert one.unprofiled_step_us is None
+
+
+def test_a_range_that_missed_the_measured_saving():
+    """The range is no bound: the last token's logits save more, because the estimated step is too long."""
+    low, high = found_by_estimate("logits/all")["last_logits"].estimated_savings
+    measured = 1 - unprofiled_us("logits/last") / unprofiled_us("logits/all")
+    assert low < high < measured < high + 0.15
+
+
+@pytest.mark.parametrize("name", ["encoder/bf16", "convnet/fused"])
+def test_estimates_are_the_savings_at_both_ends_and_their_middle_decides_the_order(name):
+    trace, summary = without_the_measured_step(name)
+    ends = recordings.estimate_us(summary)
+    of_ends = [
+        {one.change: one.share for one in opportunities(trace, msgspec.structs.replace(summary, unprofiled_step_us=us))}
+        for us in ends
+    ]
+    found = opportunities(trace, summary)
+    for one in found:
+        both = [shares.get(one.change, 0.0) for shares in of_ends]  # a small saving is not in a report
+        assert one.estimated_savings == pytest.approx((min(both), max(both)), abs=0.02)
+    middles = [sum(one.estimated_savings) for one in found]
+    assert all(before >= after for before, after in itertools.pairwise(middles))
+
+
+def test_changes_of_the_gpus_work_are_named_although_they_do_not_shorten_the_recorded_step():
+    """The pointwise kernels and the matrix products limit this step only without the profiler."""
+    _, summary = opened(recording("convnet/forloop"))
+    found = found_by_estimate("convnet/forloop")
+    hidden = [one for one in found.values() if one.share < 0.02]
+    assert hidden and all(one.estimated_savings[1] > 0.02 for one in hidden)
+    assert summary.waits_for == "overhead"
+
+
+@pytest.mark.parametrize("name", ["encoder/bf16", "vit/eager", "resnet/fp32"])
+def test_there_is_no_estimate_where_the_step_is_measured(name):
+    assert all(one.estimated_savings is None for one in proposals(CHANGES / f"{name}.json.gz"))
+
+
+@pytest.mark.parametrize("name", ["vit/eager", "bert/eager", "resnet/fp32"])
+def test_there_is_no_estimate_where_recording_hides_nothing(name):
+    """Without the profiler these steps are certainly overhead-bound or GPU-bound, as they are with it."""
+    assert all(one.estimated_savings is None for one in found_by_estimate(name).values())
+
+
+def test_the_table_shows_the_range_and_the_reason_what_is_saved_while_recorded(capsys):
+    trace, summary = without_the_measured_step("convnet/fused")
+    found = opportunities(trace, summary)
+    shown.show(console(), found, everything=True)
+    said = capsys.readouterr().out
+    assert "est. saving" in said.splitlines()[0] and "unprofiled" not in said
+    one = next(one for one in found if one.change == "cuda_graph")
+    low, high = (f"{share:.0%}" for share in one.estimated_savings)
+    assert f"{low.removesuffix('%')} to {high}" in said
+    assert f"While recorded it saves {one.saves_us / one.step_us:.0%}." in " ".join(said.split())
+
+
+def test_json_has_the_range(capsys):
+    path = ROOT / "tests/traces/h100/small_train/mlp-graphed.json.gz"
+    assert cli.main([str(path), "--json", "--only", "try"]) == 0
+    found = json.loads(capsys.readouterr().out)["opportunities"]
+    assert any(one["estimated_savings"] for one in found)
