@@ -24,6 +24,8 @@ from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
+# The ends of the estimate without the profiler are replayed to within this share.
+ROUGHLY = 0.03
 
 
 T = TypeVar("T")
@@ -177,11 +179,11 @@ class Unprofiled(msgspec.Struct, frozen=True):
     scale: float
 
     @classmethod
-    def of(cls, graph: Graph, step_us: float | None) -> "Unprofiled | None":
-        """Return None if the run did not measure its step without the profiler."""
+    def of(cls, graph: Graph, step_us: float | None, within: float = 0.0) -> "Unprofiled | None":
+        """Return None if the run did not measure its step without the profiler. within: see cpu_factor()."""
         if not step_us:
             return None
-        factor = cpu_factor(graph, step_us)
+        factor = cpu_factor(graph, step_us, within)
         # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
         replayed = with_cpu_speed(graph, factor).step_us()
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
@@ -250,9 +252,12 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def estimates(self) -> tuple["Unprofiled", ...]:
         """Return the shortest and the longest step that the estimate without the profiler allows, if it matters.
 
-        It does if that time is not known, and if it may show another regime than the recorded step does.
+        It does if that time is not known, and if it may show another regime than the recorded step does. A recording
+        without steps is left out: its replays take long.
         """
-        return tuple(Unprofiled.of(self.graph, us) for us in estimated_us(self.summary) or ())
+        if not self.trace.has_steps:
+            return ()
+        return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimated_us(self.summary) or ())
 
     @cached_property
     def nodes(self) -> list[tuple[str, int]]:

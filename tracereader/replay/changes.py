@@ -328,12 +328,12 @@ def with_cpu_speed(graph: Graph, factor: float) -> Graph:
     return replace(graph, lag=lag)
 
 
-def cpu_factor(graph: Graph, step_us: float) -> float:
+def cpu_factor(graph: Graph, step_us: float, within: float = 0.0) -> float:
     """Return the factor (0 to 1) for `with_cpu_speed` with which the step takes step_us.
 
     Recording takes CPU time in every op and call. The step's time without the profiler therefore shows how much shorter
     the CPU time is without it. The factor is 1 if step_us is not below the recorded time, and 0 if the GPU alone takes
-    longer than step_us.
+    longer than step_us. within: the search ends at a step that differs from step_us by at most this share.
     """
     low, high = 0, FACTORS
     times = {low: with_cpu_speed(graph, 0.0).step_us(), high: graph.step_us()}
@@ -342,9 +342,16 @@ def cpu_factor(graph: Graph, step_us: float) -> float:
     if step_us <= times[low]:
         return 0.0
     while high - low > 1:
-        # The step's time is nearly linear in the factor. Where it is not, every third guess halves the interval.
-        share = (step_us - times[low]) / (times[high] - times[low]) if len(times) % 3 else 0.5
-        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        # If the CPU alone limits the step, its time is proportional to the factor. Otherwise it is nearly linear. Where
+        # it is not, every third guess halves the interval.
+        if len(times) == 2:
+            middle = round(step_us / times[high] * high)
+        else:
+            share = (step_us - times[low]) / (times[high] - times[low]) if len(times) % 3 else 0.5
+            middle = low + round(share * (high - low))
+        middle = min(max(middle, low + 1), high - 1)
         times[middle] = with_cpu_speed(graph, middle / FACTORS).step_us()
+        if abs(times[middle] - step_us) <= within * step_us:
+            return middle / FACTORS
         low, high = (middle, high) if times[middle] < step_us else (low, middle)
     return (low + high) / 2 / FACTORS if low else 0.0
