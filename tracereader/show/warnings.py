@@ -3,7 +3,6 @@
 from tracereader.figures import Summary
 from tracereader.figures.source import TraceWarning
 from tracereader.findings.finding import activities, counted, duration
-from tracereader.trace.kernel_names import short
 
 
 def of(summary: Summary) -> list[str]:
@@ -16,12 +15,11 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
         case "zero_times":
             return f"{one.count} events have time stamp and duration zero (pytorch issue 188481); they are left out"
         case "overlapping_slices":
-            names = ", ".join(map(short, one.names))
             several = one.count > 1
             return (
-                f"{f'{one.count:,} slices overlap' if several else '1 slice overlaps'} another slice of the same track "
-                f"without nesting, so Perfetto does not show {'them' if several else 'it'}; --open and --export make a "
-                f"copy in which it does: {names}"
+                f"{f'{one.count:,} slices overlap' if several else '1 slice overlaps'} another one of the same track "
+                f"without nesting, and Perfetto drops {'them' if several else 'it'}; --open and --export make a copy "
+                f"that shows {'them' if several else 'it'}"
             )
         case "table_of_another_run":
             return f"{one.names[0]} beside it is the profiler table of another run"
