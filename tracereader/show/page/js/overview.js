@@ -65,8 +65,9 @@ function opportunities(data, pick) {
           el("span", {class: "meter", "aria-hidden": "true"}, el("span", {width: `${100 * (one.estimated_savings?.[1] ?? one.share)}%`}))),
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
-          one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. The times are those of the "
-            + `recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`),
+          one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
+            + (time(one.step_us) === time(one.step_us_after) ? "The recorded step does not become shorter."
+              : `The times are those of the recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`)),
           unprofiled && el("p", {}, "This is the step without the profiler. "
             + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
           el("p", {}, sentence(one.evidence)),
