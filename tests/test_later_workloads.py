@@ -213,3 +213,64 @@ def test_gathers_and_scatters_are_named_where_copy_kernels_take_most_of_the_time
     work = [e for mark in raw_steps(events)[:-1] for e in raw_work(events, mark)]  # no kernels overlap in this trace
     moving = [e for e in work if re.search("gather|index|copy|Cat", e["name"]) and e["cat"] == "kernel"]
     assert share == pytest.approx(100 * sum(e["dur"] for e in moving) / sum(e["dur"] for e in work), abs=2)
+
+
+def decoder(tokens, fixed=(), prompt=(), layers=3):
+    """Return a trace of steps in which a decoder attends to its own tokens, and to `fixed` others in each layer.
+
+    tokens: the keys of each token. prompt: the numbers of queries of calls before them.
+    """
+    events, number, at = [], 0, 0.0
+    for step in range(3):
+        begins = at
+        for queries, keys in [(count, count) for count in prompt] + [(1, n) for n in tokens for _ in range(layers)]:
+            for each in (keys, *fixed) if queries == 1 else (keys,):
+                dims = [[2, 4, queries, 64], [2, 4, each, 64], [2, 4, each, 64]]
+                name = "aten::scaled_dot_product_attention"
+                events.append(event(name, "cpu_op", at, 90, **{"Input Dims": dims, "Input type": ["c10::Half"] * 3}))
+                for place in range(4):
+                    number += 1
+                    ids = {"correlation": number, "device": 0, "stream": 7}
+                    events.append(event("cudaLaunchKernel", "cuda_runtime", at + 20 * place, 5, correlation=number))
+                    events.append(event("attend", "kernel", at + 20 * place + 8, 2, tid=7, **ids) | {"pid": 0})
+                at += 100
+        events.append(event(f"ProfilerStep#{step}", "user_annotation", begins, at - begins))
+    devices = [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
+    return {"traceEvents": events, "record_shapes": 1, "deviceProperties": devices}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fixed", "prompt", "grows"),
+    [
+        (range(5, 13), (), (4,), (5, 12)),
+        (range(1, 9), (64,), (64,), (1, 8)),  # a decoder beside an encoder, as in T5 and Whisper
+        (range(5, 13), (64,), (4,), (5, 12)),
+        ([9] * 8, (64,), (), None),  # a cache of fixed size
+        (range(60, 68), (64,), (), None),  # as many tokens as the encoder has: the trace does not decide
+        (range(1, 9), (64, 32), (), None),
+    ],
+)
+def test_a_decoders_own_keys_grow_beside_those_of_its_encoder(tmp_path, tokens, fixed, prompt, grows):
+    file = tmp_path / "decoder.json"
+    file.write_text(json.dumps(decoder(tokens, fixed, prompt)))
+    case = case_of(file)
+    assert case.growing_keys == grows
+    found = proposed(file)
+    assert ("static_cache" in found) == (grows is not None)
+    if grows:
+        assert f"here from {grows[0]} to {grows[1]}" in found["static_cache"].evidence
+        assert "cuda_graph" not in found, "a graph is of one number of keys"
+
+
+def in_the_fallback(events):
+    """Put each softmax into the op that scaled_dot_product_attention calls if no backend takes its inputs."""
+    for one in [one for one in events if one["name"] == "aten::_softmax"]:
+        events.insert(0, one | {"name": "aten::_scaled_dot_product_attention_math"})
+
+
+def test_a_fallback_of_attention_is_not_told_to_use_attention(tmp_path):
+    path = recording("attention/naive")
+    written_out, fallback = proposed(path), proposed(edited(path, tmp_path, in_the_fallback))
+    assert written_out["fused_attention"].how.startswith("torch.nn.functional.scaled_dot_product_attention(")
+    assert "scaled_dot_product_attention falls back to them" in fallback["fused_attention"].evidence
+    assert "sdpa_kernel" in fallback["fused_attention"].how

@@ -18,6 +18,8 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention": ((0, 1, 2), 6),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 4),
 }  # fmt: skip
+# The op that calls one of these backends, or a fallback of several ops.
+SDPA = "aten::scaled_dot_product_attention"
 # flex_attention's forward kernel, which is an op of its own in compiled code. Its mask is code, so no argument shows
 # it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
@@ -80,10 +82,18 @@ def _order(op: str, dims: list[list[int]]) -> tuple[tuple[int, int, int], int | 
     return FLEX_ORDER if fits and key[1] and query[1] % key[1] == 0 else None
 
 
+def attention_calls(step: Step) -> list[Op]:
+    """Return the step's calls of attention: those of scaled_dot_product_attention, or of the backends without these.
+
+    Its fallback, for a mask with a gradient, for example, is no op of ATTENTION.
+    """
+    return step.named(SDPA.__eq__) or step.named(ATTENTION.__contains__)
+
+
 def queries_and_keys(op: Op) -> tuple[int, int] | None:
-    """Return the numbers of queries and keys of an op in ATTENTION, by its recorded shapes; None without them."""
+    """Return the numbers of queries and keys of a call of attention_calls(); None without recorded shapes."""
     sizes = op.inputs.dims[:2]
-    _, _, sequence = ATTENTION[op.name][0]
+    sequence = 2 if op.name == SDPA else ATTENTION[op.name][0][2]
     if len(sizes) < 2 or any(len(size) != 4 for size in sizes):
         return None
     return sizes[0][sequence], sizes[1][sequence]
@@ -94,26 +104,41 @@ def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
 
     A call with more queries, as for a prompt, starts anew. None if any other call has other keys, if all have the same,
     or if the batch or the number of calls is not the same for each token. The first and the last token may have fewer
-    calls, because the recording may begin or end inside them. Needs recorded shapes.
+    calls, because the recording may begin or end inside them. A decoder's attention to its encoder is left out. Needs
+    recorded shapes.
     """
     seen, calls, batches, last = set(), [], set(), None
-    for step in steps:
-        for op in step.named(ATTENTION.__contains__):
-            if (sizes := queries_and_keys(op)) is None:
+    attending = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
+    if any(sizes is None for _, sizes in attending):
+        return None
+    for op, (queries, keys) in _without_cross_attention(attending):
+        if queries == 1:
+            if last is not None and keys not in (last, last + 1):
                 return None
-            queries, keys = sizes
-            if queries == 1:
-                if last is not None and keys not in (last, last + 1):
-                    return None
-                if keys != last:
-                    calls.append(0)
-                calls[-1] += 1
-                seen.add(keys)
-                batches.add(op.inputs.dims[0][0])
-            last = keys if queries == 1 else None
+            if keys != last:
+                calls.append(0)
+            calls[-1] += 1
+            seen.add(keys)
+            batches.add(op.inputs.dims[0][0])
+        last = keys if queries == 1 else None
     each = set(calls[1:-1] or calls)
     alike = len(batches) == 1 and len(each) == 1 and max(calls) in each
     return (min(seen), max(seen)) if len(seen) > 1 and alike else None
+
+
+def _without_cross_attention(calls: list[tuple[Op, tuple[int, int]]]) -> list[tuple[Op, tuple[int, int]]]:
+    """Return calls of attention without each second call of one query, if these have the same keys and others do not.
+
+    So a decoder's layers attend to its own tokens and to the encoder's in turn.
+    """
+    of_one = [place for place, (_, (queries, _)) in enumerate(calls) if queries == 1]
+    for turn in (0, 1):
+        here, beside = of_one[turn::2], of_one[1 - turn :: 2]
+        same, other = ({calls[place][1][1] for place in some} for some in (here, beside))
+        if len(here) > 1 and len(same) == 1 < len(other) and not same & other:
+            left_out = set(here)
+            return [call for place, call in enumerate(calls) if place not in left_out]
+    return calls
 
 
 def stored(facts: AttentionFacts | None, says: kernel_names.KernelName) -> Attention | None:

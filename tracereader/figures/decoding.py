@@ -7,7 +7,7 @@ from itertools import chain, islice, pairwise
 
 import msgspec
 
-from tracereader.figures.attention import ATTENTION
+from tracereader.figures.attention import ATTENTION, SDPA
 from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
@@ -15,7 +15,7 @@ from tracereader.trace.facts import ModelFacts
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
-ATTENDS = frozenset(("aten::scaled_dot_product_attention", "aten::matmul", *ATTENTION))
+ATTENDS = frozenset((SDPA, "aten::matmul", *ATTENTION))
 # Inductor's kernel that writes an expanded tensor out. Its name lists the ops that it fuses.
 EXPANDS = re.compile(r"^triton_poi_fused_(?=.*clone)(?=.*expand)(?=.*(?:scaled_dot_product|sdpa|attention))", re.S)
 # Share of a step's time in which the GPU is busy. Below it the GPU waits for the CPU, however unevenly the steps begin.
@@ -314,7 +314,7 @@ def _expanded(step: Step) -> tuple[list[tuple[Op, list[Work]]], int | None]:
                 if len(pending) == 2:
                     found += [(copy, work) for copy, work, _ in pending]
                     heads = heads or _second(pending[0][2])
-                elif name == "aten::scaled_dot_product_attention":
+                elif name == SDPA:
                     heads = heads or _second(op, 1)
                 pending = []
     return found, heads

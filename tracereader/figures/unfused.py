@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.figures.attention import SDPA
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.figures.steps import self_us
 from tracereader.trace import Op, Step, Work
@@ -18,7 +19,6 @@ BOOLEAN_RESULT = ("isneginf", "isinf", "isnan", "eq", "ne", "lt", "le", "gt", "g
 RESULT_PER_ROW = ("all", "any", "sum", "amax", "amin", "max", "argmax", "mean", "logsumexp")
 # The number of arguments of ops that may be called with out=. One more argument is the output.
 ARGUMENTS = {"where": 3, "add": 3, "sub": 3, "mul": 2, "div": 2, "_softmax": 3}
-SDPA = "aten::scaled_dot_product_attention"
 
 
 class Scores(msgspec.Struct, frozen=True):

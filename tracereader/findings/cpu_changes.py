@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from tracereader.figures.attention import ATTENTION, queries_and_keys
+from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.intervals import Intervals, clipped, length, length_between, union
@@ -172,7 +172,7 @@ def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
     if case.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
         return None
-    attending = (op for step in case.steps for op in step.named(ATTENTION.__contains__))
+    attending = (op for step in case.steps for op in attention_calls(step))
     decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}
     runs, captured, _ = _long_runs(case, decodes)
     if not captured:

@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Sequence
 from functools import cache, lru_cache
 
+from tracereader.figures.attention import SDPA
 from tracereader.figures.autograd import outside_model
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.intervals import minus, union
 from tracereader.figures.training import recomputed_ops
-from tracereader.figures.unfused import BATCHED, SDPA, SOFTMAX
+from tracereader.figures.unfused import BATCHED, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.replay import (
@@ -103,6 +104,8 @@ PAUSE_US = 500
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 HEAVY = ("GEMM", "attention", "convolution", "communication")
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
+# What scaled_dot_product_attention calls if no backend takes its inputs.
+FALLBACK = "aten::_scaled_dot_product_attention_math"
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 TWO_BYTES = ("bf16", "fp16")
 # Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
@@ -372,7 +375,7 @@ def fused_attention(case: Case) -> Proposal | None:
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
-    groups, before, forward, backward = [], 0.0, 0, 0
+    groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
     for run in runs:
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
@@ -383,6 +386,7 @@ def fused_attention(case: Case) -> Proposal | None:
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
             before, forward, backward = before + spent, forward + softmaxes, backward + gradients
+            falls_back |= any(above.name == FALLBACK for _, _, op in run if op is not None for above in op.above())
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
@@ -391,8 +395,11 @@ def fused_attention(case: Case) -> Proposal | None:
     return Proposal(
         case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trains else ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
-        f"the scores{of} are written to memory and read again",
-        "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
+        f"the scores{of} are written to memory and read again"
+        + ("; scaled_dot_product_attention falls back to them" if falls_back else ""),
+        "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
+        if falls_back
+        else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
         assumed=True,
     )
 
