@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from raw_events import end, event, raw_steps, raw_work
 from references import recording
+from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import cpu_changes, gpu_changes
-from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.trace import read
@@ -25,10 +25,6 @@ VOLUMES, GRAPH = TESTS / "h200/volumes.json.gz", TESTS / "h100/graph_convolution
 ON_CPU = "cpu_tensors"
 
 
-def events_of(path):
-    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-
-
 def edited(path, tmp_path, edit):
     """Return the path of a copy of a trace with other events."""
     document = json.loads(gzip.decompress(path.read_bytes()))
@@ -36,11 +32,6 @@ def edited(path, tmp_path, edit):
     file = tmp_path / "edited.json"
     file.write_text(json.dumps(document))
     return file
-
-
-def proposed(path):
-    trace = read(path)
-    return {one.change: one for one in opportunities(trace, summarize(trace))}
 
 
 def case_of(path):
@@ -69,9 +60,9 @@ def cpu_stretch(events, mark):
 
 
 def test_work_on_cpu_tensors_is_the_first_proposal_for_images_prepared_in_the_step():
-    one, *_ = proposed(AUGMENTED).values()
+    one, *_ = priced_changes(AUGMENTED).values()
     assert one.change == ON_CPU
-    events = events_of(AUGMENTED)
+    events = raw_events(AUGMENTED)
     stretches = [cpu_stretch(events, mark) for mark in raw_steps(events)]
     said = re.search(r"works for (\S+ ms) between the step's start and aten::to", one.evidence)
     took, by_name = min(stretches, key=lambda entry: abs(entry[0] - ms(said[1])))
@@ -116,7 +107,7 @@ def on_the_cpu(name, call=None):
 )
 def test_ops_without_runtime_calls_count_as_work_on_cpu_tensors(tmp_path, name, call, is_proposed):
     file = edited(TESTS / "train_item.json.gz", tmp_path, on_the_cpu(name, call))
-    found = proposed(file)
+    found = priced_changes(file)
     assert (ON_CPU in found) == is_proposed
     if is_proposed:
         assert found[ON_CPU].saves_us == pytest.approx(3100, rel=0.1)
@@ -167,14 +158,14 @@ def without_instance_normalization(events):
 
 def test_channels_last_is_not_proposed_around_instance_normalization(tmp_path):
     """It took 50.6 ms instead of 42.3, because this normalization copies its input to the contiguous layout."""
-    assert "channels_last" not in proposed(VOLUMES)
-    one = proposed(edited(VOLUMES, tmp_path, without_instance_normalization))["channels_last"]
+    assert "channels_last" not in priced_changes(VOLUMES)
+    one = priced_changes(edited(VOLUMES, tmp_path, without_instance_normalization))["channels_last"]
     assert one.title == "keep volumes in the channels_last_3d layout"
     assert "torch.channels_last_3d" in one.how, "channels_last is for four dimensions"
 
 
 def test_small_grids_name_the_costliest_kernel():
-    events = events_of(VOLUMES)
+    events = raw_events(VOLUMES)
     sizes = [one["numSms"] for one in json.loads(gzip.decompress(VOLUMES.read_bytes()))["deviceProperties"]]
     steps = [raw_work(events, mark) for mark in raw_steps(events)]
     us = {}
@@ -184,7 +175,7 @@ def test_small_grids_name_the_costliest_kernel():
         if same[0]["cat"] == "kernel" and took >= 10 and 0 < grid < sizes[0] / 2:
             us[name, grid] = us.get((name, grid), 0) + took
     (name, grid), _ = max(us.items(), key=lambda entry: entry[1])
-    said = proposed(VOLUMES)["small_grids"].evidence
+    said = priced_changes(VOLUMES)["small_grids"].evidence
     assert said.endswith(f", with {grid} blocks)")
     begins = re.search(r"the costliest is (\w+)", said)[1]
     assert begins in name
@@ -209,7 +200,7 @@ def test_gathers_and_scatters_are_named_where_copy_kernels_take_most_of_the_time
     assert cli.main([str(GRAPH), "--only", "short"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     share = int(re.search(r"(\d+)% of the busy time is copy kernels, mostly gathers and scatters", said)[1])
-    events = events_of(GRAPH)
+    events = raw_events(GRAPH)
     work = [e for mark in raw_steps(events)[:-1] for e in raw_work(events, mark)]  # no kernels overlap in this trace
     moving = [e for e in work if re.search("gather|index|copy|Cat", e["name"]) and e["cat"] == "kernel"]
     assert share == pytest.approx(100 * sum(e["dur"] for e in moving) / sum(e["dur"] for e in work), abs=2)
@@ -255,7 +246,7 @@ def test_a_decoders_own_keys_grow_beside_those_of_its_encoder(tmp_path, tokens, 
     file.write_text(json.dumps(decoder(tokens, fixed, prompt)))
     case = case_of(file)
     assert case.growing_keys == grows
-    found = proposed(file)
+    found = priced_changes(file)
     assert ("static_cache" in found) == (grows is not None)
     if grows:
         assert f"here from {grows[0]} to {grows[1]}" in found["static_cache"].evidence
@@ -270,7 +261,7 @@ def in_the_fallback(events):
 
 def test_a_fallback_of_attention_is_not_told_to_use_attention(tmp_path):
     path = recording("attention/naive")
-    written_out, fallback = proposed(path), proposed(edited(path, tmp_path, in_the_fallback))
+    written_out, fallback = priced_changes(path), priced_changes(edited(path, tmp_path, in_the_fallback))
     assert written_out["fused_attention"].how.startswith("torch.nn.functional.scaled_dot_product_attention(")
     assert "scaled_dot_product_attention falls back to them" in fallback["fused_attention"].evidence
     assert "sdpa_kernel" in fallback["fused_attention"].how

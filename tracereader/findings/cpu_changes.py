@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
-from tracereader.figures.intervals import Intervals, clipped, length, length_between, union
+from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import (
@@ -413,12 +413,7 @@ def data_loader(case: Case) -> Proposal | None:
 def cpu_tensors(case: Case) -> Proposal | None:
     """Return a proposal to do ahead what a step computes on CPU tensors, for example the images of the next batch."""
     stretches, typical = case.in_each_step(_cpu_stretches)
-    spans = [
-        (track, one.start, one.end)
-        for step, some in zip(case.steps, stretches, strict=True)
-        for one in some
-        for track in _launching(step)
-    ]
+    spans = _on_launching_threads(case, stretches)
     if not spans or not typical:
         return None
     longest = max(typical, key=lambda one: one.end - one.start)
@@ -484,21 +479,26 @@ def _cpu_stretches(step: Step) -> list[_Stretch]:
     return found
 
 
-def _launching(step: Step) -> set[tuple]:
-    """Return the threads that launch the step's work."""
-    return {one.launch.track for one in step.work if one.launch is not None}
+def _on_launching_threads(case: Case, found: Sequence[Sequence[tuple]]) -> list[tuple[tuple, int, int]]:
+    """Return the spans of what was found in each replayed step, on each thread that launches the step's work.
+
+    found: tuples that begin with a start and an end (ns).
+    """
+    spans = []
+    for step, some in zip(case.steps, found, strict=True):
+        launching = {one.launch.track for one in step.work if one.launch is not None}
+        spans += [(track, start, end) for start, end, *_ in some for track in launching]
+    return spans
 
 
 def python(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # the time outside recorded calls may be that of ops
-    spans, by_step = [], {}
-    for step in case.steps:
-        by_step[id(step)] = pauses = list(_pauses(step))
-        spans += [(track, start, end) for start, end, *_ in pauses for track in _launching(step)]
+    in_steps, typical = case.in_each_step(_pauses)
+    spans = _on_launching_threads(case, in_steps)
     if not spans:
         return None
-    pauses = list(_pauses(case.step)) or max(by_step.values(), key=_longest)
+    pauses = typical or max(in_steps, key=_longest)
     us = [(end - start) / 1e3 for start, end, *_ in pauses]
     _, _, before, after = pauses[us.index(max(us))]
     several = f" in {len(us)} pauses, the longest ({duration(max(us))})" if len(us) > 1 else ""
@@ -509,30 +509,28 @@ def python(case: Case) -> Proposal | None:
         f"no thread is in an op for {duration(sum(us))}{several} between {before} and {after}{inside}",
         "do this work ahead, on another thread, or less of it"
         + ("" if functions else "; with_stack=True names the functions"),
-        unrecorded=max(map(_longest, by_step.values())) >= LONG_PAUSE_US * 1e3,
+        unrecorded=max(map(_longest, in_steps)) >= LONG_PAUSE_US * 1e3,
     )
 
 
-def _pauses(step: Step) -> Iterator[tuple[int, int, str, str]]:
-    """Yield the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
+def _pauses(step: Step) -> list[tuple[int, int, str, str]]:
+    """Return the long pauses in which no thread is in an op: start and end (ns), and the names before and after it.
 
     A pause before or between autograd's calls is left out: the engine prepares and continues backward in C++. So is one
     before an op on a list of tensors: torch itself sorts the tensors by device and type, as in clip_grad_norm_. Pauses
     between ops on CPU tensors belong to cpu_tensors().
     """
-    on_cpu: Intervals | None = None
-    reached, name = step.start, "the step's start"
+    found, reached, name = [], step.start, "the step's start"
     for op in step.outermost:
         start, end = op.start, op.start + op.dur
         if start - reached > PAUSE_US * 1e3:
             in_engine = op.name.startswith(AUTOGRAD) and name.startswith((AUTOGRAD, FIRST_GRADIENT))
-            if on_cpu is None:
-                on_cpu = [(one.start, one.end) for one in _cpu_stretches(step)]
-            of_tensors = length_between(on_cpu, reached, start) > 0
-            if not in_engine and not of_tensors and not op.name.startswith(FOREACH):
-                yield reached, start, name, op.name
+            if not in_engine and not op.name.startswith(FOREACH):
+                found.append((reached, start, name, op.name))
         if end > reached:
             reached, name = end, op.name
+    on_cpu = [(one.start, one.end) for one in _cpu_stretches(step)] if found else []
+    return [one for one in found if not length_between(on_cpu, *one[:2])]
 
 
 def _longest(pauses: Sequence[tuple[int, int, str, str]]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tracereader.figures import compare
 from tracereader.figures.side import Side
-from tracereader.findings.finding import counted, family_as_noun, in_one_unit, listed
+from tracereader.findings.finding import copies_as_noun, counted, family_as_noun, in_one_unit, listed
 
 # Steps are equally fast if their times differ by less than this share, as two recordings of one program do.
 ALIKE = 0.05
@@ -244,7 +244,7 @@ def _family_said(before: Side, after: Side, family: str, was: float, now: float)
 def _copies(rows: Sequence[Sequence]) -> str:
     """Return the noun for the copies of two steps: copies by the driver, copies by kernels, or both."""
     kinds = {one.kind == "kernel" for some in rows for one in some}
-    return {(False,): "copies", (True,): "copy kernels"}.get(tuple(kinds), "copies and copy kernels")
+    return copies_as_noun(False in kinds, True in kinds)
 
 
 def _other_kernels(before: Sequence, after: Sequence) -> str:

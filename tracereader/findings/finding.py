@@ -197,6 +197,11 @@ def family_as_noun(family: str) -> str:
     return {"copy": "copies", "memset": "memsets"}.get(family, name if name != family else f"{family} kernels")
 
 
+def copies_as_noun(by_driver: bool, by_kernels: bool) -> str:
+    """Return the noun for copies: by the driver, by kernels, or by both."""
+    return "copies and copy kernels" if by_driver and by_kernels else "copy kernels" if by_kernels else "copies"
+
+
 def size(count: int) -> str:
     """Return a number of bytes with a decimal unit, because memory bandwidth is quoted in decimal units."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
 from tracereader.figures.autograd import outside_model
+from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
@@ -104,8 +105,6 @@ PAUSE_US = 500
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 HEAVY = ("GEMM", "attention", "convolution", "communication")
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
-# What scaled_dot_product_attention calls if no backend takes its inputs.
-FALLBACK = "aten::_scaled_dot_product_attention_math"
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 TWO_BYTES = ("bf16", "fp16")
 # Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
@@ -386,7 +385,7 @@ def fused_attention(case: Case) -> Proposal | None:
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
             before, forward, backward = before + spent, forward + softmaxes, backward + gradients
-            falls_back |= any(above.name == FALLBACK for _, _, op in run if op is not None for above in op.above())
+            falls_back |= any(above.name == SDPA_MATH for _, _, op in run if op is not None for above in op.above())
     if not groups:
         return None
     backwards = " and their backward" if backward else ""

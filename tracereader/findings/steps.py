@@ -17,6 +17,7 @@ from tracereader.findings.finding import (
     ROOFS,
     TABLE,
     Verdict,
+    copies_as_noun,
     counted,
     duration,
     family_as_noun,
@@ -287,10 +288,10 @@ def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
     times = Counter(gpu.compute_by_family)
     times.update({"communication": gpu.exposed_communication_us, "copy": gpu.exposed_copy_us})
     family, us = times.most_common(1)[0]
-    noun = family_as_noun(family)
-    if kernels_us := gpu.compute_by_family.get(family, 0.0) if family == "copy" else 0.0:
-        few_copies = gpu.exposed_copy_us < MOSTLY_KERNELS * us
-        us, noun = (kernels_us, "copy kernels") if few_copies else (us, "copies and copy kernels")
+    noun, kernels_us = family_as_noun(family), gpu.compute_by_family.get("copy", 0.0)
+    if family == "copy" and kernels_us:
+        many_copies = gpu.exposed_copy_us >= MOSTLY_KERNELS * us
+        us, noun = us if many_copies else kernels_us, copies_as_noun(many_copies, by_kernels=True)
         moving = [one for one in work if one.family == "copy"]
         gathering = sum(one.us for one in moving if one.kind == "kernel" and GATHERING.search(one.name))
         noun += ", mostly gathers and scatters" * (2 * gathering > sum(one.us for one in moving))
