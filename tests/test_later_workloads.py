@@ -70,6 +70,8 @@ def test_work_on_cpu_tensors_is_the_first_proposal_for_images_prepared_in_the_st
     costliest = sorted(by_name.items(), key=lambda entry: -entry[1])[:3]
     for name, time in costliest:
         assert ms(re.search(rf"{name} (\S+ [mµ]s)", one.evidence)[1]) == pytest.approx(time, abs=0.06)
+    others = ms(re.search(r"other ops (\S+ [mµ]s)", one.evidence)[1])
+    assert others == pytest.approx(sum(by_name.values()) - sum(time for _, time in costliest), abs=0.06)
     between = ms(re.search(r"Python between the ops (\S+ [mµ]s)$", one.evidence)[1])
     assert between == pytest.approx(took - sum(by_name.values()), abs=0.06)
     # The GPU idles meanwhile, so the step becomes shorter by about this time.

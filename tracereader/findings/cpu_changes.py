@@ -422,16 +422,19 @@ def cpu_tensors(case: Case) -> Proposal | None:
     for op in chain.from_iterable(one.ops for one in typical):
         ns[op.name] += op.dur
     between = sum(us) - sum(length(union((op.start, op.end) for op in one.ops)) for one in typical) / 1e3
-    costliest = [f"{name} {duration(time / 1e3)}" for name, time in ns.most_common(OPS_NAMED)]
+    named = ns.most_common(OPS_NAMED)
+    parts = [f"{name} {duration(time / 1e3)}" for name, time in named]
+    if len(ns) > len(named):
+        parts.append(f"other ops {duration((ns.total() - sum(time for _, time in named)) / 1e3)}")
     several = f" in {len(us)} stretches, the longest" if len(us) > 1 else ""
     functions = _functions_in(case, spans)
     inside = f", in {listed(functions)}" if functions else ""
     return Proposal(
         without_cpu_time(case.graph, spans),
         f"the CPU works for {duration(sum(us))}{several} between {longest.before} and {longest.after}{inside}, and "
-        f"launches nothing for the GPU: {', '.join(costliest)}, Python between the ops {duration(between)}",
+        f"launches nothing for the GPU: {', '.join(parts)}, Python between the ops {duration(between)}",
         "prepare the next batch ahead, in a DataLoader with num_workers, or do this work on the GPU",
-        unrecorded=sum(ns.values()) >= LONG_OP_US * 1e3 * sum(len(one.ops) for one in typical),
+        unrecorded=ns.total() >= LONG_OP_US * 1e3 * sum(len(one.ops) for one in typical),
     )
 
 
