@@ -196,10 +196,13 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
 
     The smallest length that covers half of what the best one covers is chosen, so layers come before tokens.
     """
+    if not nodes:
+        return []
     numbers: dict[Hashable, int] = {}
     kinds = [numbers.setdefault(node.kind, len(numbers)) for node in nodes]
     of_layers = list(accumulate((node.of_layer for node in nodes), initial=0))
-    found = []  # activities covered, runs
+    everything = nodes[-1].end - nodes[0].start
+    found, most = [], 0  # found: activities covered, runs
     for period in _distances(kinds):
         runs, covered, reached = [], 0, 0
         for start, end in _periodic(kinds, period):
@@ -210,8 +213,10 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
                 runs.append((start, period, times))
                 covered += pieces * times
                 reached = start + period * times
+        most = max(most, covered)
         found.append((covered, runs))
-    most = max((covered for covered, _ in found), default=0)
+        if 2 * covered >= everything and all(2 * before < most for before, _ in found[:-1]):
+            return runs  # whatever a larger length covers
     return next((runs for covered, runs in found if 2 * covered >= most), [])
 
 

@@ -146,6 +146,7 @@ class Work(_Slice, eq=False):
     said: object = None  # a KernelName, once it was asked for: see families.says
     after: "Sequence[Work]" = ()  # in a CUDA graph whose edges are recorded, the nodes that it depends on
     recorded: "Recorded | None" = None  # of a replayed CUDA graph, where its capture is known: see figures/captures.py
+    is_annotated: bool = False  # whether its arguments may contain a capture's annotation
 
     @property
     def asked(self) -> Op | None:
@@ -163,21 +164,7 @@ class Work(_Slice, eq=False):
     @property
     def annotation(self) -> str | None:
         """Return the annotation that the capture gave to this node of a CUDA graph; None without one."""
-        if not self.from_graph:
-            return None
-        found = decoded_as(_annotated, self.raw)  # faster than all arguments, and most nodes have no annotation
-        if found and not (found.node and (found.name or found.annotation)):
-            return None
-        return annotation_of(self.args)
-
-
-class _Annotated(msgspec.Struct, gc=False):
-    node: object = msgspec.field(name="graph node id", default=None)
-    name: object = None
-    annotation: object = None
-
-
-_annotated = msgspec.json.Decoder(_Annotated)
+        return annotation_of(self.args) if self.is_annotated and self.from_graph else None
 
 
 def asking_ops(work: Sequence[Work]) -> list[Op | None]:
@@ -696,13 +683,18 @@ def _sort_by_start(slices: list) -> None:
 
 
 class _Ties(msgspec.Struct):
-    """The ids that tie GPU work to its launch, its stream and its CUDA graph."""
+    """The ids that tie GPU work to its launch, its stream and its CUDA graph, and the annotation of a graph's capture.
+
+    The annotation is read here, because a replayed graph has many nodes and reading the arguments twice takes time.
+    """
 
     correlation: int | None = None
     device: int | str | None = None
     stream: int | None = msgspec.field(name="original_stream", default=None)
     graph: int | None = msgspec.field(name="graph id", default=None)
     node: int | None = msgspec.field(name="graph node id", default=None)
+    name: object = None
+    annotation: object = None
 
 
 _ties = msgspec.json.Decoder(_Ties)
@@ -715,7 +707,8 @@ def ties_of(one: _Slice) -> _Ties:
     args = one.args
     device, *numbers = (args.get(name) for name in ("device", "correlation", "original_stream", "graph id"))
     correlation, stream, graph = (number if type(number) is int else None for number in numbers)
-    return _Ties(correlation, device if type(device) in (int, str, type(None)) else str(device), stream, graph)
+    device = device if type(device) in (int, str, type(None)) else str(device)
+    return _Ties(correlation, device, stream, graph, None, args.get("name"), args.get("annotation"))
 
 
 def _calls(ops: list[Op]) -> dict[int, Op]:
@@ -740,6 +733,7 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
         if ties.stream is not None:
             one.track = (one.track[0], ties.stream)
         one.launch = calls.get(ties.correlation)
+        one.is_annotated = bool(ties.name or ties.annotation)
         if ties.graph and one.launch is not None:
             replays.setdefault(ties.graph, {})[id(one.launch)] = one.launch
         if ties.graph and ties.node and one.kind == "node":
