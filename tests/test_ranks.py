@@ -398,6 +398,23 @@ def test_clocks_of_two_hosts_are_aligned_by_their_collectives(tmp_path, capsys, 
     assert f"clocks of 2 {'hosts' if host == 'another' else 'ranks'} aligned" in capsys.readouterr().out
 
 
+def test_hosts_are_known_by_the_names_that_torchs_handler_gives_the_files(tmp_path, capsys):
+    """The number in the name is the process's. rank_3 has the same form, and names no host."""
+    for number, path in enumerate(RUNS["ddp_straggler"]):
+        (process,) = {event["pid"] for event in slices(path) if event["cat"] == "cpu_op"}
+        for folder, name in (("handler", f"node{number}-a_{process}"), ("own", f"rank_{number}")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            copy = tmp_path / folder / f"{name}.1795411832315989345.pt.trace.json.gz"
+            copy.write_bytes(path.read_bytes())
+    paths = {folder: sorted((tmp_path / folder).iterdir()) for folder in ("handler", "own")}
+    assert [one["host"] for one in as_json(capsys, *paths["handler"])["ranks"]] == ["node0-a", "node1-a"]
+    assert [one["host"] for one in as_json(capsys, *paths["own"])["ranks"]] == [None, None]
+    assert cli.main(list(map(str, paths["handler"]))) == 0
+    assert "2 of 2 ranks on 2 hosts" in capsys.readouterr().out
+    recorded = changed(tmp_path, paths["handler"][1], later(0, "node7"))
+    assert as_json(capsys, paths["handler"][0], recorded)["ranks"][1]["host"] == "node7"
+
+
 def of_rank(rank, world_size, host, parts):
     """Return the data of a rank with only these collectives: group, kind, bytes, number, start and end."""
     members = list(dict.fromkeys(one[0] for one in parts))

@@ -367,7 +367,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     path: Path
     zero_us: int  # what its stamps count from
     base_ns: int  # what that counts from: with it, stamps of several traces of one clock are distinguished
-    host: str | None  # where it was recorded, if it is recorded
+    host: str | None  # where it was recorded, if it is known
     steps: tuple[Step, ...]
     has_steps: bool
     steps_by: str | None  # the annotation whose calls count as the steps, if one was asked for
@@ -542,7 +542,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         path=path,
         zero_us=zero,
         base_ns=document.base if type(document.base) is int and abs(document.base) < LATEST_NS else 0,
-        host=document.host if isinstance(document.host, str) and document.host else None,
+        host=_host(document.host, path, ops),
         steps=steps,
         has_steps=steps[0].name.startswith(STEP),
         steps_by=steps_by,
@@ -933,6 +933,23 @@ def _devices(properties: dict[object, dict], work: list[Work], what: str) -> tup
     """Return the names of the devices with work; their numbers if the trace does not name them."""
     used = sorted({one.device for one in work}, key=lambda device: (isinstance(device, str), device))
     return tuple(str(properties.get(device, {}).get("name") or "").strip() or f"{what} {device}" for device in used)
+
+
+# The name that torch.profiler.tensorboard_trace_handler gives a file if the program does not name it.
+HANDLERS_NAME = re.compile(r"(?P<host>.+)_(?P<process>\d{1,9})\.\d+\.pt\.trace\.json(?:\.gz)?")
+
+
+def _host(recorded: object, path: Path, ops: list[Op]) -> str | None:
+    """Return the recorded name of the host, or the one in the file's name; None without either.
+
+    torch 2.15 records it, torch 2.11 does not. A name such as rank_3 has the same form, so the number has to be that of
+    the trace's process.
+    """
+    if isinstance(recorded, str) and recorded:
+        return recorded
+    named = HANDLERS_NAME.fullmatch(path.name)
+    of_process = named is not None and any(op.track[0] == int(named["process"]) for op in ops)
+    return named["host"] if of_process else None
 
 
 def _rank(found: object) -> Rank | None:
