@@ -11,6 +11,7 @@ from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import made, rank_changes
+from tracereader.findings import parallel_changes as parallel
 from tracereader.findings.finding import in_one_unit
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -69,6 +70,8 @@ ASSUMES = {
     "channels_last": "convolutions and normalizations themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
     "keep_parameters": "all parameters fit into memory",
+    "reduce_once": f"compute beside a collective is longer by {parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, "
+    "all parameters and gradients fit into memory",
     "no_recompute": "the activations fit into memory",
     "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
     "CPU reads a result one step later",
@@ -197,13 +200,19 @@ WHY = {
 }  # fmt: skip
 
 
-SHARDED = "tests/traces/h200-x2/sharded"
+ON_TWO = "tests/traces/h200-x2"
 X4, X2 = "tests/traces/h200-x4", "traces/reference/nvidia-h200-x2/06_training/4x1024x1024x16_bf16_warm_eager"
 # Runs of several ranks before and after a change, as patterns of their traces, and the change.
 RANK_PAIRS = (
     (f"{X2}_ddp_slow1_x2_rank*", "balance_ranks", f"{X2}_ddp_x2_rank*"),
     (f"{X2}_ddp_bucket10000_x2_rank*", "bucket_size", f"{X2}_ddp_x2_rank*"),
-    (f"{SHARDED}_default/*", "keep_parameters", f"{SHARDED}_keep/*"),
+    *((f"{ON_TWO}/{before}/*", change, f"{ON_TWO}/{after}/*") for before, change, after in (
+        ("sharded_default", "keep_parameters", "sharded_keep"),
+        ("accumulated_ddp_every", "reduce_once", "accumulated_ddp_once"),
+        ("accumulated_fsdp_every", "reduce_once", "accumulated_fsdp_once"),
+        ("communicated_ddp_float32", "in_two_bytes", "communicated_ddp_bf16"),
+        ("communicated_fsdp_float32", "in_two_bytes", "communicated_fsdp_bf16"),
+    )),
     *((f"{X4}/{before}/*", change, f"{X4}/{after}/*") for before, change, after in (
         ("gradients_one_bucket", "bucket_size", "gradients_buckets"),
         ("pipeline_few", "microbatches", "pipeline_many"), ("pipeline_uneven", "balance_stages", "pipeline_few"),
@@ -314,7 +323,7 @@ def _traces(pattern: str) -> list[Path]:
 
 def _ranks_in(pattern: str) -> str:
     """Return a run of several ranks as the table names it."""
-    if pattern.startswith((X4, SHARDED)):
+    if pattern.startswith((X4, ON_TWO)):
         return f"{pattern.split('/')[-2].replace('_', '/', 1)} ({4 if pattern.startswith(X4) else 2})"
     return f"{pattern.removeprefix(f'{X2}_').removesuffix('_x2_rank*')} (2)"
 

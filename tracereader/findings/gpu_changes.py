@@ -16,7 +16,7 @@ from tracereader.figures.intervals import minus, union
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal
 from tracereader.replay import (
     Graph,
     fused,
@@ -36,8 +36,6 @@ from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import (
     ACCUMULATES,
     AUTOGRAD,
-    GATHERS,
-    GATHERS_AGAIN,
     INDUCTORS_CALL,
     LOADER,
     OPTIMIZERS,
@@ -724,29 +722,6 @@ def no_recompute(case: Case) -> Proposal | None:
     )
 
 
-def keep_parameters(case: Case) -> Proposal | None:
-    """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
-    if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
-        return None
-    in_typical = _gathered_again(case.step)
-    if not in_typical:
-        return None
-    work = [one for op in in_typical for below in op.walk() for one in below.work]
-    gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
-    return Proposal(
-        without_ops(case.graph, [op for step in case.steps for op in _gathered_again(step)]),
-        f"the backward pass gathers the parameters of {counted(gathered, 'block')} again: "
-        f"{duration(sum(one.us for one in work))} of GPU work, {duration(sum(op.us for op in in_typical))} of CPU time",
-        "fully_shard(…, reshard_after_forward=False), as far as memory allows",
-    )
-
-
-def _gathered_again(step: Step) -> list[Op]:
-    """Return FSDP's annotations of gathering a block's parameters for the backward pass."""
-    gathers = labels(step, GATHERS)
-    return [op for op in gathers if any(above.name.startswith(GATHERS_AGAIN) for above in op.above())]
-
-
 def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
     """Return the spans from the first to the last of these ops within each parent op of the backward."""
     by_parent = defaultdict(list)
@@ -846,7 +821,6 @@ GPU_CHANGES = (
     Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
     Change("channels_last", "keep images in the channels_last layout", channels_last),
     Change("layout_copies", "drop copies that only change a tensor's layout", layout_copies),
-    Change("keep_parameters", "keep gathered parameters for the backward pass", keep_parameters),
     Change("no_recompute", "keep activations instead of recomputing them", no_recompute),
     Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
     Change("small_grids", "give small kernels more blocks", small_grids),

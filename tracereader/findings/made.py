@@ -28,7 +28,7 @@ from tracereader.findings.faster import (
 from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
-from tracereader.trace.labels import LOOKUP
+from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -324,6 +324,15 @@ def _keep_parameters(before: Side, after: Side) -> bool:
     return 0 < now <= 2 / 3 * was and _same_products(before, after)
 
 
+def _reduce_once(before: Side, after: Side) -> bool:
+    """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
+    was, now = (
+        sum(count for name, count in side.ops.items() if name.startswith((REDUCERS_CALLS, "c10d::_reduce_scatter_")))
+        for side in (before, after)
+    )
+    return 0 < now <= 2 / 3 * was and _same_products(before, after)
+
+
 def _overlap_copies(before: Side, after: Side) -> bool:
     """As many bytes are copied to and from the GPU, and at most half of the time of exposed copies remains."""
     was, now = (
@@ -459,6 +468,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "recompile": _recompile,
     "no_gradients": _no_gradients,
     "keep_parameters": _keep_parameters,
+    "reduce_once": _reduce_once,
     "no_recompute": _no_recompute,
     "overlap_copies": _overlap_copies,
 }

@@ -14,10 +14,12 @@ import msgspec
 from tracereader import progress
 from tracereader.figures import summarize
 from tracereader.figures.gpu_time import is_communication
+from tracereader.figures.hardware import common_peaks
 from tracereader.figures.intervals import Lengths, union
 from tracereader.figures.rank import is_collective
 from tracereader.figures.ranks import Collective, RankFigures, RanksSummary
 from tracereader.findings.finding import duration, size
+from tracereader.findings.gpu_changes import TWO_BYTES, moving_us
 from tracereader.findings.opportunities import each_priced
 from tracereader.findings.opportunity import (
     WORTH_SHOWING,
@@ -46,6 +48,9 @@ from tracereader.findings.ranks import (
 )
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
+from tracereader.trace.families import says
+from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, SHARDING
+from tracereader.trace.types import dtype_of
 
 # DistributedDataParallel's default bucket_cap_mb.
 BUCKET_BYTES = 25 * 2**20
@@ -59,6 +64,10 @@ BESIDE_A_WAIT = 0.2
 # Kernels of half the size take this much longer together. In pipelines of two and four H200s it was 1.08 and 1.09.
 SMALLER_IS_SLOWER = 1.08
 SHARDED = ("all-gather", "reduce-scatter")
+OF_TRAINING = ("all-reduce", *SHARDED)
+# The bytes that casting a float32 value to bf16, dividing it by the number of ranks and casting it back read and write,
+# for each of its four bytes.
+CASTS = 4
 _start = attrgetter("start")
 EVEN_OUT = {
     "computes": "give each rank the same amount of work (sort or pack samples by length, split layers evenly)",
@@ -274,6 +283,60 @@ def bucket_size(case: RankCase) -> Proposal | None:
     )
 
 
+def in_two_bytes(case: RankCase) -> Proposal | None:
+    """Return the proposal to communicate float32 gradients, and FSDP's float32 parameters, in bf16.
+
+    Their transfers take half as long. DDP's gradients are cast before and after it. FSDP casts its own part only, and
+    the casts of autocast are gone, so nothing is added there.
+    """
+    found = {work: one for work, one in case.matched.items() if one.kind in OF_TRAINING and _is_wide(work, one)}
+    if not found or (peaks := common_peaks(case.trace.devices)) is None:
+        return None
+    of_ddp = {work for work, one in found.items() if one.kind == "all-reduce"}
+    if not of_ddp and not _multiplies_in_two_bytes(case.computing):
+        return None  # the products would change, too
+    times = {work: work.us - one.transfer_us / 2 for work, one in found.items()}
+    computing = sorted(case.computing, key=_start)
+    starts = [one.start for one in computing]
+    for work in of_ddp if computing else ():
+        before = computing[max(0, bisect.bisect_right(starts, work.start) - 1)]
+        times[before] = times.get(before, before.us) + moving_us(CASTS * found[work].bytes, peaks)
+    moved = per_step(case.rank, sum(one.bytes for one in found.values()))
+    what, how = "float32 gradients", "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+    if len(of_ddp) < len(found):
+        what, how = "float32 parameters and gradients", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        how = f"fully_shard(…, mp_policy={how})"
+    return Proposal(
+        with_durations(case.graph, times),
+        f"rank {case.rank.rank} communicates {size(round(moved))} of {what} per step, whose transfers take "
+        f"{case.per_step(sum(one.transfer_us for one in found.values()))}",
+        f"{how}, if the training converges with gradients in bf16",
+        assumed=True,
+    )
+
+
+def _is_wide(work: Work, collective: Collective) -> bool:
+    """Return whether DDP or FSDP communicates float32 values by this collective."""
+    above = list(work.launch.above()) if work.launch is not None else []
+    named = tuple(op.name for op in above)
+    of_fsdp = any(name.startswith(SHARDING) for name in named)
+    of_ddp = ALL_REDUCE in named and any(name.startswith(AUTOGRAD) for name in named)
+    described = next((op for op in above if op.name == DESCRIBES_COLLECTIVE), None)
+    if described is None or not collective.bytes or not (of_ddp if collective.kind == "all-reduce" else of_fsdp):
+        return False
+    dtype = dtype_of(described.args.get("dtype"))
+    return dtype is not None and dtype.name == "fp32"
+
+
+def _multiplies_in_two_bytes(computing: Sequence[Work]) -> bool:
+    """Return whether most of the time of matrix products is in bf16 or fp16, by their kernels' names."""
+    times = Counter()
+    for one in computing:
+        if (found := says(one)).multiplies:
+            times[found.parts.get("types") in TWO_BYTES] += one.dur
+    return times[True] > times[False]
+
+
 def _next_after_the_straggler(summary: RanksSummary) -> RankFigures | None:
     """Return the rank that waits least apart from the straggler; None without a straggler."""
     slow = straggler(summary)
@@ -390,6 +453,7 @@ def _how_to_balance(why: Loss | None) -> str:
 RANK_CHANGES: Sequence[RankChange] = (
     RankChange("overlap_communication", "hide communication behind compute", _keeps_pace, overlap_communication),
     RankChange("bucket_size", "reduce gradients in smaller buckets", _keeps_pace, bucket_size),
+    RankChange("in_two_bytes", "communicate in bf16 instead of float32", _keeps_pace, in_two_bytes),
     RankChange("balance_ranks", "even out the ranks", _next_after_the_straggler, balance_ranks),
     RankChange("microbatches", "split the step into more microbatches", _in_a_pipeline, more_microbatches),
     RankChange("balance_stages", "even out the stages of the pipeline", _slowest_of_a_pipeline, balance_stages),
@@ -455,6 +519,25 @@ def _gathers_less(before: RanksSummary, after: RanksSummary) -> bool:
     return 0 < gathers[1] <= 2 / 3 * gathers[0] and scatters[0] == scatters[1]
 
 
+def _reductions(summary: RanksSummary) -> tuple[float, float]:
+    """Return the number of collectives that reduce gradients per step, and their bytes together."""
+    reduced = [one.bytes or 0 for one in summary.matched if one.kind in ("all-reduce", "reduce-scatter")]
+    steps = max(1, len(summary.steps))
+    return len(reduced) / steps, sum(reduced) / steps
+
+
+def _reduces_less_often(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job has at most two thirds of the reductions of another, of the same mean size."""
+    (was, of), (now, later) = _reductions(before), _reductions(after)
+    return 0 < now <= 2 / 3 * was and of > 0 and abs(later / now / (of / was) - 1) <= SAME_WORK
+
+
+def _sends_half(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job has as many reductions as another, of about half the size."""
+    (was, of), (now, later) = _reductions(before), _reductions(after)
+    return 0 < was == now and of > 0 and abs(2 * later / of - 1) <= SAME_WORK
+
+
 # The share by which the number of kernels or bytes of two jobs may differ if one job makes a change of the other, and
 # the factor for the kernels' times. DDP's buckets made compute 1.2 times as long on four H200s.
 SAME_WORK, SAME_TIME = 0.1, 1.5
@@ -464,6 +547,8 @@ MADE: dict[str, Callable[[RanksSummary, RanksSummary], bool]] = {
     "bucket_size": _reduces_in_buckets,
     "balance_ranks": _evens_out,
     "keep_parameters": _gathers_less,
+    "reduce_once": _reduces_less_often,
+    "in_two_bytes": _sends_half,
     "microbatches": _splits,
     "balance_stages": _evens_out_stages,
 }

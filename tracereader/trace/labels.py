@@ -15,17 +15,21 @@ ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
+DDPS_FORWARD = "DistributedDataParallel.forward"
 # torch's own annotations that mark parts of a step that users look for.
-PHASES = (
-    LOADER, OPTIMIZERS, "DataParallel.forward", "DistributedDataParallel.forward",
-    "FullyShardedDataParallel.forward",
-)  # fmt: skip
+PHASES = (LOADER, OPTIMIZERS, "DataParallel.forward", DDPS_FORWARD, "FullyShardedDataParallel.forward")
 SHARDING = ("FSDP::", "FullyShardedDataParallel.")
 # FSDP's annotations of gathering a block's parameters, and of what gathers them again for the backward pass.
 GATHERS = ("FSDP::all_gather ", "FSDP::all_gather_copy_out ")
 GATHERS_AGAIN = ("FSDP::pre_backward ", "FSDP::backward_prefetch ")
+# The beginning of the whole model's forward pass with FSDP, and the reduction of a block's gradients.
+FSDPS_FORWARD, REDUCES_A_BLOCK = "FSDP::root_pre_forward", "FSDP::post_backward_reduce "
+# DDP's copies of gradients out of its buckets and into them, the latter once for each parameter; and the call that
+# reduces a bucket.
+REDUCERS_CALLS, ALL_REDUCE = "torch::distributed::reducer::", "c10d::allreduce_"
+DDPS_COPIES = ("torch.distributed.ddp.reducer::", REDUCERS_CALLS)
 # Ops and annotations of the wrappers of data parallelism around the model's own ops: they copy, scale and shard.
-WRAPPERS = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::", "FSDP::", "fsdp::")
+WRAPPERS = (*DDPS_COPIES, "FSDP::", "fsdp::")
 # The annotation of a process group's collective. On a CPU the collective runs in that time; on a GPU it is launched.
 COLLECTIVE = re.compile(r"(nccl|gloo|mpi|xccl|ucc|hccl):(\w+)")
 ON_CPU = ("gloo", "mpi")

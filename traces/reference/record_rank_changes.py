@@ -7,6 +7,7 @@ first, for all variants, because the profiler slows a process for good. On a mac
 and the backend is gloo; this only shows that the script works.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -18,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -180,6 +182,58 @@ def sharded(variant, device):
     return step
 
 
+def float32(variant, device, **options):
+    """Blocks with float32 weights in DDP or FSDP, their optimizer, and a function that returns the loss in bf16."""
+    model = blocks(6, device).float()
+    if variant.startswith("ddp"):
+        run = DistributedDataParallel(model)
+    else:
+        for block in model:
+            fully_shard(block, **options)
+        run = fully_shard(model, **options)
+    x = torch.randn(TOKENS // 8, DIM, device=device)
+
+    def loss():
+        with torch.autocast(device.type, torch.bfloat16):
+            return run(x).square().mean()
+
+    return run, torch.optim.AdamW(model.parameters(), lr=1e-4), loss
+
+
+def accumulated(variant, device):
+    """Four microbatches, of which each one or only the last reduces gradients."""
+    run, optimizer, loss = float32(variant, device)
+
+    def step():
+        for number in range(4):
+            last = number == 3
+            if variant == "fsdp_once":
+                run.set_requires_gradient_sync(last)
+                run.set_reshard_after_backward(last)
+            with run.no_sync() if variant == "ddp_once" and not last else contextlib.nullcontext():
+                (loss() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def communicated(variant, device):
+    """Gradients, and FSDP's parameters, are communicated in float32 or in bf16."""
+    in_bf16 = variant.endswith("bf16")
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if in_bf16 else {}
+    run, optimizer, loss = float32(variant, device, **options)
+    if variant == "ddp_bf16":
+        run.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+    def step():
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 WORKLOADS = {
     pipeline: ("few", "many", "uneven"),
     mesh: ("slow", "even"),
@@ -187,6 +241,8 @@ WORKLOADS = {
     experts: ("skewed", "even"),
     launches: ("late", "even", "compile"),
     sharded: ("default", "prefetch", "keep"),
+    accumulated: ("ddp_every", "ddp_once", "fsdp_every", "fsdp_once"),
+    communicated: ("ddp_float32", "ddp_bf16", "fsdp_float32", "fsdp_bf16"),
 }
 
 

@@ -1,0 +1,151 @@
+"""Changes of data parallel training: how often a rank gathers parameters and reduces gradients."""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from tracereader.figures.gpu_time import is_communication
+from tracereader.figures.intervals import Lengths, union
+from tracereader.findings.finding import counted, duration
+from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.replay import with_durations, without_ops
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.labels import (
+    ALL_REDUCE,
+    AUTOGRAD,
+    DDPS_COPIES,
+    DDPS_FORWARD,
+    FSDPS_FORWARD,
+    GATHERS,
+    GATHERS_AGAIN,
+    OPTIMIZER,
+    REDUCES_A_BLOCK,
+)
+
+# The share of the time beside a collective by which compute is longer. With float32 weights in DDP and FSDP on two
+# H200s, it was 38% to 51% over NVLink, and 18% to 45% through the host's memory.
+SLOWER_BESIDE = 0.4
+_start = attrgetter("start")
+
+
+def keep_parameters(case: Case) -> Proposal | None:
+    """Return a proposal to keep the parameters that FSDP gathers for the forward pass until the backward pass."""
+    if not case.has(lambda name: name.startswith(GATHERS_AGAIN)):
+        return None
+    in_typical = _gathered_again(case.step)
+    if not in_typical:
+        return None
+    work = [one for op in in_typical for below in op.walk() for one in below.work]
+    gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
+    return Proposal(
+        without_ops(case.graph, [op for step in case.steps for op in _gathered_again(step)]),
+        f"the backward pass gathers the parameters of {counted(gathered, 'block')} again: "
+        f"{duration(sum(one.us for one in work))} of GPU work, {duration(sum(op.us for op in in_typical))} of CPU time",
+        "fully_shard(…, reshard_after_forward=False), as far as memory allows",
+    )
+
+
+def _gathered_again(step: Step) -> list[Op]:
+    """Return FSDP's annotations of gathering a block's parameters for the backward pass."""
+    gathers = labels(step, GATHERS)
+    return [op for op in gathers if _is_for_backward(op)]
+
+
+def reduce_once(case: Case) -> Proposal | None:
+    """Return a proposal to reduce gradients in the last of several backward passes before an optimizer step only."""
+    passes, repeated = _repeated(case.trace.steps)
+    in_typical = list(_between(repeated, case.step.start, case.step.end))
+    if not in_typical:
+        return None
+    ops = [op for step in case.steps for op in _between(repeated, step.start, step.end)]
+    work = [one for op in in_typical for below in op.walk() for one in below.work]
+    communication_us = sum(one.us for one in work if is_communication(one))
+    others_us = sum(one.us for one in work) - communication_us
+    gathers, reduces = (any(op.name.startswith(GATHERS) is it for op in in_typical) for it in (True, False))
+    seen = ", and ".join(
+        [f"{passes} backward passes before an optimizer step each reduce the gradients"] * reduces
+        + [f"{passes} forward passes{' before an optimizer step' * (not reduces)} each gather the parameters"] * gathers
+    )
+    how = "model.no_sync() around all forward and backward passes but the last"
+    if gathers:
+        calls = ["model.set_requires_gradient_sync(False)"] * reduces + ["model.set_reshard_after_backward(False)"]
+        how = f"{' and '.join(calls)} for all backward passes but the last, as far as memory allows"
+    return Proposal(
+        with_durations(without_ops(case.graph, ops), dict(_sped_up(case.steps, ops))),
+        f"{seen}; the repetitions take {duration(communication_us)} of communication"
+        + f" and {duration(others_us)} of copies and scaling" * bool(others_us),
+        how,
+        assumed=True,
+        title=None if reduces else "gather parameters once per optimizer step",
+    )
+
+
+def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
+    """Return the most backward passes before an optimizer step, and what all but one of them repeat, by start.
+
+    This is the reduction of gradients in all passes but the last, and with FSDP the gathering of parameters in all
+    forward passes but the first. Passes may be in several steps. Passes that reduce different numbers of buckets or
+    blocks are left out, because they may belong to several models, unless only the last one reduces any. Without any
+    optimizer step the result is empty.
+    """
+    begins, updates = (
+        sorted(op.start for step in steps for op in labels(step, names))
+        for names in ((DDPS_FORWARD, FSDPS_FORWARD), OPTIMIZER)
+    )
+    if len(begins) < 2 or not updates:
+        return 0, []
+    reductions: dict[int, list[Op]] = defaultdict(list)  # by the number of the forward pass before them
+    for op in _reductions(steps):
+        reductions[bisect.bisect_right(begins, op.start) - 1].append(op)
+    of_update: dict[int, list[int]] = defaultdict(list)  # by optimizer step, the numbers of the forward passes
+    for number, begin in enumerate(begins):
+        of_update[bisect.bisect_right(updates, begin)].append(number)
+    copies = [op for step in steps for op in step.named(lambda name: name.startswith(DDPS_COPIES))]
+    gathers = [op for step in steps for op in labels(step, GATHERS) if not _is_for_backward(op)]
+    most, found = 0, []
+    for update, numbers in of_update.items():
+        *early, last = numbers
+        needed = len(reductions[last])
+        if not early or not needed or {len(reductions[number]) for number in early} not in ({needed}, {0}):
+            continue
+        most = max(most, len(numbers))
+        found += [op for number in early for op in reductions[number]]
+        found += _between(copies, begins[early[0]], begins[last])
+        found += _between(gathers, begins[numbers[1]], updates[update] if update < len(updates) else steps[-1].end)
+    return most, sorted(found, key=_start)
+
+
+def _reductions(steps: Sequence[Step]) -> Iterator[Op]:
+    """Yield the calls with which DDP reduces gradients, and the annotations in which FSDP does."""
+    for step in steps:
+        yield from labels(step, REDUCES_A_BLOCK)
+        for op in step.named(ALL_REDUCE.__eq__):  # one outside backward is the program's own, such as the loss's
+            if any(above.name.startswith(AUTOGRAD) for above in op.above()):
+                yield op
+
+
+def _between(ops: Sequence[Op], start: int, end: int) -> Iterator[Op]:
+    return (op for op in ops if start <= op.start < end)
+
+
+def _sped_up(steps: Sequence[Step], gone: Sequence[Op]) -> Iterator[tuple[Work, float]]:
+    """Yield the kernels beside collectives that are gone, each with its shorter time (µs)."""
+    removed = {id(one): one for op in gone for below in op.walk() for one in below.work}
+    beside = Lengths(union((one.start, one.end) for one in removed.values() if is_communication(one)))
+    for step in steps:
+        for one in step.work:
+            if one.kind != "kernel" or id(one) in removed or is_communication(one):
+                continue
+            if together := beside.between(one.start, one.end):
+                yield one, one.us - SLOWER_BESIDE * together / 1e3
+
+
+def _is_for_backward(op: Op) -> bool:
+    return any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
+
+
+PARALLEL_CHANGES = (
+    Change("keep_parameters", "keep gathered parameters for the backward pass", keep_parameters),
+    Change("reduce_once", "reduce gradients once per optimizer step", reduce_once),
+)
