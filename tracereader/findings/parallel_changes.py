@@ -63,18 +63,17 @@ def reduce_once(case: Case) -> Proposal | None:
     communication_us = sum(one.us for one in work if is_communication(one))
     others_us = sum(one.us for one in work) - communication_us
     gathers, reduces = (any(op.name.startswith(GATHERS) is it for op in in_typical) for it in (True, False))
-    seen = ", and ".join(
-        [f"{passes} backward passes before an optimizer step each reduce the gradients"] * reduces
-        + [f"{passes} forward passes{' before an optimizer step' * (not reduces)} each gather the parameters"] * gathers
-    )
-    how = "model.no_sync() around all forward and backward passes but the last"
+    does = " and ".join(["gathers the parameters"] * gathers + ["reduces the gradients"] * reduces)
+    how = "model.no_sync() around all passes but the last"
     if gathers:
         calls = ["model.set_requires_gradient_sync(False)"] * reduces + ["model.set_reshard_after_backward(False)"]
-        how = f"{' and '.join(calls)} for all backward passes but the last, as far as memory allows"
+        how = f"{' and '.join(calls)} for all passes but the last, as far as memory allows"
     return Proposal(
         with_durations(without_ops(case.graph, ops), dict(_sped_up(case.steps, ops))),
-        f"{seen}; the repetitions take {duration(communication_us)} of communication"
-        + f" and {duration(others_us)} of copies and scaling" * bool(others_us),
+        f"each of {passes} passes before an optimizer step {does}; the repetitions take "
+        f"{duration(communication_us)} of communication"
+        + f" and {duration(others_us)} of copies and scaling"
+        * bool(others_us),
         how,
         assumed=True,
         title=None if reduces else "gather parameters once per optimizer step",
