@@ -70,6 +70,7 @@ ASSUMES = {
     "channels_last": "convolutions and normalizations themselves take as long",
     "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
     "keep_parameters": "all parameters fit into memory",
+    "keep_buffers": "batch norms in training read no buffers",
     "reduce_once": f"compute beside a collective is longer by {parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, "
     "all parameters and gradients fit into memory",
     "no_recompute": "the activations fit into memory",
@@ -210,6 +211,7 @@ RANK_PAIRS = (
         ("sharded_default", "keep_parameters", "sharded_keep"),
         ("accumulated_ddp_every", "reduce_once", "accumulated_ddp_once"),
         ("accumulated_fsdp_every", "reduce_once", "accumulated_fsdp_once"),
+        ("buffers_sent", "keep_buffers", "buffers_kept"),
         ("communicated_ddp_float32", "in_two_bytes", "communicated_ddp_bf16"),
         ("communicated_fsdp_float32", "in_two_bytes", "communicated_fsdp_bf16"),
     )),

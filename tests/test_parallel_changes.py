@@ -20,10 +20,10 @@ FOLDER = ROOT / "tests/traces/h200-x2"
 PAIRS = (
     ("accumulated_ddp_every", "reduce_once", "accumulated_ddp_once"),
     ("accumulated_fsdp_every", "reduce_once", "accumulated_fsdp_once"),
+    ("buffers_sent", "keep_buffers", "buffers_kept"),
     ("communicated_ddp_float32", "in_two_bytes", "communicated_ddp_bf16"),
     ("communicated_fsdp_float32", "in_two_bytes", "communicated_fsdp_bf16"),
 )
-JOBS = sorted({job for before, _, after in PAIRS for job in (before, after)})
 FORWARDS = ("DistributedDataParallel.forward", "FSDP::root_pre_forward")
 REDUCERS = ("torch.distributed.ddp.reducer::", "torch::distributed::reducer::")
 
@@ -77,7 +77,7 @@ def test_the_step_after_a_change_is_predicted_as_measured(before, change, after,
     found = proposed(before, capsys)[change]
     was, now = (max(document(path)["unprofiled_step_us"] for path in ranks_of(job)) for job in (before, after))
     assert found["unprofiled_step_us"] == pytest.approx(was, rel=0.01)
-    assert found["unprofiled_step_us_after"] == pytest.approx(now, rel=0.15) and now < 0.7 * was
+    assert found["unprofiled_step_us_after"] == pytest.approx(now, rel=0.15) and now < 0.96 * was
     assert change not in proposed(after, capsys)
 
 
@@ -211,23 +211,39 @@ def test_bf16_is_not_proposed_for_other_collectives(tmp_path, change, capsys):
     assert "in_two_bytes" not in {one["change"] for one in as_json(capsys, *paths)["opportunities"]}
 
 
-def test_two_jobs_show_which_change_was_made():
-    jobs = {job: opened(ranks_of(job), View())[0] for job in JOBS}
-    for before in JOBS:
-        for after in JOBS:
-            shown = {change for was, change, now in PAIRS if (was, now) == (before, after)}
-            # FSDP's and DDP's programs differ in more than a change.
-            if before.split("_")[1] == after.split("_")[1] and before.split("_")[0] == after.split("_")[0]:
-                assert {one for one in ("reduce_once", "in_two_bytes") if rank_changes.MADE[one](
-                    jobs[before], jobs[after]
-                )} == shown  # fmt: skip
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_two_jobs_show_which_change_was_made(before, change, after):
+    first, second = (opened(ranks_of(job), View())[0] for job in (before, after))
+    judged = {one for _, one, _ in PAIRS}
+    for pair, shown in (((first, second), {change}), ((second, first), set()), ((first, first), set())):
+        assert {one for one in judged if rank_changes.MADE[one](*pair)} == shown
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_traces_of_one_rank_show_that_gradients_are_reduced_once(kind):
-    every, once = (compare.Side(measured_of(ranks_of(f"accumulated_{kind}_{how}")[0])) for how in ("every", "once"))
-    assert made.MADE["reduce_once"](every, once)
-    assert not made.MADE["reduce_once"](once, every) and not made.MADE["reduce_once"](every, every)
+@pytest.mark.parametrize(("before", "change", "after"), [pair for pair in PAIRS if pair[1] in made.MADE])
+def test_two_traces_of_one_rank_show_which_change_was_made(before, change, after):
+    first, second = (compare.Side(measured_of(ranks_of(job)[0])) for job in (before, after))
+    judge = made.MADE[change]
+    assert judge(first, second) and not judge(second, first) and not judge(first, first)
+
+
+def test_the_time_in_which_ddp_sends_buffers_is_summed():
+    """Each forward pass begins with it: the buffers are flattened, sent, and copied back."""
+    path = ranks_of("buffers_sent")[0]
+    found = {one.change: one for one in proposals(path)}
+    assert "cpu_tensors" not in found, "flattening makes views of tensors on the GPU"
+    events, said = slices(path), []
+    for step in marks(events):
+        inside = on_cpu(events, step["ts"], end(step))
+        (forward,) = (e for e in inside if e["name"] in FORWARDS)
+        first = next(e["ts"] for e in inside if e["name"] == "aten::conv2d")
+        ops = [e for e in inside if e["cat"] == "cpu_op" and forward["ts"] < e["ts"] < first]
+        outermost = [e for e in ops if not any(is_inside(e, [other]) for other in ops if other is not e)]
+        copies = [e for e in outermost if e["name"] == "aten::copy_"]
+        said.append(
+            f"sends {len(copies)} buffers of rank 0 to all ranks before each forward pass: "
+            f"{duration(sum(e['dur'] for e in outermost))} of CPU time"
+        )
+    assert any(found["keep_buffers"].evidence.endswith(one) for one in said)
 
 
 def test_a_job_that_reduces_in_each_pass_reads_in_80_columns(capsys, monkeypatch):

@@ -324,6 +324,12 @@ def _keep_parameters(before: Side, after: Side) -> bool:
     return 0 < now <= 2 / 3 * was and _same_products(before, after)
 
 
+def _keep_buffers(before: Side, after: Side) -> bool:
+    """No tensor is sent to all ranks, and the number of products and convolutions is the same."""
+    was, now = (side.ops["c10d::broadcast_"] for side in (before, after))
+    return was > now == 0 and _same_heavy(before, after)
+
+
 def _reduce_once(before: Side, after: Side) -> bool:
     """DDP or FSDP reduces gradients at most two thirds as often, and the number of products is the same."""
     was, now = (
@@ -468,6 +474,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "recompile": _recompile,
     "no_gradients": _no_gradients,
     "keep_parameters": _keep_parameters,
+    "keep_buffers": _keep_buffers,
     "reduce_once": _reduce_once,
     "no_recompute": _no_recompute,
     "overlap_copies": _overlap_copies,

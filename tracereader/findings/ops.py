@@ -33,9 +33,8 @@ SLICES = ("aten::select", "aten::slice", "aten::unbind", "aten::split", "aten::c
 # A loop writes into memory that these ops allocate. One batched call allocates its result itself.
 EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty")
 # Ops that read and write no values, and take the CPU time for tensors on any device: they make views or allocate.
-NO_VALUES = VIEWS.union(
-    SLICES, EMPTY, ("aten::empty_strided", "aten::flatten", "aten::movedim", "aten::unflatten", "aten::view_as")
-)
+ALSO_VIEWS = ("aten::flatten", "aten::movedim", "aten::unflatten", "aten::unflatten_dense_tensors", "aten::view_as")
+NO_VALUES = VIEWS.union(SLICES, EMPTY, ALSO_VIEWS, ("aten::empty_strided",))
 # The names of ops of autograd and of torch.distributed, which do not compute by themselves, begin so.
 NO_COMPUTATION = (AUTOGRAD, GIVES_GRADIENT, "c10d::", "_c10d_functional::", "symm_mem::", *WRAPPERS)
 COMPILED_ROWS = (LOOKUP, REGION, PROLOGUE)

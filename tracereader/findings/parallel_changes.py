@@ -3,19 +3,21 @@
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain, takewhile
 from operator import attrgetter
 
 from tracereader.figures.gpu_time import is_communication
 from tracereader.figures.intervals import Lengths, union
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
-from tracereader.replay import with_durations, without_ops
+from tracereader.replay import with_durations, without_cpu_time, without_ops
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.labels import (
     ALL_REDUCE,
     AUTOGRAD,
     DDPS_COPIES,
     DDPS_FORWARD,
+    DESCRIBES_COLLECTIVE,
     FSDPS_FORWARD,
     GATHERS,
     GATHERS_AGAIN,
@@ -26,6 +28,15 @@ from tracereader.trace.labels import (
 # The share of the time beside a collective by which compute is longer. With float32 weights in DDP and FSDP on two
 # H200s, it was 38% to 51% over NVLink, and 18% to 45% through the host's memory.
 SLOWER_BESIDE = 0.4
+# DDP flattens the buffers of one type, sends them, and copies them back into the model's tensors.
+BROADCAST, COPY = "c10d::broadcast_", "aten::copy_"
+SENDS_BUFFERS = (
+    "aten::flatten_dense_tensors",
+    BROADCAST,
+    DESCRIBES_COLLECTIVE,
+    "aten::unflatten_dense_tensors",
+    COPY,
+)
 _start = attrgetter("start")
 
 
@@ -144,7 +155,34 @@ def _is_for_backward(op: Op) -> bool:
     return any(above.name.startswith(GATHERS_AGAIN) for above in op.above())
 
 
+def keep_buffers(case: Case) -> Proposal | None:
+    """Return a proposal not to send the model's buffers, such as a batch norm's, to all ranks in each forward pass."""
+    in_typical = [op for some in _broadcasts(case.step) for op in some]
+    if not in_typical:
+        return None
+    stretches = [some for step in case.steps for some in _broadcasts(step)]
+    spans = [(some[0].track, some[0].start, some[-1].end) for some in stretches]
+    copied = sum(op.name == COPY for op in in_typical)
+    return Proposal(
+        without_ops(without_cpu_time(case.graph, spans), chain.from_iterable(stretches)),
+        f"DistributedDataParallel sends {counted(copied, 'buffer')} of rank 0 to all ranks before each forward pass: "
+        f"{duration(sum(op.us for op in in_typical))} of CPU time",
+        "DistributedDataParallel(…, broadcast_buffers=False), if only rank 0 evaluates and saves the model",
+    )
+
+
+def _broadcasts(step: Step) -> Iterator[list[Op]]:
+    """Yield the ops with which each forward pass of DDP begins by sending buffers, if it does."""
+    for forward in labels(step, DDPS_FORWARD):
+        leading = list(takewhile(lambda op: op.name in SENDS_BUFFERS, forward.children))
+        while leading and leading[-1].name != COPY:
+            del leading[-1]
+        if any(op.name == BROADCAST for op in leading):
+            yield leading
+
+
 PARALLEL_CHANGES = (
     Change("keep_parameters", "keep gathered parameters for the backward pass", keep_parameters),
+    Change("keep_buffers", "keep each rank's own buffers", keep_buffers),
     Change("reduce_once", "reduce gradients once per optimizer step", reduce_once),
 )

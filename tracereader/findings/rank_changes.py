@@ -532,6 +532,17 @@ def _reduces_less_often(before: RanksSummary, after: RanksSummary) -> bool:
     return 0 < now <= 2 / 3 * was and of > 0 and abs(later / now / (of / was) - 1) <= SAME_WORK
 
 
+def _sends_no_buffers(before: RanksSummary, after: RanksSummary) -> bool:
+    """Return whether a job has no broadcasts where another has some, and otherwise the same collectives."""
+    was, now = (Counter(one.kind for one in summary.matched) for summary in (before, after))
+    steps = max(1, len(before.steps)), max(1, len(after.steps))
+    others = [
+        {kind: count / each for kind, count in kinds.items() if kind != "broadcast"}
+        for kinds, each in zip((was, now), steps, strict=True)
+    ]
+    return was["broadcast"] > now["broadcast"] == 0 and others[0] == others[1]
+
+
 def _sends_half(before: RanksSummary, after: RanksSummary) -> bool:
     """Return whether a job has as many reductions as another, of about half the size."""
     (was, of), (now, later) = _reductions(before), _reductions(after)
@@ -547,6 +558,7 @@ MADE: dict[str, Callable[[RanksSummary, RanksSummary], bool]] = {
     "bucket_size": _reduces_in_buckets,
     "balance_ranks": _evens_out,
     "keep_parameters": _gathers_less,
+    "keep_buffers": _sends_no_buffers,
     "reduce_once": _reduces_less_often,
     "in_two_bytes": _sends_half,
     "microbatches": _splits,

@@ -3,8 +3,8 @@
 Usage: torchrun --nproc-per-node 4 record_rank_changes.py FOLDER [NAME ...]
 
 Every rank of every variant writes FOLDER/<workload>/<variant>/rank<N>.json.gz. A step without the profiler is measured
-first, for all variants, because the profiler slows a process for good. On a machine without GPUs the sizes are small
-and the backend is gloo; this only shows that the script works.
+first, for all variants, because the profiler slows a process for good. `buffers` needs torchvision. On a machine
+without GPUs the sizes are small and the backend is gloo; this only shows that the script works.
 """
 
 import contextlib
@@ -234,6 +234,28 @@ def communicated(variant, device):
     return step
 
 
+def buffers(variant, device):
+    """DDP of a ResNet, whose batch norms' buffers are sent to all ranks before each forward pass, or are not."""
+    import torchvision
+
+    model = torchvision.models.resnet50() if GPU else torchvision.models.resnet18()
+    model.to(device, memory_format=torch.channels_last)
+    run = DistributedDataParallel(model, broadcast_buffers=variant == "sent")
+    size = 224 if GPU else 32
+    x = torch.randn(32, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    target = torch.randint(0, 1000, (32,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+    def step():
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(run(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 WORKLOADS = {
     pipeline: ("few", "many", "uneven"),
     mesh: ("slow", "even"),
@@ -242,6 +264,7 @@ WORKLOADS = {
     launches: ("late", "even", "compile"),
     sharded: ("default", "prefetch", "keep"),
     accumulated: ("ddp_every", "ddp_once", "fsdp_every", "fsdp_once"),
+    buffers: ("sent", "kept"),
     communicated: ("ddp_float32", "ddp_bf16", "fsdp_float32", "fsdp_bf16"),
 }
 
