@@ -5,9 +5,12 @@ between calls and kernels were removed from the files, and the ops' shapes; of r
 kept, without its ops.
 """
 
+import itertools
 import re
+import statistics
 from collections import defaultdict
 
+import msgspec
 import pytest
 from references import ROOT, proposals
 from references import measured as measured_of
@@ -186,6 +189,37 @@ def test_compute_beside_communication_is_slower():
     hidden = exposed["gradients_one_bucket"] - exposed["gradients_buckets"]
     longer = computing["gradients_buckets"] - computing["gradients_one_bucket"]
     assert hidden == pytest.approx(3.1, abs=0.3) and longer == pytest.approx(3.3, abs=0.4)
+
+
+def between_launches_us(path):
+    """Return the mean time between a thread's launches that are at most 500 µs apart."""
+    events = slices(path)
+    steps = marks(events)
+    work = {e["args"]["correlation"] for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")}
+    starts = defaultdict(set)
+    for e in events:
+        launches = e["cat"] in ("cuda_runtime", "cuda_driver") and e["args"].get("correlation") in work
+        if launches and steps[0]["ts"] <= e["ts"] < end(steps[-1]):
+            starts[e["tid"]].add(e["ts"])
+    apart = [after - before for some in starts.values() for before, after in itertools.pairwise(sorted(some))]
+    return statistics.fmean(one for one in apart if one <= 500)
+
+
+def test_a_slower_cpu_is_named_and_is_not_taken_to_become_faster(capsys):
+    """Both ranks run the same program, and while they were recorded, the CPU of one was slower at everything."""
+    paths = sorted((ROOT / "tests/traces/h200-x2/buffers_sent").glob("*.json.gz"))
+    ours = as_json(capsys, *paths)
+    slow, fast = expected = list(map(between_launches_us, paths))
+    assert [one["between_launches_us"] for one in ours["ranks"]] == pytest.approx(expected, rel=1e-3)
+    (line,) = (one for one in ours["in_short"] if "its CPU launches late" in one)
+    assert line.endswith(f"; from launch to launch its CPU takes {slow / fast:.2g} times as long")
+    (found,) = (one for one in ours["opportunities"] if one["change"] == "balance_ranks")
+    summary = opened(paths, View())[0]
+    equal = msgspec.structs.replace(
+        summary, ranks=tuple(msgspec.structs.replace(one, between_launches_us=30.0) for one in summary.ranks)
+    )
+    (faster,) = (one for one in rank_changes.opportunities(equal, 10**9) if one.change == "balance_ranks")
+    assert faster.share > 0.15 and found["unprofiled_step_us_after"] > 0.92 * found["unprofiled_step_us"]
 
 
 def test_no_step_without_the_profiler_is_predicted_below_the_gpus_work(tmp_path, capsys):

@@ -12,6 +12,8 @@ from tracereader.trace import Step, Trace, Work
 # A first step this many times the typical one would hide the behavior of the others: it takes 700 to 1200 times as long
 # on the H200 without warm-up, where it loads modules and creates handles; cold caches alone make it 3 times.
 FAR_WIDER = 10
+# PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
+PAUSE_US = 500
 _start = attrgetter("start")
 T = TypeVar("T")
 

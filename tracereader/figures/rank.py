@@ -16,7 +16,7 @@ import msgspec
 
 from tracereader.figures.gpu_time import Parts, busiest, is_communication, launched_by, parts_by_device
 from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gaps, length, minus, union
-from tracereader.figures.pace import window
+from tracereader.figures.pace import PAUSE_US, window
 from tracereader.figures.places import phases
 from tracereader.figures.regime import Regime, regime_of
 from tracereader.figures.steps import typical
@@ -161,6 +161,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     messages: tuple[Part, ...] = ()  # sends and receives, in the order of their starts
     regime: Regime | None = None  # None without GPU work
     kernels: int = 0  # of the steps, without communication
+    between_launches_us: float | None = None  # the CPU's mean time from a launch to the next one, without pauses
 
 
 def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
@@ -213,6 +214,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
         regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
         kernels=sum(len(_computing(one, parts.device)) for one in steps) if on_gpu else 0,
+        between_launches_us=_between_launches_us(steps),
     )
 
 
@@ -424,6 +426,20 @@ class _Calls:
         said = args.get("Process Group Description") or (listed.description if listed else "")
         members = _everyone(self.rank) if whole else _members(told) or (listed.ranks if listed else ())
         return Group(name, str(said), size, members if len(members) <= LISTED else ())
+
+
+def _between_launches_us(steps: Sequence[Step]) -> float | None:
+    """Return the mean time between two launches of a thread that follow each other without a pause; None without any.
+
+    It shows how fast the CPU is. Pauses show what the program does between its launches.
+    """
+    by_track: dict[tuple, list[int]] = defaultdict(list)
+    for step in steps:
+        for launch in {id(one.launch): one.launch for one in step.work if one.launch is not None}.values():
+            by_track[launch.track].append(launch.start)
+    apart = [after - before for starts in by_track.values() for before, after in pairwise(sorted(starts))]
+    short = [one for one in apart if one <= PAUSE_US * 1e3]
+    return sum(short) / len(short) / 1e3 if short else None
 
 
 def _parts_on_gpu(steps: Sequence[Step], zero: int, calls: _Calls) -> Iterator[Part | None]:

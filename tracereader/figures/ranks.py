@@ -61,6 +61,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     hidden: the number of collectives that overlap with compute for at least half of their time.
     others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
     kernels: the number of kernels in the steps, without communication.
+    between_launches_us: the CPU's mean time from a launch to the next one, without pauses; None without launches.
 
     A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
     """
@@ -85,6 +86,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     message_waits: MessageWaits
     regime: Regime | None
     kernels: int
+    between_launches_us: float | None
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -722,6 +724,7 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         message_waits=_message_waits(one, messages, exposed),
         regime=one.regime,
         kernels=one.kernels,
+        between_launches_us=one.between_launches_us,
     )
 
 

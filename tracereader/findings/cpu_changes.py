@@ -11,6 +11,7 @@ from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.intervals import clipped, length, length_between, union
+from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import (
@@ -18,7 +19,6 @@ from tracereader.findings.gpu_changes import (
     FOREACH,
     NEED_THE_SIZE,
     OF_UNKNOWN_SIZE,
-    PAUSE_US,
     SELECTS,
     moving_us,
 )

@@ -13,6 +13,7 @@ from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.hardware import Peaks
 from tracereader.figures.intervals import minus, union
+from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SOFTMAX
 from tracereader.findings.finding import counted, duration, listed, size
@@ -97,8 +98,6 @@ BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
-# PyTorch's own Python takes less than this between two ops (µs), even while the profiler records.
-PAUSE_US = 500
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 HEAVY = ("GEMM", "attention", "convolution", "communication")
