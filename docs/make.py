@@ -67,6 +67,7 @@ THRESHOLDS = {
     "reason": f"{rank_findings.A_REASON:.0%}",
     "little": f"{rank_findings.LITTLE:.0%}",
     "slow-link": f"{rank_findings.MUCH_SLOWER:g}",
+    "more-launches": f"{rank_findings.MORE_LAUNCHES:.0%}",
     "slower-cpu": f"{rank_findings.CPU_IS_SLOWER:g}",
     "disagrees": f"{counter_findings.DISAGREES - 1:.0%}",
     "slower-step": f"{counter_findings.SLOWER:g}",

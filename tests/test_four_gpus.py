@@ -18,7 +18,7 @@ from test_ranks import REFERENCES, as_json, changed, document, end, length, mark
 
 from tracereader import cli
 from tracereader.figures import compare, summarize
-from tracereader.findings import made, rank_changes
+from tracereader.findings import made, rank_changes, ranks
 from tracereader.findings.gpu_changes import fuse_pointwise
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
@@ -191,8 +191,8 @@ def test_compute_beside_communication_is_slower():
     assert hidden == pytest.approx(3.1, abs=0.3) and longer == pytest.approx(3.3, abs=0.4)
 
 
-def between_launches_us(path):
-    """Return the mean time between a thread's launches that are at most 500 µs apart."""
+def launches_of(path):
+    """Return the number of launches, and the mean time between those of a thread that are at most 500 µs apart."""
     events = slices(path)
     steps = marks(events)
     work = {e["args"]["correlation"] for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")}
@@ -202,15 +202,16 @@ def between_launches_us(path):
         if launches and steps[0]["ts"] <= e["ts"] < end(steps[-1]):
             starts[e["tid"]].add(e["ts"])
     apart = [after - before for some in starts.values() for before, after in itertools.pairwise(sorted(some))]
-    return statistics.fmean(one for one in apart if one <= 500)
+    return sum(map(len, starts.values())), statistics.fmean(one for one in apart if one <= 500)
 
 
 def test_a_slower_cpu_is_named_and_is_not_taken_to_become_faster(capsys):
     """Both ranks run the same program, and while they were recorded, the CPU of one was slower at everything."""
     paths = sorted((ROOT / "tests/traces/h200-x2/buffers_sent").glob("*.json.gz"))
     ours = as_json(capsys, *paths)
-    slow, fast = expected = list(map(between_launches_us, paths))
-    assert [one["between_launches_us"] for one in ours["ranks"]] == pytest.approx(expected, rel=1e-3)
+    (count, slow), (same, fast) = map(launches_of, paths)
+    assert [one["between_launches_us"] for one in ours["ranks"]] == pytest.approx([slow, fast], rel=1e-3)
+    assert [one["launches"] for one in ours["ranks"]] == [count, same] and count == same
     (line,) = (one for one in ours["in_short"] if "its CPU launches late" in one)
     assert line.endswith(f"; from launch to launch its CPU takes {slow / fast:.2g} times as long")
     (found,) = (one for one in ours["opportunities"] if one["change"] == "balance_ranks")
@@ -219,6 +220,12 @@ def test_a_slower_cpu_is_named_and_is_not_taken_to_become_faster(capsys):
         summary, ranks=tuple(msgspec.structs.replace(one, between_launches_us=30.0) for one in summary.ranks)
     )
     (faster,) = (one for one in rank_changes.opportunities(equal, 10**9) if one.change == "balance_ranks")
+    more = msgspec.structs.replace(
+        equal, ranks=(msgspec.structs.replace(equal.ranks[0], launches=round(1.2 * count)), *equal.ranks[1:])
+    )
+    launched = f"it launches {round(1.2 * count) / 3:,.0f} times per step instead of {count / 3:,.0f}"
+    shown = [" ".join(ranks.sentences(one)) for one in (equal, more)]
+    assert "it launches" not in shown[0] and launched in shown[1]
     assert faster.share > 0.15 and found["unprofiled_step_us_after"] > 0.92 * found["unprofiled_step_us"]
 
 

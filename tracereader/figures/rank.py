@@ -19,7 +19,7 @@ from tracereader.figures.intervals import Intervals, Lengths, both, clipped, gap
 from tracereader.figures.pace import PAUSE_US, window
 from tracereader.figures.places import phases
 from tracereader.figures.regime import Regime, regime_of
-from tracereader.figures.steps import typical
+from tracereader.figures.steps import launches, typical
 from tracereader.trace import STEP, Op, Rank, Step, Trace, Work, outermost
 from tracereader.trace.decoded import decoded
 from tracereader.trace.labels import C10D, DESCRIBES_COLLECTIVE, LOADER, asks_for_collective, collective_on_cpu
@@ -161,6 +161,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     messages: tuple[Part, ...] = ()  # sends and receives, in the order of their starts
     regime: Regime | None = None  # None without GPU work
     kernels: int = 0  # of the steps, without communication
+    launches: int = 0  # of the steps: calls that launch GPU work
     between_launches_us: float | None = None  # the CPU's mean time from a launch to the next one, without pauses
 
 
@@ -214,6 +215,7 @@ def of_rank(trace: Trace, step: int | None = None) -> RankTrace:
         messages=tuple(one for one in described if of_call[one.call].pair is not None),
         regime=regime_of(trace, usual, usual, by_device) if on_gpu else None,
         kernels=sum(len(_computing(one, parts.device)) for one in steps) if on_gpu else 0,
+        launches=sum(map(launches, steps)),
         between_launches_us=_between_launches_us(steps),
     )
 

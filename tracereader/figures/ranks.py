@@ -61,6 +61,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     hidden: the number of collectives that overlap with compute for at least half of their time.
     others_waited_us: the sum of the other ranks' waits in collectives in which this rank was last.
     kernels: the number of kernels in the steps, without communication.
+    launches: the number of calls in the steps that launch GPU work.
     between_launches_us: the CPU's mean time from a launch to the next one, without pauses; None without launches.
 
     A map of ranks by steps needs `rank`, the `us` of each of `steps` and waiting_in_steps_us.
@@ -86,6 +87,7 @@ class RankFigures(msgspec.Struct, frozen=True):
     message_waits: MessageWaits
     regime: Regime | None
     kernels: int
+    launches: int
     between_launches_us: float | None
 
 
@@ -724,6 +726,7 @@ def _figures(one: RankTrace, waits: _Waits, messages: _Waits) -> RankFigures:
         message_waits=_message_waits(one, messages, exposed),
         regime=one.regime,
         kernels=one.kernels,
+        launches=one.launches,
         between_launches_us=one.between_launches_us,
     )
 

@@ -30,8 +30,9 @@ LITTLE = 0.25  # of the extra time of the step that has most of it
 A_REASON = 0.2
 # A phase is named alone if it has at least this share of a reason's time.
 NEARLY_ALL = 0.9
-# The factor over the other ranks' median time from launch to launch from which a rank's CPU is called slower.
-CPU_IS_SLOWER = 1.1
+# The share over the other ranks' median from which a rank's launches are said to be more, and the factor over their
+# median time from launch to launch from which its CPU is said to be slower.
+MORE_LAUNCHES, CPU_IS_SLOWER = 0.05, 1.1
 # The factor over the other groups' transfers of one message from which a link is slow. On two H200s the same message
 # takes up to 1.3 times the median.
 MUCH_SLOWER = 2
@@ -958,16 +959,23 @@ def _why(why: Loss, summary: RanksSummary) -> str:
         figures = f"{ms(why.own_us)} a step against {ms(why.others_us)}"
         return f"{slower}: {figures} without exposed communication"
     told = in_words(why.reasons, summary.on_gpu)
-    times = _cpu_takes(summary, why.rank) if any(one.part == "launches late" for one in why.reasons) else 1.0
-    slow_cpu = f"; from launch to launch its CPU takes {times:.2g} times as long" * (times >= CPU_IS_SLOWER)
-    return f"{slower} because {'; and because '.join(told)}{slow_cpu}"
+    late = _of_a_late_cpu(summary, why.rank) if any(one.part == "launches late" for one in why.reasons) else []
+    return f"{slower} because {'; '.join(['; and because '.join(told), *late])}"
 
 
-def _cpu_takes(summary: RanksSummary, rank: int) -> float:
-    """Return a rank's time from launch to launch, in times of the other ranks' median; 1 if it is not known."""
-    own_us = next(one.between_launches_us for one in summary.ranks if one.rank == rank)
-    others = [one.between_launches_us for one in summary.ranks if one.rank != rank and one.between_launches_us]
-    return own_us / median(others) if own_us and others else 1.0
+def _of_a_late_cpu(summary: RanksSummary, rank: int) -> list[str]:
+    """Return what a rank's CPU does more than the others' medians: launches, and time from launch to launch."""
+    (mine,) = (one for one in summary.ranks if one.rank == rank)
+    others = [one for one in summary.ranks if one is not mine]
+    launches, usual_launches = per_step(mine, mine.launches), median(per_step(one, one.launches) for one in others)
+    found = []
+    if usual_launches and launches > (1 + MORE_LAUNCHES) * usual_launches:
+        found.append(f"it launches {launches:,.0f} times per step instead of {usual_launches:,.0f}")
+    speeds = [one.between_launches_us for one in others if one.between_launches_us]
+    times = mine.between_launches_us / median(speeds) if speeds and mine.between_launches_us else 1.0
+    if times >= CPU_IS_SLOWER:
+        found.append(f"from launch to launch its CPU takes {times:.2g} times as long")
+    return found
 
 
 def in_some_steps(summary: RanksSummary, steps: Sequence[str]) -> str:
