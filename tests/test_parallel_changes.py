@@ -246,6 +246,31 @@ def test_the_time_in_which_ddp_sends_buffers_is_summed():
     assert any(found["keep_buffers"].evidence.endswith(one) for one in said)
 
 
+@pytest.mark.parametrize("around", [FORWARDS[0], "aten::conv2d"])
+def test_a_region_of_torch_compile_without_a_compiled_graph_is_named(tmp_path, around):
+    """torch.compile(DistributedDataParallel(model)) gave such a region around DDP's forward pass, in torch 2.11."""
+    path = ranks_of("buffers_sent")[0]
+
+    def compiled(found):
+        inside = [e for e in found["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
+        for e in [e for e in inside if e["name"] == around]:
+            region = {"cat": "cpu_op", "name": "Torch-Compiled Region: 0/0", "ts": e["ts"] - 0.4, "dur": e["dur"] + 0.8}
+            found["traceEvents"].append(e | region)
+
+    found, eager = (
+        next(one for one in proposals(file) if one.change == "fuse_pointwise")
+        for file in (changed(tmp_path, path, compiled), path)
+    )
+    assert eager.how == "torch.compile(model)" and "torch.compile" not in eager.evidence
+    more = "; torch.compile has been called, but its region calls no graph that Inductor compiled"
+    assert found.evidence == eager.evidence + more
+    of_ddp, other = (
+        "DistributedDataParallel(torch.compile(model))",
+        "torch.compile(model), with TORCH_LOGS=graph_breaks",
+    )
+    assert found.how == (of_ddp if around in FORWARDS else other)
+
+
 def test_a_job_that_reduces_in_each_pass_reads_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(list(map(str, ranks_of("accumulated_ddp_every")))) == 0

@@ -37,9 +37,11 @@ from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import (
     ACCUMULATES,
     AUTOGRAD,
+    DDPS_FORWARD,
     INDUCTORS_CALL,
     LOADER,
     OPTIMIZERS,
+    REGION,
     WRAPPERS,
 )
 from tracereader.trace.types import Inputs, dtype_of
@@ -154,13 +156,15 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         in_graphs = [one for one, us in times.items() if not us and one.from_graph]
         graph = with_durations(with_smaller_graphs(case.graph, in_graphs) if in_graphs else case.graph, times)
     kernels = sum(len(chain) for chain, _ in chains)
-    return Proposal(
-        graph,
-        f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
-        f"fused, they take at least {duration(after)}",
-        "torch.compile(model)",
-        assumed=True,
-    )
+    seen = f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
+    seen += f"fused, they take at least {duration(after)}"
+    how = "torch.compile(model)"
+    regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
+    if regions:
+        seen += "; torch.compile has been called, but its region calls no graph that Inductor compiled"
+        around_ddp = any(below.name == DDPS_FORWARD for region in regions for below in region.children)
+        how = "DistributedDataParallel(torch.compile(model))" if around_ddp else f"{how}, with TORCH_LOGS=graph_breaks"
+    return Proposal(graph, seen, how, assumed=True)
 
 
 def _with_compiled_calls(
