@@ -205,6 +205,20 @@ def by_the_program(found):
         event["name"] = event["name"].replace("autograd::engine::evaluate_function: ", "mine: ")
 
 
+def test_fsdps_float32_gradients_are_named_alone_where_its_parameters_are_in_bf16(tmp_path, capsys):
+    """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."""
+
+    def gathered_in_bf16(found):
+        for event in found["traceEvents"]:
+            if event.get("args", {}).get("Collective name") == "_allgather_base":
+                event["args"]["dtype"] = "BFloat16"
+
+    paths = [changed(tmp_path, path, gathered_in_bf16) for path in ranks_of("communicated_fsdp_float32")]
+    (found,) = (one for one in as_json(capsys, *paths)["opportunities"] if one["change"] == "in_two_bytes")
+    assert "of float32 gradients per step" in found["evidence"]
+    assert "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)" in found["try"]
+
+
 @pytest.mark.parametrize("change", [in_bf16, by_the_program])
 def test_bf16_is_not_proposed_for_other_collectives(tmp_path, change, capsys):
     paths = [changed(tmp_path, path, change) for path in ranks_of("communicated_ddp_float32")]

@@ -65,6 +65,8 @@ def _gathered_again(step: Step) -> list[Op]:
 
 def reduce_once(case: Case) -> Proposal | None:
     """Return a proposal to reduce gradients in the last of several backward passes before an optimizer step only."""
+    if not case.has(lambda name: name.startswith((DDPS_FORWARD, FSDPS_FORWARD))):
+        return None
     passes, repeated = _repeated(case.trace.steps)
     in_typical = list(_between(repeated, case.step.start, case.step.end))
     if not in_typical:

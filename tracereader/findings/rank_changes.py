@@ -292,7 +292,8 @@ def in_two_bytes(case: RankCase) -> Proposal | None:
     if not found or (peaks := common_peaks(case.trace.devices)) is None:
         return None
     of_ddp = {work for work, one in found.items() if one.kind == "all-reduce"}
-    if not of_ddp and not _multiplies_in_two_bytes(case.computing):
+    gathers = any(one.kind == "all-gather" for one in found.values())
+    if gathers and not _multiplies_in_two_bytes(case.computing):
         return None  # the products would change, too
     times = {work: work.us - one.transfer_us / 2 for work, one in found.items()}
     computing = sorted(case.computing, key=_start)
@@ -301,10 +302,11 @@ def in_two_bytes(case: RankCase) -> Proposal | None:
         before = computing[max(0, bisect.bisect_right(starts, work.start) - 1)]
         times[before] = times.get(before, before.us) + moving_us(CASTS * found[work].bytes, peaks)
     moved = per_step(case.rank, sum(one.bytes for one in found.values()))
-    what, how = "float32 gradients", "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+    what = "float32 parameters and gradients" if gathers else "float32 gradients"
+    how = "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
     if len(of_ddp) < len(found):
-        what, how = "float32 parameters and gradients", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        how = f"fully_shard(…, mp_policy={how})"
+        of_policy = "param_dtype" if gathers else "reduce_dtype"  # without the latter, the former is that of both
+        how = f"fully_shard(…, mp_policy=MixedPrecisionPolicy({of_policy}=torch.bfloat16))"
     return Proposal(
         with_durations(case.graph, times),
         f"rank {case.rank.rank} communicates {size(round(moved))} of {what} per step, whose transfers take "
