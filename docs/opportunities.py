@@ -211,6 +211,7 @@ RANK_PAIRS = (
         ("sharded_default", "keep_parameters", "sharded_keep"),
         ("accumulated_ddp_every", "reduce_once", "accumulated_ddp_once"),
         ("accumulated_fsdp_every", "reduce_once", "accumulated_fsdp_once"),
+        ("accumulated_fsdp1_every", "reduce_once", "accumulated_fsdp1_once"),
         ("buffers_sent", "keep_buffers", "buffers_kept"),
         ("communicated_ddp_float32", "in_two_bytes", "communicated_ddp_bf16"),
         ("communicated_fsdp_float32", "in_two_bytes", "communicated_fsdp_bf16"),

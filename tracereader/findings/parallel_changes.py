@@ -21,6 +21,7 @@ from tracereader.trace.labels import (
     FSDPS_FORWARD,
     GATHERS,
     GATHERS_AGAIN,
+    OLDER_FSDP,
     OPTIMIZER,
     REDUCES_A_BLOCK,
 )
@@ -37,6 +38,8 @@ SENDS_BUFFERS = (
     "aten::unflatten_dense_tensors",
     COPY,
 )
+FORWARDS = (DDPS_FORWARD, FSDPS_FORWARD, f"{OLDER_FSDP}forward")
+REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 _start = attrgetter("start")
 
 
@@ -65,7 +68,7 @@ def _gathered_again(step: Step) -> list[Op]:
 
 def reduce_once(case: Case) -> Proposal | None:
     """Return a proposal to reduce gradients in the last of several backward passes before an optimizer step only."""
-    if not case.has(lambda name: name.startswith((DDPS_FORWARD, FSDPS_FORWARD))):
+    if not case.has(FORWARDS.__contains__):
         return None
     passes, repeated = _repeated(case.trace.steps)
     in_typical = list(_between(repeated, case.step.start, case.step.end))
@@ -78,7 +81,9 @@ def reduce_once(case: Case) -> Proposal | None:
     gathers, reduces = (any(op.name.startswith(GATHERS) is it for op in in_typical) for it in (True, False))
     does = " and ".join(["gathers the parameters"] * gathers + ["reduces the gradients"] * reduces)
     how = "model.no_sync() around all passes but the last"
-    if gathers:
+    if any(op.name == REDUCE_SCATTER for op in in_typical):
+        how += ", as far as memory allows"
+    elif gathers:
         calls = ["model.set_requires_gradient_sync(False)"] * reduces + ["model.set_reshard_after_backward(False)"]
         how = f"{' and '.join(calls)} for all passes but the last, as far as memory allows"
     return Proposal(
@@ -101,10 +106,10 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
     blocks are left out, because they may belong to several models, unless only the last one reduces any. Without any
     optimizer step the result is empty.
     """
-    begins, updates = (
-        sorted(op.start for step in steps for op in labels(step, names))
-        for names in ((DDPS_FORWARD, FSDPS_FORWARD), OPTIMIZER)
-    )
+    forwards = (op for step in steps for op in labels(step, FORWARDS))
+    # The older FSDP annotates the forward pass of each block, too.
+    begins = sorted(op.start for op in forwards if not any(above.name in FORWARDS for above in op.above()))
+    updates = sorted(op.start for step in steps for op in labels(step, OPTIMIZER))
     if len(begins) < 2 or not updates:
         return 0, []
     reductions: dict[int, list[Op]] = defaultdict(list)  # by the number of the forward pass before them
@@ -129,12 +134,18 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
 
 
 def _reductions(steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls with which DDP reduces gradients, and the annotations in which FSDP does."""
+    """Yield the calls with which DDP and the older FSDP reduce gradients, and fully_shard()'s annotations of them."""
     for step in steps:
         yield from labels(step, REDUCES_A_BLOCK)
-        for op in step.named(ALL_REDUCE.__eq__):  # one outside backward is the program's own, such as the loss's
-            if any(above.name.startswith(AUTOGRAD) for above in op.above()):
+        for op in step.named(lambda name: name in (ALL_REDUCE, REDUCE_SCATTER)):
+            above = [one.name for one in op.above()]
+            # A call outside backward is the program's own, such as the loss's. Those of fully_shard() are annotated.
+            if any(one.startswith(AUTOGRAD) for one in above) and not any(map(_reduces_a_block, above)):
                 yield op
+
+
+def _reduces_a_block(name: str) -> bool:
+    return name.startswith(REDUCES_A_BLOCK)
 
 
 def _between(ops: Sequence[Op], start: int, end: int) -> Iterator[Op]:

@@ -49,7 +49,7 @@ from tracereader.findings.ranks import (
 from tracereader.replay import Graph, Reason, Refused, graph_of, overlapped, with_cpu_speed, with_durations
 from tracereader.trace import Trace, TraceError, Work, read
 from tracereader.trace.families import says
-from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, SHARDING
+from tracereader.trace.labels import ALL_REDUCE, AUTOGRAD, DESCRIBES_COLLECTIVE, OLDER_FSDP, SHARDING
 from tracereader.trace.types import dtype_of
 
 # DistributedDataParallel's default bucket_cap_mb.
@@ -307,6 +307,8 @@ def in_two_bytes(case: RankCase) -> Proposal | None:
     if len(of_ddp) < len(found):
         of_policy = "param_dtype" if gathers else "reduce_dtype"  # without the latter, the former is that of both
         how = f"fully_shard(…, mp_policy=MixedPrecisionPolicy({of_policy}=torch.bfloat16))"
+        if any(name.startswith(OLDER_FSDP) for name in case.trace.op_names):
+            how = f"FullyShardedDataParallel(…, mixed_precision=MixedPrecision({of_policy}=torch.bfloat16))"
     return Proposal(
         with_durations(case.graph, times),
         f"rank {case.rank.rank} communicates {size(round(moved))} of {what} per step, whose transfers take "

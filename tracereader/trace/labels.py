@@ -16,9 +16,10 @@ ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
 DDPS_FORWARD = "DistributedDataParallel.forward"
+OLDER_FSDP = "FullyShardedDataParallel."  # fully_shard() replaces it
 # torch's own annotations that mark parts of a step that users look for.
-PHASES = (LOADER, OPTIMIZERS, "DataParallel.forward", DDPS_FORWARD, "FullyShardedDataParallel.forward")
-SHARDING = ("FSDP::", "FullyShardedDataParallel.")
+PHASES = (LOADER, OPTIMIZERS, "DataParallel.forward", DDPS_FORWARD, f"{OLDER_FSDP}forward")
+SHARDING = ("FSDP::", OLDER_FSDP)
 # FSDP's annotations of gathering a block's parameters, and of what gathers them again for the backward pass.
 GATHERS = ("FSDP::all_gather ", "FSDP::all_gather_copy_out ")
 GATHERS_AGAIN = ("FSDP::pre_backward ", "FSDP::backward_prefetch ")

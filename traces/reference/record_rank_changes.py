@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -187,6 +188,8 @@ def float32(variant, device, **options):
     model = blocks(6, device).float()
     if variant.startswith("ddp"):
         run = DistributedDataParallel(model)
+    elif variant.startswith("fsdp1"):
+        run = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     else:
         for block in model:
             fully_shard(block, **options)
@@ -197,7 +200,7 @@ def float32(variant, device, **options):
         with torch.autocast(device.type, torch.bfloat16):
             return run(x).square().mean()
 
-    return run, torch.optim.AdamW(model.parameters(), lr=1e-4), loss
+    return run, torch.optim.AdamW(run.parameters(), lr=1e-4), loss
 
 
 def accumulated(variant, device):
@@ -210,7 +213,7 @@ def accumulated(variant, device):
             if variant == "fsdp_once":
                 run.set_requires_gradient_sync(last)
                 run.set_reshard_after_backward(last)
-            with run.no_sync() if variant == "ddp_once" and not last else contextlib.nullcontext():
+            with run.no_sync() if variant in ("ddp_once", "fsdp1_once") and not last else contextlib.nullcontext():
                 (loss() / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -263,7 +266,7 @@ WORKLOADS = {
     experts: ("skewed", "even"),
     launches: ("late", "even", "compile"),
     sharded: ("default", "prefetch", "keep"),
-    accumulated: ("ddp_every", "ddp_once", "fsdp_every", "fsdp_once"),
+    accumulated: ("ddp_every", "ddp_once", "fsdp_every", "fsdp_once", "fsdp1_every", "fsdp1_once"),
     buffers: ("sent", "kept"),
     communicated: ("ddp_float32", "ddp_bf16", "fsdp_float32", "fsdp_bf16"),
 }
