@@ -71,8 +71,8 @@ ASSUMES = {
     "layout_copies": "the next kernel reads the other layout as fast; autograd's own copies stay",
     "keep_parameters": "all parameters fit into memory",
     "keep_buffers": "batch norms in training read no buffers",
-    "reduce_once": f"compute beside a collective is longer by {parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, "
-    "all parameters and gradients fit into memory",
+    "reduce_once": "all passes are of one model; compute beside a collective is longer by "
+    f"{parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, all parameters and gradients fit into memory",
     "no_recompute": "the activations fit into memory",
     "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
     "CPU reads a result one step later",

@@ -133,10 +133,27 @@ def reduced_in_the_last_pass(found):
     found["traceEvents"] = [e for e in found["traceEvents"] if id(e) not in gone]
 
 
+def as_many_updates_as_passes(found):
+    """Add three optimizer steps after each one: those of four models, perhaps."""
+    updates = [e for e in found["traceEvents"] if e["name"].startswith("Optimizer.step#") and e.get("ph") == "X"]
+    for number in range(1, 4):
+        found["traceEvents"] += [e | {"ts": end(e) + 3 * number, "dur": 1} for e in updates]
+
+
 @pytest.mark.parametrize(
     "change",
-    [lambda found: without(found, "Optimizer.step#"), update_before_each_pass, reduced_in_the_last_pass],
-    ids=["no optimizer step is recorded", "an optimizer step before each pass", "only the last pass reduces"],
+    [
+        lambda found: without(found, "Optimizer.step#"),
+        update_before_each_pass,
+        reduced_in_the_last_pass,
+        as_many_updates_as_passes,
+    ],
+    ids=[
+        "no optimizer step is recorded",
+        "an optimizer step before each pass",
+        "only the last pass reduces",
+        "as many optimizer steps as passes",
+    ],
 )
 def test_reductions_that_may_all_be_needed_stay(tmp_path, change):
     path = changed(tmp_path, ranks_of("accumulated_ddp_every")[0], change)
@@ -170,6 +187,24 @@ def test_parameters_that_are_gathered_in_each_pass_are_named_where_gradients_are
         communication = sum(e["dur"] for e in launched_in(events, gathers) if "nccl" in e["name"])
         said.append(f"the repetitions take {duration(communication)} of communication and ")
     assert any(one in found.evidence for one in said)
+
+
+def test_parameters_of_several_models_with_one_backward_pass_are_needed(tmp_path):
+    """Two towers that are sharded alike: each forward pass gathers its own parameters."""
+
+    def one_backward(found):
+        events = [e for e in found["traceEvents"] if e.get("ph") == "X"]
+        gone = set()
+        for step in marks(events):
+            *_, last = [e["ts"] for e in on_cpu(events, step["ts"], end(step)) if e["name"] in FORWARDS]
+            in_backward = ("FSDP::post_backward", "FSDP::pre_backward", "FSDP::backward_prefetch")
+            gone |= {id(e) for e in on_cpu(events, step["ts"], last) if e["name"].startswith(in_backward)}
+            calls = [e for e in events if e["name"] == "c10d::_reduce_scatter_base_"]
+            gone |= {id(e) for e in calls if step["ts"] <= e["ts"] < last}
+        found["traceEvents"] = [e for e in found["traceEvents"] if id(e) not in gone]
+
+    path = changed(tmp_path, ranks_of("accumulated_fsdp_every")[0], one_backward)
+    assert "reduce_once" not in {one.change for one in proposals(path)}
 
 
 def test_passes_before_an_optimizer_step_may_be_steps_of_the_profiler(tmp_path):

@@ -78,6 +78,7 @@ def reduce_once(case: Case) -> Proposal | None:
     work = [one for op in in_typical for below in op.walk() for one in below.work]
     communication_us = sum(one.us for one in work if is_communication(one))
     others_us = sum(one.us for one in work) - communication_us
+    others = f" and {duration(others_us)} of copies and scaling" if others_us else ""
     gathers, reduces = (any(op.name.startswith(GATHERS) is it for op in in_typical) for it in (True, False))
     does = " and ".join(["gathers the parameters"] * gathers + ["reduces the gradients"] * reduces)
     how = "model.no_sync() around all passes but the last"
@@ -89,9 +90,7 @@ def reduce_once(case: Case) -> Proposal | None:
     return Proposal(
         with_durations(without_ops(case.graph, ops), dict(_sped_up(case.steps, ops))),
         f"each of {passes} passes before an optimizer step {does}; the repetitions take "
-        f"{duration(communication_us)} of communication"
-        + f" and {duration(others_us)} of copies and scaling"
-        * bool(others_us),
+        f"{duration(communication_us)} of communication{others}",
         how,
         assumed=True,
         title=None if reduces else "gather parameters once per optimizer step",
@@ -102,9 +101,9 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
     """Return the most backward passes before an optimizer step, and what all but one of them repeat, by start.
 
     This is the reduction of gradients in all passes but the last, and with FSDP the gathering of parameters in all
-    forward passes but the first. Passes may be in several steps. Passes that reduce different numbers of buckets or
-    blocks are left out, because they may belong to several models, unless only the last one reduces any. Without any
-    optimizer step the result is empty.
+    forward passes but the first. Passes may be in several steps. Without any optimizer step the result is empty. Passes
+    that may belong to several models are left out: those that reduce different numbers of buckets or blocks, unless
+    only the last one reduces any after each of them ran backward, and those that as many optimizer steps follow.
     """
     forwards = (op for step in steps for op in labels(step, FORWARDS))
     # The older FSDP annotates the forward pass of each block, too.
@@ -120,11 +119,16 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
         of_update[bisect.bisect_right(updates, begin)].append(number)
     copies = [op for step in steps for op in step.named(lambda name: name.startswith(DDPS_COPIES))]
     gathers = [op for step in steps for op in labels(step, GATHERS) if not _is_for_backward(op)]
+    backward = sorted(op.start for step in steps for op in labels(step, GATHERS_AGAIN))
     most, found = 0, []
     for update, numbers in of_update.items():
         *early, last = numbers
-        needed = len(reductions[last])
-        if not early or not needed or {len(reductions[number]) for number in early} not in ({needed}, {0}):
+        needed, following = len(reductions[last]), begins[last + 1] if last + 1 < len(begins) else steps[-1].end
+        of_early = {len(reductions[number]) for number in early}
+        reduces_once = of_early == {0} and all(_has_between(backward, *begins[one : one + 2]) for one in early)
+        if not needed or not (of_early == {needed} or reduces_once):
+            continue
+        if bisect.bisect_left(updates, following) - update >= len(numbers):
             continue
         most = max(most, len(numbers))
         found += [op for number in early for op in reductions[number]]
@@ -142,6 +146,10 @@ def _reductions(steps: Sequence[Step]) -> Iterator[Op]:
             # A call outside backward is the program's own, such as the loss's. Those of fully_shard() are annotated.
             if any(one.startswith(AUTOGRAD) for one in above) and not any(map(_reduces_a_block, above)):
                 yield op
+
+
+def _has_between(times: Sequence[int], start: int, end: int) -> bool:
+    return bisect.bisect_left(times, start) < bisect.bisect_left(times, end)
 
 
 def _reduces_a_block(name: str) -> bool:
