@@ -119,13 +119,13 @@ def _repeated(steps: Sequence[Step]) -> tuple[int, list[Op]]:
         of_update[bisect.bisect_right(updates, begin)].append(number)
     copies = [op for step in steps for op in step.named(lambda name: name.startswith(DDPS_COPIES))]
     gathers = [op for step in steps for op in labels(step, GATHERS) if not _is_for_backward(op)]
-    backward = sorted(op.start for step in steps for op in labels(step, GATHERS_AGAIN))
+    backward = [op for step in steps for op in labels(step, GATHERS_AGAIN)]
     most, found = 0, []
     for update, numbers in of_update.items():
         *early, last = numbers
         needed, following = len(reductions[last]), begins[last + 1] if last + 1 < len(begins) else steps[-1].end
         of_early = {len(reductions[number]) for number in early}
-        reduces_once = of_early == {0} and all(_has_between(backward, *begins[one : one + 2]) for one in early)
+        reduces_once = of_early == {0} and all(any(_between(backward, *begins[one : one + 2])) for one in early)
         if not needed or not (of_early == {needed} or reduces_once):
             continue
         if bisect.bisect_left(updates, following) - update >= len(numbers):
@@ -146,10 +146,6 @@ def _reductions(steps: Sequence[Step]) -> Iterator[Op]:
             # A call outside backward is the program's own, such as the loss's. Those of fully_shard() are annotated.
             if any(one.startswith(AUTOGRAD) for one in above) and not any(map(_reduces_a_block, above)):
                 yield op
-
-
-def _has_between(times: Sequence[int], start: int, end: int) -> bool:
-    return bisect.bisect_left(times, start) < bisect.bisect_left(times, end)
 
 
 def _reduces_a_block(name: str) -> bool:

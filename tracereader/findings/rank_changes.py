@@ -3,7 +3,7 @@
 import bisect
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -249,15 +249,20 @@ def _how_to_overlap(kinds: Container[str]) -> str:
 
 def _beside_compute(case: RankCase) -> Graph:
     """Return the graph in which the collectives run beside compute, and the compute beside them takes longer."""
+    busy = Lengths(union((one.start, one.end) for one in case.computing))
+    exposed_us = {one: (one.end - one.start - busy.between(one.start, one.end)) / 1e3 for one in case.collectives}
+    longer = _longer_compute(case, {one: COMES_BACK * us for one, us in exposed_us.items() if us})
+    return with_durations(overlapped(case.graph, case.collectives), longer)
+
+
+def _longer_compute(case: RankCase, more_us: Mapping[Work, float]) -> dict[Work, float]:
+    """Return the times (µs) of the kernels that run when these collectives start, with the time that each one adds."""
     computing = sorted(case.computing, key=_start)
-    starts, busy = [one.start for one in computing], Lengths(union((one.start, one.end) for one in computing))
-    times = {}
-    for one in case.collectives:
-        exposed_us = (one.end - one.start - busy.between(one.start, one.end)) / 1e3
-        beside = max(0, bisect.bisect_right(starts, one.start) - 1)
-        if exposed_us and computing:
-            times[computing[beside]] = times.get(computing[beside], computing[beside].us) + COMES_BACK * exposed_us
-    return with_durations(overlapped(case.graph, case.collectives), times)
+    starts, times = [one.start for one in computing], {}
+    for collective, us in more_us.items() if computing else ():
+        beside = computing[max(0, bisect.bisect_right(starts, collective.start) - 1)]
+        times[beside] = times.get(beside, beside.us) + us
+    return times
 
 
 def bucket_size(case: RankCase) -> Proposal | None:
@@ -291,16 +296,12 @@ def in_two_bytes(case: RankCase) -> Proposal | None:
     found = {work: one for work, one in case.matched.items() if one.kind in OF_TRAINING and _is_wide(work, one)}
     if not found or (peaks := common_peaks(case.trace.devices)) is None:
         return None
-    of_ddp = {work for work, one in found.items() if one.kind == "all-reduce"}
+    of_ddp = [work for work, one in found.items() if one.kind == "all-reduce"]
     gathers = any(one.kind == "all-gather" for one in found.values())
     if gathers and not _multiplies_in_two_bytes(case.computing):
         return None  # the products would change, too
     times = {work: work.us - one.transfer_us / 2 for work, one in found.items()}
-    computing = sorted(case.computing, key=_start)
-    starts = [one.start for one in computing]
-    for work in of_ddp if computing else ():
-        before = computing[max(0, bisect.bisect_right(starts, work.start) - 1)]
-        times[before] = times.get(before, before.us) + moving_us(CASTS * found[work].bytes, peaks)
+    times |= _longer_compute(case, {work: moving_us(CASTS * found[work].bytes, peaks) for work in of_ddp})
     moved = per_step(case.rank, sum(one.bytes for one in found.values()))
     what = "float32 parameters and gradients" if gathers else "float32 gradients"
     how = "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
@@ -527,14 +528,17 @@ def _reduces_in_buckets(before: RanksSummary, after: RanksSummary) -> bool:
     return _same_work(before, after) and one_each == [True, False]
 
 
+def _kinds(summary: RanksSummary) -> Counter:
+    """Return the number of collectives of each kind per step."""
+    steps = max(1, len(summary.steps))
+    return Counter({kind: count / steps for kind, count in Counter(one.kind for one in summary.matched).items()})
+
+
 def _gathers_less(before: RanksSummary, after: RanksSummary) -> bool:
     """Return whether a job gathers at most two thirds as often as another, and scatters as often."""
-    of_jobs = []
-    for one in (before, after):
-        counts = Counter(each.kind for each in one.matched)
-        of_jobs.append([counts[kind] / max(1, len(one.steps)) for kind in SHARDED])
-    gathers, scatters = zip(*of_jobs, strict=True)
-    return 0 < gathers[1] <= 2 / 3 * gathers[0] and scatters[0] == scatters[1]
+    was, now = map(_kinds, (before, after))
+    gathers, scatters = SHARDED
+    return 0 < now[gathers] <= 2 / 3 * was[gathers] and was[scatters] == now[scatters]
 
 
 def _reductions(summary: RanksSummary) -> tuple[float, float]:
@@ -552,13 +556,8 @@ def _reduces_less_often(before: RanksSummary, after: RanksSummary) -> bool:
 
 def _sends_no_buffers(before: RanksSummary, after: RanksSummary) -> bool:
     """Return whether a job has no broadcasts where another has some, and otherwise the same collectives."""
-    was, now = (Counter(one.kind for one in summary.matched) for summary in (before, after))
-    steps = max(1, len(before.steps)), max(1, len(after.steps))
-    others = [
-        {kind: count / each for kind, count in kinds.items() if kind != "broadcast"}
-        for kinds, each in zip((was, now), steps, strict=True)
-    ]
-    return was["broadcast"] > now["broadcast"] == 0 and others[0] == others[1]
+    was, now = map(_kinds, (before, after))
+    return was.pop("broadcast", 0) > 0 and "broadcast" not in now and was == now
 
 
 def _sends_half(before: RanksSummary, after: RanksSummary) -> bool:
