@@ -10,6 +10,7 @@ from statistics import mean, median
 
 import msgspec
 import pytest
+import raw_events
 import references
 from raw_events import GPU, end, raw_steps, raw_work
 from references import H200, OTHERS, REFERENCES, ROOT
@@ -203,16 +204,47 @@ def test_ops_of_a_step(both):
     for name, op in ours.cpu.ops.items():
         same = [e for e in ops if e["name"] == name]
         assert op.total_us == about(sum(e["dur"] for e in same))
-        own = 0.0
-        for e in same:
-            below = [
-                (o["ts"], end(o)) for o in inside
-                if o is not e and o["tid"] == e["tid"] and e["ts"] <= o["ts"] and end(o) <= end(e) + 1e-3
-                and o["dur"] <= e["dur"]
-            ]  # fmt: skip
-            own += e["dur"] - covered(below)
-        assert op.self_us == pytest.approx(own, abs=0.1)
+        assert op.self_us == pytest.approx(sum(own_time(e, inside) for e in same), abs=0.1)
     assert len(ours.cpu.chain) == len(inside)
+    calls = [e for e in inside if e["cat"] != "user_annotation"]
+    assert ours.cpu.recorded_calls == len(calls)
+    assert ours.cpu.recorded_us == pytest.approx(sum(own_time(e, inside) for e in calls), abs=1)
+    launches = {e["args"]["correlation"] for e in raw_work(events, mark)}
+    launching = [e for e in inside if e["args"].get("correlation") in launches]
+    around = {
+        e["name"] for e in ops for call in launching if e["tid"] == call["tid"] and e["ts"] <= call["ts"] < end(e)
+    }
+    assert set(ours.cpu.without_gpu_work) == {e["name"] for e in ops} - around
+
+
+def own_time(e, slices):
+    below = [
+        (o["ts"], end(o)) for o in slices
+        if o is not e and o["tid"] == e["tid"] and e["ts"] <= o["ts"] and end(o) <= end(e) + 1e-3
+        and o["dur"] <= e["dur"]
+    ]  # fmt: skip
+    return e["dur"] - covered(below)
+
+
+def test_self_time_of_all_calls_beside_annotations_inside_ops_and_slices_that_overlap(tmp_path):
+    """An annotation's own time is no call's. A slice that ends after the one around it counts there to the end."""
+    one = raw_events.event
+    slices = [
+        one("ProfilerStep#1", "user_annotation", 0, 100), one("outer", "cpu_op", 10, 80),
+        one("inside", "user_annotation", 20, 50), one("inner", "cpu_op", 30, 30),
+        one("call", "cuda_runtime", 40, 10),
+    ]  # fmt: skip
+    crossing = one("crossing", "cpu_op", 85, 10)
+    for name, events, expected in (("nested", slices, 80 - 50 + 30), ("overlaps", [*slices, crossing], 25 + 30 + 10)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"traceEvents": events}))
+        cpu = summarize(read(file)).cpu
+        assert cpu.recorded_us == expected and cpu.recorded_calls == len(events) - 2
+        alone = {one: cpu.ops_named([one, "absent"]) for one in ("outer", "inner")}
+        without = list(cpu.without_gpu_work)
+        cpu.keep()  # after it the trace is gone
+        assert (cpu.recorded_us, cpu.recorded_calls) == (expected, len(events) - 2) and cpu.without_gpu_work == without
+        assert all(some == {one: cpu.ops[one]} == cpu.ops_named([one, "absent"]) for one, some in alone.items())
 
 
 def spoken_of(marks):

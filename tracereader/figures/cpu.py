@@ -1,7 +1,6 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
@@ -11,7 +10,7 @@ import msgspec
 from tracereader.figures.cpu_work import CpuWork, cpu_work, op_threads, outside_ops
 from tracereader.figures.inputs import inputs_of
 from tracereader.figures.steps import label_of, self_us, self_us_of
-from tracereader.trace import Step, Trace
+from tracereader.trace import Op, Step, Trace
 
 _dur, _kind = attrgetter("dur"), attrgetter("kind")
 
@@ -84,6 +83,10 @@ class Cpu:
         """Measure everything now, so that the trace can be freed."""
         if self._trace is not None:
             self.fields()
+            for name in ("without_gpu_work", "recorded_calls", "recorded_us"):
+                getattr(self, name)
+            for name in ("_reach_gpu", "_named"):
+                self.__dict__.pop(name, None)
             self._trace = self._step = self._layers = None
 
     def fields(self) -> dict[str, object]:
@@ -106,19 +109,47 @@ class Cpu:
             chain.append(Call(op.name, op.kind, depth, us, own, self._layers.get(key), launched, key in below))
         return tuple(chain)
 
-    @property
+    @cached_property
     def ops(self) -> dict[str, OpTimes]:
-        return self._times.get("op", {})
+        return self._times("op", self._named["op"])
+
+    def ops_named(self, names: Iterable[str]) -> dict[str, OpTimes]:
+        """Return the ops with these names, which is faster than all of `ops`."""
+        if self._trace is None or "ops" in self.__dict__:
+            return {name: self.ops[name] for name in names if name in self.ops}
+        return self._times("op", [name for name in names if name in self._named["op"]])
+
+    @cached_property
+    def without_gpu_work(self) -> list[str]:
+        """Return the names of ops of which no call launches GPU work, in itself or in a call below it."""
+        launching = {op.name for op in self._reach_gpu.values() if op.kind == "op"}
+        return [name for name in self._named["op"] if name not in launching]
+
+    @cached_property
+    def recorded_calls(self) -> int:
+        """Return the number of ops and runtime calls."""
+        return self._step.size - len(self._step.labels)
+
+    @cached_property
+    def recorded_us(self) -> float:
+        """Return the sum of the self times (µs) of all ops and runtime calls."""
+        labels = self._step.labels
+        if self._trace.crossing:
+            return sum(self_us(op) for op in self._step.walk() if op.kind != "label")
+        outermost = [op for op in self._step.roots if op.kind != "label"]
+        outermost += [op for label in labels for op in label.children if op.kind != "label"]
+        inside = [label for label in labels if label.parent is not None and label.parent.kind != "label"]
+        return (sum(map(_dur, outermost)) - sum(map(_dur, inside))) / 1e3
 
     @cached_property
     def inputs(self) -> dict[str, dict[str, int]]:
         """Return the shapes of the ops' inputs, each with its number of calls; empty without recorded shapes."""
         return inputs_of(self._step) if self._trace.has_shapes else {}
 
-    @property
+    @cached_property
     def runtime(self) -> dict[str, OpTimes]:
         """Return the calls of the CUDA runtime API, including synchronizations."""
-        return self._times.get("runtime", {})
+        return self._times("runtime", self._named["runtime"])
 
     @cached_property
     def work(self) -> tuple[CpuWork, ...]:
@@ -134,25 +165,32 @@ class Cpu:
         return op_threads(self._step)
 
     @cached_property
-    def _reach_gpu(self) -> set[int]:
-        """The ids of calls that launched work, and of all calls around them."""
-        found = set()
+    def _reach_gpu(self) -> dict[int, Op]:
+        """The calls that launched work and all calls around them, by their ids."""
+        found = {}
         for one in self._step.work:
             op = one.launch
             while op is not None and id(op) not in found:
-                found.add(id(op))
+                found[id(op)] = op
                 op = op.parent
         return found
 
     @cached_property
-    def _times(self) -> dict[str, dict[str, OpTimes]]:
+    def _named(self) -> dict[str, dict[str, list[Op]]]:
         """All calls by kind and by name."""
-        below, nested = self._reach_gpu, not self._trace.crossing
-        times: dict[str, dict[str, OpTimes]] = defaultdict(dict)
+        found: dict[str, dict[str, list[Op]]] = {"op": {}, "runtime": {}}
         for name, same in self._step.by_name():
             kinds = set(map(_kind, same))
             for kind in kinds:
                 calls = same if len(kinds) == 1 else [op for op in same if op.kind == kind]
-                total_us, own_us = sum(map(_dur, calls)) / 1e3, self_us_of(calls, nested)
-                times[kind][name] = OpTimes(len(calls), total_us, own_us, not below.isdisjoint(map(id, calls)))
-        return times
+                found.setdefault(kind, {})[name] = calls
+        return found
+
+    def _times(self, kind: str, names: Iterable[str]) -> dict[str, OpTimes]:
+        """Return the times of the calls with these names."""
+        below, nested, found = self._reach_gpu.keys(), not self._trace.crossing, {}
+        for name in names:
+            calls = self._named[kind][name]
+            total_us, own_us = sum(map(_dur, calls)) / 1e3, self_us_of(calls, nested)
+            found[name] = OpTimes(len(calls), total_us, own_us, not below.isdisjoint(map(id, calls)))
+        return found

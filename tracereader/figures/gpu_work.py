@@ -172,10 +172,10 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
                 low_us,
                 high_us,
                 len(same),
-                overlapping.isdisjoint(map(id, same)),
+                not overlapping or overlapping.isdisjoint(map(id, same)),
                 "" if call is None else call.name,
                 None if call is None else (one.start - call.start) / 1e3,
-                queries.get(id(call), 0),
+                queries.get(id(call), 0) if queries else 0,
                 says.family,
                 says.maker,
                 says.parts,
@@ -193,7 +193,7 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
                 launch.grid,
                 launch.block,
                 occupied,
-                layers.get(id(one)),
+                layers.get(id(one)) if layers else None,
             )
         )
     return tuple(found)

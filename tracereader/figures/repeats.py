@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, count, islice, pairwise
 from operator import eq
 from statistics import median
 
@@ -24,6 +24,7 @@ INDUCTOR = re.compile(r"^(triton_[a-z]+)_fused_.*$", re.S)
 # equal ones; and the number of most common distances that are tried. An activity that occurs once per layer gives the
 # layer's length.
 TOGETHER, TRIED = 16, 6
+NEVER = -1
 LEVELS = 6  # forward's layers, backward's, tokens, calls of generate: each level finds one kind
 
 
@@ -115,7 +116,7 @@ def _in_first_order(nodes: list[_Node], first: list[int], places: list[int]) -> 
 
 def repeated_names(names: Sequence[str]) -> tuple[int, int, int] | None:
     """Return start, length and number of the repetitions, if they cover more than half of the names; else None."""
-    runs = _runs([_Node(name, place, place + 1, True) for place, name in enumerate(names)])
+    runs = _runs(names, range(len(names) + 1), range(len(names) + 1))
     start, period, times = max(runs, key=lambda run: run[1] * run[2], default=(0, 0, 0))
     return (start, period, times) if 2 * period * times > len(names) else None
 
@@ -135,7 +136,9 @@ def _without_ops(kernel: str) -> str:
 def _folded(nodes: list[_Node], work: Sequence[Work], measured: Sequence[GpuWork]) -> list[_Node]:
     """Return the nodes with each run of equal sequences as one node, level by level."""
     for _ in range(LEVELS):
-        runs = _runs(nodes)
+        of_layers = list(accumulate((node.of_layer for node in nodes), initial=0))
+        starts = [node.start for node in nodes]
+        runs = _runs([node.kind for node in nodes], of_layers, [*starts, *(node.end for node in nodes[-1:])])
         if not runs:
             break
         folded, reached = [], 0
@@ -191,24 +194,24 @@ def _costs(
     )
 
 
-def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
+def _runs(names: Sequence[Hashable], of_layers: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the runs of one sequence length: first node, nodes per sequence, times.
 
-    The smallest length that covers half of what the best one covers is chosen, so layers come before tokens.
+    The smallest length that covers half of what the best one covers is chosen, so layers come before tokens. names:
+    equal nodes have equal ones. of_layers: the number of nodes before each that belong to a layer. starts: each node's
+    first activity, and the end of the last one.
     """
-    if not nodes:
+    if not names:
         return []
-    numbers: dict[Hashable, int] = {}
-    kinds = [numbers.setdefault(node.kind, len(numbers)) for node in nodes]
-    of_layers = list(accumulate((node.of_layer for node in nodes), initial=0))
-    everything = nodes[-1].end - nodes[0].start
+    kinds = _numbers_of(names)
+    everything = starts[-1] - starts[0]
     found, most = [], 0  # found: activities covered, runs
     for period in _distances(kinds):
         runs, covered, reached = [], 0, 0
         for start, end in _periodic(kinds, period):
             start = max(start, reached)
             times = (end - start) // period
-            pieces = nodes[start + period - 1].end - nodes[start].start
+            pieces = starts[start + period] - starts[start]
             if times >= LEAST_TIMES and pieces >= LEAST_PIECES and of_layers[start + period] > of_layers[start]:
                 runs.append((start, period, times))
                 covered += pieces * times
@@ -220,22 +223,26 @@ def _runs(nodes: list[_Node]) -> list[tuple[int, int, int]]:
     return next((runs for covered, runs in found if 2 * covered >= most), [])
 
 
+def _numbers_of(names: Iterable[Hashable]) -> list[int]:
+    """Return a number for each name. Equal names have equal numbers."""
+    return list(map(defaultdict(count().__next__).__getitem__, names))
+
+
 def _distances(kinds: Sequence[int]) -> list[int]:
     """Return the most common distances between equal nodes, which are the lengths to try."""
     found = set()
-    groups, together = list(kinds), 1  # groups: a number for each sequence of `together` nodes
+    groups, together = kinds, 1  # groups: a number for each sequence of `together` nodes
     while True:
-        last: dict[int, int] = {}
-        distances = []
+        last, apart = [NEVER] * (max(groups, default=0) + 1), []
         for place, group in enumerate(groups):
-            if group in last:
-                distances.append(place - last[group])
+            before = last[group]
             last[group] = place
-        found.update(distance for distance, _ in Counter(distances).most_common(TRIED))
+            if before >= 0:
+                apart.append(place - before)
+        found.update(distance for distance, _ in Counter(apart).most_common(TRIED))
         if together == TOGETHER:
             return sorted(found)
-        numbers: dict[tuple[int, int], int] = {}
-        groups = [numbers.setdefault(pair, len(numbers)) for pair in zip(groups, groups[together:], strict=False)]
+        groups = _numbers_of(zip(groups, islice(groups, together, None), strict=False))
         together *= 2
 
 

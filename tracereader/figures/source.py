@@ -84,7 +84,7 @@ def _may_be_steps(trace: Trace) -> Calls | None:
     many calls begins them. Without an annotation of the user, torch's own decide.
     """
     calls: dict[str, list[Op]] = {}
-    for op in [op for op in trace.steps[0].walk() if op.kind == "label"]:
+    for op in trace.steps[0].labels:
         calls.setdefault(op.name, []).append(op)
     often = {name: some for name, some in calls.items() if len(some) >= LEAST_STEPS and is_phase(name)}
     of_user = {name: some for name, some in often.items() if not is_torchs_own(name)}

@@ -199,7 +199,7 @@ def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
 
 def label_of(step: Step) -> Op | None:
     """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
-    return next((op for op in step.walk() if op.kind == "label" and not is_torchs_own(op.name)), None)
+    return next((op for op in step.labels if not is_torchs_own(op.name)), None)
 
 
 def self_us(op: Op) -> float:

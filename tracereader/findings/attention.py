@@ -253,8 +253,8 @@ def _its_rate(one: GpuWork) -> str:
 )
 def time_in_a_library(summary: Summary) -> Verdict:
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = {name: one.self_us for name, one in summary.cpu.ops.items() if name in makers}
-    total = sum(one.self_us for calls in (summary.cpu.ops, summary.cpu.runtime) for one in calls.values())
+    own = {name: one.self_us for name, one in summary.cpu.ops_named(makers).items()}
+    total = summary.cpu.recorded_us
     name = max(own, key=own.get, default=None)
     if name is None or not total:
         return Verdict(None, "no op that launches a library's kernel")
@@ -268,9 +268,8 @@ def time_in_a_library(summary: Summary) -> Verdict:
 def backends(summary: Summary) -> dict[str, int]:
     """Return the number of calls in the step of each backend that scaled_dot_product_attention chose."""
     calls: dict[str, int] = {}
-    for name, backend in BACKENDS.items():
-        if name in summary.cpu.ops:
-            calls[backend] = calls.get(backend, 0) + summary.cpu.ops[name].calls
+    for name, one in summary.cpu.ops_named(BACKENDS).items():
+        calls[BACKENDS[name]] = calls.get(BACKENDS[name], 0) + one.calls
     return calls
 
 

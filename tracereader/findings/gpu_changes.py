@@ -276,13 +276,14 @@ def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU."""
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
+    of_lists = set(map(id, case.step.named(lambda name: name.startswith(FOREACH))))
     return [
         (work, one, op)
         for work, one, op in case.activities
         if id(work) not in not_the_models
         and "HtoD" not in one.name
         and "DtoH" not in one.name
-        and not (op is not None and op.name.startswith(FOREACH))
+        and id(op) not in of_lists
         and not (wrapped and _of_a_wrapper(op))
     ]
 

@@ -47,12 +47,8 @@ def is_of_a_library(name: str) -> bool:
 
 def with_cpu_tensors(summary: Summary) -> dict[str, OpTimes]:
     """Return the step's ops that compute and use no GPU, by name."""
-    ops = summary.cpu.ops
-    return {
-        name: one
-        for name, one in ops.items()
-        if not one.reaches_gpu and name not in NO_VALUES and is_of_a_library(name)
-    }
+    names = summary.cpu.without_gpu_work
+    return summary.cpu.ops_named([name for name in names if name not in NO_VALUES and is_of_a_library(name)])
 
 
 def _calls(summary: Summary, name: str) -> int:

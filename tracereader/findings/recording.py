@@ -25,7 +25,7 @@ def estimate_us(summary: Summary) -> tuple[float, float]:
     """
     recorded, busy = summary.recorded_step_us, summary.gpu_us
     on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
-    calls = sum(one.calls for one in (*summary.cpu.ops.values(), *summary.cpu.runtime.values()))
+    calls = summary.cpu.recorded_calls
     launching = sum(one.total_us for name, one in summary.cpu.runtime.items() if "GraphLaunch" in name)
     least, most = (cost * calls for cost in EACH_CALL_US)
     if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us:

@@ -48,7 +48,7 @@ from itertools import chain
 from statistics import median_low
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
@@ -234,7 +234,8 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
         replayed_us = graph.step_us()
         off = replayed_us / recorded_us
         if abs(off - 1) <= TOLERANCE:
-            return replace(graph, replayed_us=replayed_us)
+            force_setattr(graph, "replayed_us", replayed_us)  # a copy would replay the steps again
+            return graph
     return Refused(Reason.NOT_REPRODUCED, off)
 
 

@@ -295,6 +295,11 @@ class Step(msgspec.Struct, frozen=True, eq=False, dict=True):
         return tuple(found)
 
     @cached_property
+    def labels(self) -> list[Op]:
+        """Return the annotations, parents first."""
+        return [op for op in self._ops if op.kind == "label"]
+
+    @cached_property
     def outermost(self) -> list[Op]:
         """Return the outermost ops and calls of all threads, by start, with annotations of loaders and optimizers."""
         pending, found = list(self.roots), []
