@@ -1,7 +1,9 @@
 """What a change saves without the profiler, where only the recorded step is known."""
 
+import gzip
 import itertools
 import json
+import re
 
 import msgspec
 import pytest
@@ -11,6 +13,8 @@ from test_opportunities import unprofiled_us
 from tracereader import cli
 from tracereader.findings import recording as recordings
 from tracereader.findings.opportunities import opportunities
+from tracereader.findings.opportunity import Case
+from tracereader.replay import graph_of
 from tracereader.show import opportunities as shown
 from tracereader.show.text import console
 
@@ -23,6 +27,14 @@ HIDDEN = [
     ("batch_norm/graph_kept", "no_gradients", "batch_norm/graph"),
     ("convnet/forloop", "fused_optimizer", "convnet/fused"),
     ("convnet/fused", "cuda_graph", "convnet/graph"),
+]
+
+
+# Steps that the GPU limits while they are recorded, and that wait for launches for some of their time.
+IDLE_LESS = [
+    ("gpt2/sdpa", "align_shapes", "gpt2/padded"),
+    ("llama/sdpa", "fuse_pointwise", "llama/compile"),
+    ("trained/eager", "fuse_pointwise", "trained/compile"),
 ]
 
 
@@ -87,6 +99,59 @@ def test_there_is_no_estimate_where_the_step_is_measured(name):
 def test_there_is_no_estimate_where_recording_hides_nothing(name):
     """Without the profiler these steps are certainly overhead-bound or GPU-bound, as they are with it."""
     assert all(one.estimated_savings is None for one in found_by_estimate(name).values())
+
+
+@pytest.mark.parametrize(("before", "change", "after"), small_first(IDLE_LESS))
+def test_a_step_that_the_gpu_limits_is_idle_for_less_time_without_the_profiler(before, change, after):
+    """Recording makes launches take longer, so it hides savings on the GPU, and shows savings of launches."""
+    _, summary = without_the_measured_step(before)
+    one = found_by_estimate(before)[change]
+    measured = 1 - unprofiled_us(after) / unprofiled_us(before)
+    low, high = one.estimated_savings
+    assert low - 0.02 <= measured <= high + 0.02
+    assert summary.waits_for in ("gpu", "compute", "memory") and recordings.is_idle_less(summary)
+    assert recordings.unprofiled(summary) == recordings.IDLE_LESS
+    assert not recordings.unprofiled(opened(recording(before))[1]), "that step is measured"
+
+
+@pytest.mark.parametrize("name", ["resnet/tf32", "gpt2/eager_attention", *(row[0] for row in IDLE_LESS)])
+def test_the_measured_step_is_one_that_the_estimate_allows(name):
+    """Without the profiler the CPU needs less time for each call, by as much as other steps have shown."""
+    trace, summary = without_the_measured_step(name)
+    graph = graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us)
+    shortest, longest = (one.step_us for one in Case(trace, summary, graph).estimates)
+    assert 0.98 * shortest <= unprofiled_us(name) <= 1.02 * longest < 1.02 * summary.recorded_step_us
+    assert shortest < longest and summary.gpu_us <= 1.01 * shortest
+
+
+def test_a_cpu_that_falls_behind_makes_savings_of_launches_uncertain_although_the_gpu_is_never_idle():
+    """The GPU still has work of earlier steps, so the step's time while it is recorded is the CPU's."""
+    _, summary = without_the_measured_step("trained/eager")
+    busy = msgspec.structs.replace(
+        summary.steady, idle_not_launched_us=0.0, busy_us=summary.steady_us, idle_us=0.0, idle_launched_us=0.0
+    )
+    gpu_us = summary.steady_us / len(summary.steady_steps)
+    for longer, matters in ((1.0, False), (1.02, False), (1.04, True)):
+        one = msgspec.structs.replace(summary, steady=busy, recorded_step_us=longer * gpu_us)
+        assert recordings.recording_matters(one) is matters and not recordings.is_idle_less(one)
+
+
+def test_the_answer_says_why_savings_are_estimated(capsys, tmp_path):
+    document = json.loads(gzip.decompress(recording("gpt2/sdpa").read_bytes()))
+    del document["unprofiled_step_us"]
+    file = tmp_path / "not_measured.json"
+    file.write_text(json.dumps(document))
+    assert cli.main([str(file), "--only", "short,try"]) == 0
+    said = capsys.readouterr().out
+    assert recordings.IDLE_LESS in " ".join(said.split()) and re.search("^try first .*est. saving$", said, re.M)
+
+
+def test_the_replay_of_cuda_graphs_has_no_such_estimate():
+    """Recording makes the launch of a graph longer, too, and the trace does not show by how much."""
+    _, summary = without_the_measured_step("batch_norm/graph")
+    gpu = summary.steady
+    assert summary.waits_for == "gpu" and gpu.idle_not_launched_us > 0.03 * summary.steady_us
+    assert not recordings.is_idle_less(summary)
 
 
 def test_the_table_shows_the_range_and_the_reason_what_is_saved_while_recorded(capsys):

@@ -113,8 +113,11 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     """Return a proposal to replay forward and backward, if only copies of inputs wait between their launches.
 
     An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
-    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too.
+    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
+    sparse gradients, whose sizes depend on the data.
     """
+    if case.has_sparse_gradients:
+        return None
     stays, accumulated = [], []
     for step in case.steps:
         stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
@@ -332,6 +335,8 @@ def _waits_only(call: Op) -> Op | None:
 
 
 def fused_optimizer(case: Case) -> Proposal | None:
+    if case.has_sparse_gradients:
+        return None  # a fused optimizer refuses them, and a foreach one loops over them
     loops = [
         one
         for one in case.summary.training.optimizers

@@ -16,11 +16,11 @@ from tracereader.figures.attention import growing_keys
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
-from tracereader.findings.recording import estimated_us
+from tracereader.findings.recording import cpu_shares, estimated_us, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
+from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL, SPARSE_GRADIENT
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
@@ -168,10 +168,10 @@ def _usual_share(one: Opportunity) -> float:
 
 
 class Unprofiled(msgspec.Struct, frozen=True):
-    """A step's measured time without the profiler (µs), and the share of the recorded CPU time that it needs.
+    """A step's time without the profiler (µs), measured or estimated, and the share of the recorded CPU time it needs.
 
-    factor: that share. scale: the measured time divided by the replayed time with that CPU time. It differs from 1 if
-    the GPU's own times were different while recording.
+    factor: that share. scale: that time divided by the replayed time with that CPU time. It differs from 1 if the GPU's
+    own times were different while recording.
     """
 
     step_us: float
@@ -187,6 +187,12 @@ class Unprofiled(msgspec.Struct, frozen=True):
         # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
         replayed = with_cpu_speed(graph, factor).step_us()
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
+
+    @classmethod
+    def with_share(cls, graph: Graph, factor: float) -> "Unprofiled":
+        """Return the step that needs this share of the recorded CPU time."""
+        scale = graph.recorded_us / graph.replayed_us
+        return cls(scale * with_cpu_speed(graph, factor).step_us(), factor, scale)
 
 
 def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:
@@ -252,11 +258,14 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def estimates(self) -> tuple["Unprofiled", ...]:
         """Return the shortest and the longest step that the estimate without the profiler allows, if it matters.
 
-        It does if that time is not known, and if it may show another regime than the recorded step does. A recording
-        without steps is left out: its replays take long.
+        It does if that time is not known, and if the step may have another regime then or wait less for launches. A
+        recording without steps is left out: its replays take long.
         """
         if not self.trace.has_steps:
             return ()
+        if recording_matters(self.summary):
+            shares = cpu_shares(self.summary, self.graph.cpu_us)
+            return tuple(Unprofiled.with_share(self.graph, share) for share in shares)
         return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimated_us(self.summary) or ())
 
     @cached_property
@@ -293,6 +302,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def trains(self) -> bool:
         """Return whether autograd's backward runs in the steps."""
         return self.has(lambda name: name.startswith(AUTOGRAD))
+
+    @cached_property
+    def has_sparse_gradients(self) -> bool:
+        """Return whether backward gives a parameter a sparse gradient."""
+        return self.has(SPARSE_GRADIENT.__contains__)
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""

@@ -14,6 +14,9 @@ EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
 # The share of a step on the CPU from which on it computes much with CPU tensors itself.
 COMPUTES_MUCH = 0.25
+# A step that is not overhead-bound waits for launches for this share of its time, or more, where recording matters.
+SOME_IDLE = 0.03
+IDLE_LESS = "Recording makes launches take longer, so the GPU is probably idle for less time without the profiler."
 
 
 def estimate_us(summary: Summary) -> tuple[float, float]:
@@ -24,13 +27,55 @@ def estimate_us(summary: Summary) -> tuple[float, float]:
     longest step is the recorded one: the time of this work varies by more than recording costs.
     """
     recorded, busy = summary.recorded_step_us, summary.gpu_us
-    on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
-    calls = summary.cpu.recorded_calls
     launching = sum(one.total_us for name, one in summary.cpu.runtime.items() if "GraphLaunch" in name)
-    least, most = (cost * calls for cost in EACH_CALL_US)
-    if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us:
-        least = 0.0
+    least, most = _costs_us(summary)
     return max(busy, recorded - most - launching, recorded / MOST_TIMES), max(busy, recorded - least)
+
+
+def _costs_us(summary: Summary) -> tuple[float, float]:
+    """Return the least and the most CPU time (µs) that recording adds to a step."""
+    on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
+    least, most = (cost * summary.cpu.recorded_calls for cost in EACH_CALL_US)
+    return 0.0 if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us else least, most
+
+
+def is_idle_less(summary: Summary) -> bool:
+    """Return whether recording makes the GPU wait for launches in a step that is limited by the GPU's work.
+
+    False where the run measured the step without the profiler, and for CUDA graphs: the trace does not show by how much
+    recording makes their launches longer.
+    """
+    gpu = summary.steady
+    return _is_limited_by_gpu_work(summary) and gpu.idle_not_launched_us >= SOME_IDLE * summary.steady_us > 0
+
+
+def _is_limited_by_gpu_work(summary: Summary) -> bool:
+    """Return whether a step that is limited by the GPU's work is known only as it was recorded, without CUDA graphs."""
+    if summary.waits_for not in ("compute", "memory", "gpu") or summary.unprofiled_step_us is not None:
+        return False
+    graphs = any("GraphLaunch" in name for name in {one.launched_by for one in summary.gpu_work})
+    return summary.steady is not None and not graphs
+
+
+def recording_matters(summary: Summary) -> bool:
+    """Return whether recording may make a step longer that is limited by the GPU's work.
+
+    Either the GPU waits for launches, or the CPU takes longer for a step than the GPU, which still has work of earlier
+    steps and is not idle.
+    """
+    steps = summary.steady_steps
+    if is_idle_less(summary) or not _is_limited_by_gpu_work(summary) or not steps:
+        return is_idle_less(summary)
+    return summary.recorded_step_us >= (1 + SOME_IDLE) * summary.steady_us / len(steps)
+
+
+def cpu_shares(summary: Summary, cpu_us: float) -> tuple[float, float]:
+    """Return the estimated range of the share of a step's CPU time that is needed without the profiler.
+
+    cpu_us: the step's CPU time while it is recorded, without waits for the GPU.
+    """
+    least, most = _costs_us(summary)
+    return max(1 / MOST_TIMES, 1 - most / cpu_us), max(1 / MOST_TIMES, 1 - least / cpu_us)
 
 
 def estimated_us(summary: Summary) -> tuple[float, float] | None:
@@ -45,11 +90,13 @@ def estimated_us(summary: Summary) -> tuple[float, float] | None:
 
 
 def unprofiled(summary: Summary) -> str:
-    """Return a sentence on the regime without the profiler of a step that is overhead-bound while it is recorded.
+    """Return a sentence on the step without the profiler, if recording makes it longer.
 
-    A measured time is used if the run stored one. An estimate is given only if it could change the regime. Otherwise
-    the text is "".
+    For a step that is overhead-bound while it is recorded it says which regime that step has. A measured time is used
+    if the run stored one. An estimate is given only if it could change the regime. Otherwise the text is "".
     """
+    if is_idle_less(summary):
+        return IDLE_LESS
     if summary.waits_for != "overhead":
         return ""
     busy, known = summary.gpu_us, summary.unprofiled_step_us

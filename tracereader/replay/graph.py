@@ -164,6 +164,11 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
                 op = op.parent
         return counts, outermost_of
 
+    @property
+    def cpu_us(self) -> float:
+        """Return the time (µs) that a step's threads work, the mean of the steps. Waits for the GPU do not count."""
+        return sum([self.lag[node] for nodes in self.threads.values() for node in nodes]) / 1e3 / len(self.steps)
+
     @cached_property
     def launch_starts(self) -> list[int]:
         """Return when each call that launches GPU work starts (ns), in order."""

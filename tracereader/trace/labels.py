@@ -12,6 +12,10 @@ AUTOGRAD = "autograd::engine::evaluate_function: "
 # The node that gives a parameter its gradient or adds to it, and its record by the engine, which contains its hooks.
 GIVES_GRADIENT = "torch::autograd::AccumulateGrad"
 ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
+# Ops of backward that give a parameter a sparse gradient.
+SPARSE_GRADIENT = ("aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward")
+# flex_attention's op if autograd records it. Compiled code calls none.
+FLEX_ATTENTION = "FlexAttentionAutogradOp"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
 OPTIMIZER, ZEROES = "Optimizer.step#", "Optimizer.zero_grad#"
