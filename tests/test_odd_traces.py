@@ -272,15 +272,23 @@ def test_a_first_wait_for_recorded_work_is_explained(written):
 
 
 @pytest.mark.parametrize("has_steps", [True, False])
-def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps):
+@pytest.mark.parametrize(
+    ("start", "stream", "why"),
+    [
+        (200, 7, "has no launch call in the trace"),
+        (5, 7, "was launched before the recording began"),
+        (5, 9, "has no launch call in the trace"),  # no activity of its stream has one
+    ],
+)
+def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps, start, stream, why):
     """Without profiler steps, the whole trace counts as one step, and its tables include all GPU work."""
     step = [event("ProfilerStep#1", "user_annotation", 0, 300)] * has_steps
-    kernel = event("alone", "kernel", 200, 10, 7, device=0, stream=7)
+    kernel = event("alone", "kernel", start, 10, stream, device=0, stream=stream)
     trace = written(*step, event("aten::mm", "cpu_op", 10, 200), *launched(20, 1), kernel)
     assert cli.main([str(trace), "--only", "steps", "--only", "kernels"]) == 0
     said = capsys.readouterr().out
     (warning,) = [line for line in said.splitlines() if line.startswith("warning")]
-    assert "one GPU activity (10.0 µs) has no launch call in the trace" in warning
+    assert f"one GPU activity (10.0 µs) {why}, so" in warning
     assert ("belongs to no step and no op" in warning) == ("leave it out" in warning) == has_steps
     assert ("alone" in said) != has_steps  # the table of names
 

@@ -1,5 +1,6 @@
 """The source of a trace: the file, the devices, the rank, and defects of the trace itself."""
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,8 @@ class TraceWarning(msgspec.Struct, frozen=True):
     a file's name; category_left_out and category_taken_for_work, `count` slices of one category; captures_not_used, the
     files of a trace without CUDA graphs; no_order, no_capture_fits and captures_differ, `count` CUDA graph launches
     that these files do not describe (see capture.tie); no_gpu_records, though the CPU launched something; no_launch, of
-    `count` GPU activities that take `us` µs in sum; starts_before_launch, of `count` GPU activities, at most `us` µs
+    `count` GPU activities that take `us` µs in sum; launched_before, the same if they precede all launched activities
+    of their streams; starts_before_launch, of `count` GPU activities, at most `us` µs
     before their launch calls.
     """
 
@@ -123,8 +125,14 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
     yield from _captures_that_fit_nothing(trace)
     if not trace.work and _launches(trace):
         yield TraceWarning("no_gpu_records")
-    if unlaunched := [one.us for one in trace.work if one.launch is None]:
-        yield TraceWarning("no_launch", len(unlaunched), us=sum(unlaunched))
+    if unlaunched := [one for one in trace.work if one.launch is None]:
+        first: dict[tuple, int] = {}  # by stream, the start of its first launched activity
+        for one in trace.work:
+            if one.launch is not None:
+                first.setdefault((one.device, one.track), one.start)
+        before = all(one.start <= first.get((one.device, one.track), -math.inf) for one in unlaunched)
+        us = sum(one.us for one in unlaunched)
+        yield TraceWarning("launched_before" if before else "no_launch", len(unlaunched), us=us)
     leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]
     if early := [ns for ns in leads if ns >= LEAST_LEAD_NS]:
         yield TraceWarning("starts_before_launch", len(early), us=max(early) / 1e3)

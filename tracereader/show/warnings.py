@@ -45,10 +45,13 @@ def _in_words(one: TraceWarning, has_steps: bool) -> str:
             return f"{ran} the graph's nodes, so no capture can be compared with {'it' if one.count == 1 else 'them'}"
         case "no_gpu_records":
             return "the CPU lane has launches, but there is no GPU work: the GPU's records are missing from this trace"
-        case "no_launch":
+        case "no_launch" | "launched_before":
             several = one.count > 1
             first = activities(one.count) if several else "one GPU activity"
-            said = f"{first} ({duration(one.us)}) {'have' if several else 'has'} no launch call in the trace, so "
+            why = f"{'have' if several else 'has'} no launch call in the trace"
+            if one.name == "launched_before":
+                why = f"{'were' if several else 'was'} launched before the recording began"
+            said = f"{first} ({duration(one.us)}) {why}, so "
             belong = f"{'they belong' if several else 'it belongs'} to no"
             if not has_steps:
                 return f"{said}{belong} op"
