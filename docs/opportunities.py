@@ -47,6 +47,8 @@ ASSUMES = {
     "is unknown; it takes the GPU twice as long as the loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "no_gradients": "backward gives each gradient its tensor without a copy",
+    "no_autograd": f"autograd takes the CPU {avoidable.NODE_LAUNCHES} times as long as a launch (the lower quartile of "
+    "the step's) for each op that it records; no backward follows outside the trace",
     "cpu_tensors": f"ops without a call of the CUDA runtime, which take more than {cpu.PAUSE_US} µs in a row together, "
     "compute with CPU tensors, unless they only make views or allocate; this work can be done ahead",
     "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",

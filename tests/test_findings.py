@@ -159,6 +159,7 @@ TABLE = [
     # training
     ("recomputation", (), f"{TRAINING}_checkpoint", TRAINING),
     ("optimizer_for_loop", (), "train_item", TRAINING),
+    ("gradients_without_backward", (), "h100/autograd/mlp_grad", "h100/autograd/mlp_no_grad"),
     ("starving", (), "changes/loader/inline", "changes/loader/workers"),
     ("backward_is_twice_the_forward", (), TRAINING, "train_item"),
     ("communication_is_hidden", (True,), DDP, FSDP),

@@ -238,6 +238,10 @@ def decoder(tokens, fixed=(), prompt=(), layers=3):
         (range(5, 13), (), (4,), (5, 12)),
         (range(1, 9), (64,), (64,), (1, 8)),  # a decoder beside an encoder, as in T5 and Whisper
         (range(5, 13), (64,), (4,), (5, 12)),
+        (range(1, 9), (64,), (), (1, 8)),  # each step decodes a sequence, without a prompt
+        ([*range(3, 7), *range(3, 7)], (), (), (3, 6)),
+        ([9, 8, 7, 6, 5, 4, 3, 2], (), (), None),
+        ([3, 4, 6, 7, 3, 4, 6, 7], (), (), None),
         ([9] * 8, (64,), (), None),  # a cache of fixed size
         (range(60, 68), (64,), (), None),  # as many tokens as the encoder has: the trace does not decide
         (range(1, 9), (64, 32), (), None),
@@ -267,3 +271,78 @@ def test_a_fallback_of_attention_is_not_told_to_use_attention(tmp_path):
     assert written_out["fused_attention"].how.startswith("torch.nn.functional.scaled_dot_product_attention(")
     assert "scaled_dot_product_attention falls back to them" in fallback["fused_attention"].evidence
     assert "sdpa_kernel" in fallback["fused_attention"].how
+
+
+WITH_GRADIENTS = TESTS / "h100/autograd"  # models in inference, with gradients on and off, recorded in one process
+FLEX = TESTS / "h100/flex_attention.json.gz"
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+def test_a_model_that_runs_without_a_backward_is_to_run_without_autograd(capsys, model):
+    """While gradients are on, the profiler writes the number of autograd's next node into each op."""
+    on, off = (WITH_GRADIENTS / f"{model}_{how}.json.gz" for how in ("grad", "no_grad"))
+    before, after = priced_changes(on), priced_changes(off)
+    one = before["no_autograd"]
+    events = raw_events(on)
+    mark = raw_steps(events)[1]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    numbers = {e["args"]["Sequence number"] for e in ops if "Sequence number" in e["args"]}
+    assert f"autograd records {len(numbers) - 1} ops of a step" in one.evidence  # the last one's op is not known
+    assert not any("Sequence number" in e.get("args", {}) for e in raw_events(off)) and "no_autograd" not in after
+    recorded = [summarize(read(file)).recorded_step_us for file in (on, off)]
+    assert 0.03 < 1 - one.step_us_after / one.step_us < 0.2 and one.step_us == recorded[0]
+    assert one.step_us_after == pytest.approx(recorded[1], rel=0.25)
+    assert cli.main([str(on), str(off)]) == 0
+    assert "proposed it (run the model without autograd)" in " ".join(capsys.readouterr().out.split())
+    for words, is_named in (([], False), (["--only", "patterns"], True)):
+        assert cli.main([str(on), *words]) == 0
+        shown = "and no backward runs" in " ".join(capsys.readouterr().out.split())
+        assert shown == is_named, "a report names it among the proposals alone"
+
+
+def test_autocasts_weights_are_cast_with_gradients_on_although_the_program_has_turned_them_off():
+    file = recording("autocast/each_step")
+    numbered = {e["name"] for e in raw_events(file) if "Sequence number" in e.get("args", {})}
+    assert numbered == {"aten::to", "aten::_to_copy"}
+    assert not summarize(read(file)).training.unused_nodes and "no_autograd" not in priced_changes(file)
+
+
+def test_autograd_is_only_named_where_it_records_nodes_and_no_backward_runs(tmp_path):
+    def numbered_alike(events):  # gradients are on, but nothing needs any
+        for e in events:
+            if "Sequence number" in e.get("args", {}):
+                e["args"]["Sequence number"] = 5
+
+    def with_backward(events):
+        op = next(e for e in events if e.get("name") == "aten::linear")
+        op["name"] = "autograd::engine::evaluate_function: AddmmBackward0"
+
+    on = WITH_GRADIENTS / "mlp_grad.json.gz"
+    for edit in (numbered_alike, with_backward):
+        file = edited(on, tmp_path, edit)
+        assert not summarize(read(file)).training.unused_nodes and "no_autograd" not in priced_changes(file)
+    assert summarize(read(on)).training.unused_nodes > 100
+
+
+def test_flex_attention_that_is_not_compiled_is_named():
+    """Compiled, the step takes 1.3 ms instead of 34."""
+    found = priced_changes(FLEX)
+    one = found["fused_attention"]
+    assert "flex_attention is called outside compiled code" in one.evidence
+    assert one.how == "torch.compile(flex_attention)"
+    assert "its region calls no graph" not in found["fuse_pointwise"].evidence  # flex_attention calls torch.compile
+    events = raw_events(FLEX)
+    assert any(e.get("name") == "FlexAttentionAutogradOp" for e in events)
+    assert any(str(e.get("name")).startswith("Torch-Compiled Region") for e in events)
+
+
+@pytest.mark.parametrize("op", ["aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward"])
+def test_sparse_gradients_are_for_neither_a_fused_optimizer_nor_a_graph(tmp_path, op):
+    """A fused optimizer refuses them, and their sizes depend on the data."""
+
+    def sparse(events):
+        next(e for e in events if e.get("name") == "aten::mm")["name"] = op
+
+    dense, changes = recording("convnet/forloop"), {"fused_optimizer", "cuda_graph", "fuse_pointwise"}
+    assert changes <= set(priced_changes(dense))
+    assert not changes & set(priced_changes(edited(dense, tmp_path, sparse)))

@@ -102,19 +102,21 @@ def queries_and_keys(op: Op) -> tuple[int, int] | None:
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
     """Return the fewest and the most keys of one query, if each token has one key more, as in a growing KV cache.
 
-    A call with more queries, as for a prompt, starts anew. None if any other call has other keys, if all have the same,
-    or if the batch or the number of calls is not the same for each token. The first and the last token may have fewer
-    calls, because the recording may begin or end inside them. A decoder's attention to its encoder is left out. Needs
-    recorded shapes.
+    A call with more queries, as for a prompt, starts anew. After a sequence has grown, so does a call with no more keys
+    than all calls before it. None if any other call has other keys, if all have the same, or if the batch or the number
+    of calls is not the same for each token. The first and the last token may have fewer calls, because the recording
+    may begin or end inside them. A decoder's attention to its encoder is left out. Needs recorded shapes.
     """
-    seen, calls, batches, last = set(), [], set(), None
+    seen, calls, batches, last, first = set(), [], set(), None, 0  # first: the keys at the beginning of the sequence
     attending = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
     if any(sizes is None for _, sizes in attending):
         return None
     for op, (queries, keys) in _without_cross_attention(attending):
         if queries == 1:
-            if last is not None and keys not in (last, last + 1):
+            starts_anew = last is None or (first < last and keys <= min(seen))
+            if not starts_anew and keys not in (last, last + 1):
                 return None
+            first = keys if starts_anew else first
             if keys != last:
                 calls.append(0)
             calls[-1] += 1

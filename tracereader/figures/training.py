@@ -21,6 +21,8 @@ UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 # The number of points of the memory curve over the step.
 POINTS = 60
 _start = attrgetter("start")
+# With gradients on, about half of a step's ops have a number. So many ops decide whether all are looked at.
+SAMPLED_OPS = 64
 
 
 class Recomputed(msgspec.Struct, frozen=True):
@@ -94,7 +96,10 @@ class MemoryCurve(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """The training parts of the reported step."""
+    """The training parts of the reported step.
+
+    unused_nodes: the number of ops for which autograd records a node although no backward runs; see unused_nodes().
+    """
 
     backward_of: tuple[Place, ...]  # GPU time of backward by the forward op that it belongs to, the largest first
     recomputed: Recomputed | None
@@ -102,6 +107,7 @@ class Training(msgspec.Struct, frozen=True):
     syncs: tuple[Sync, ...]
     loading: Loading | None
     memory: MemoryCurve | None
+    unused_nodes: int
 
 
 def training(trace: Trace, step: Step) -> Training:
@@ -118,7 +124,26 @@ def training(trace: Trace, step: Step) -> Training:
         syncs=syncs,
         loading=_loading(step, rest),
         memory=_memory(trace, step),
+        unused_nodes=len(unused_nodes(trace, step)),
     )
+
+
+def unused_nodes(trace: Trace, step: Step) -> list[Op]:
+    """Return the ops for which autograd records a node that no backward uses; empty if the trace has a backward.
+
+    The profiler writes autograd's next number into each op while gradients are on. The op that records a node of
+    backward is the innermost one with its number, and the next op has another number. The step's last number is left
+    out, because nothing shows whether an op has used it. So are casts: autocast turns gradients on while it casts a
+    weight, even if the program has turned them off.
+    """
+    if any(name.startswith(AUTOGRAD) for name in trace.op_names):
+        return []
+    ops = [op for op in step.walk() if op.kind == "op"]
+    sampled = ops[:: max(1, len(ops) // SAMPLED_OPS)]
+    if not any(_numbers_of(op).number >= 0 for op in sampled):
+        return []  # gradients are off, and reading the arguments of all ops takes time
+    last = {_numbers_of(op).number: op for op in ops}
+    return [op for number in sorted(last.keys() - {-1})[:-1] if (op := last[number]).name != "aten::_to_copy"]
 
 
 def _idle(work: Sequence[Work], step: Step) -> Intervals | None:

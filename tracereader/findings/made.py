@@ -28,6 +28,7 @@ from tracereader.findings.faster import (
 from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
+from tracereader.findings.training import MANY_NODES
 from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
@@ -301,6 +302,12 @@ def _no_gradients(before: Side, after: Side) -> bool:
     return now <= LEFT * was and was >= MANY_ZEROED and _same_heavy(before, after) and _by_calls(before, after)
 
 
+def _no_autograd(before: Side, after: Side) -> bool:
+    """Autograd records no op without a backward any more, and the products and convolutions are the same."""
+    was, now = (side.summary.training.unused_nodes for side in (before, after))
+    return was >= MANY_NODES and not now and _same_heavy(before, after) and _by_calls(before, after)
+
+
 def _recompile(before: Side, after: Side) -> bool:
     """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
     was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
@@ -473,6 +480,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "allocator": _allocator,
     "recompile": _recompile,
     "no_gradients": _no_gradients,
+    "no_autograd": _no_autograd,
     "keep_parameters": _keep_parameters,
     "keep_buffers": _keep_buffers,
     "reduce_once": _reduce_once,
