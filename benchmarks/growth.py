@@ -141,6 +141,17 @@ def products_in_one_op(n: int) -> list[dict]:
     return events
 
 
+def parts_of_one_op(n: int) -> list[dict]:
+    """An LSTM of cuDNN: one op that sets memory and launches a kernel for each time step."""
+    events = [op("aten::_cudnn_rnn_backward", 1, 4 * n + 9)]
+    for k in range(n):
+        events += [op("cudaMemsetAsync", 2 + k, 0.5, "cuda_runtime", correlation=k),
+                   op("Memset (Device)", 3 + k, 0.5, "gpu_memset", 7, correlation=k, device=0)]  # fmt: skip
+    for k in range(n, 2 * n):
+        events += launched(k, "LSTM_elementWise_bp1", 4 + k)
+    return events
+
+
 KINDS = {
     "one long kernel name (characters)": long_name,
     "one long Triton name": long_triton_name,
@@ -161,6 +172,7 @@ KINDS = {
     "backward and optimizers": optimizers,
     "masks made in a trace without steps": masks,
     "runs of equal products in one op": products_in_one_op,
+    "memsets and kernels of one op": parts_of_one_op,
 }
 
 

@@ -141,10 +141,11 @@ def gpu_work(trace: Trace, chosen: Step, layers: Mapping[int, str]) -> tuple[Gpu
     queries = _queries_before(trace.queries)
     peaks, facts = common_peaks(trace.devices), _facts(trace, chosen)
     alike: dict[tuple, _Alike] = {}
+    counts: dict[tuple, int] = {}  # see does_it_alone()
     found = []
     for one, op, same in zip(chosen.work, chosen.asking, _in_all_steps(trace, chosen), strict=True):
         says, launch, call = families.says(one), launch_args(one), one.launch
-        alone = does_it_alone(one, op, says)
+        alone = does_it_alone(one, op, says, counts)
         asked = (None, None) if op is None else (op.name, id(op.inputs))  # ops with equal inputs share one object
         key = (one.name, one.kind, one.device, id(says), id(launch), alone, *asked)
         if key not in alike:
@@ -230,10 +231,12 @@ def nearest_roofs(
     timed = [(median([each.dur / 1e3 for each in same]), one, op) for one, op, same in entries]
     timed.sort(key=lambda entry: -entry[0])
 
+    counts: dict[tuple, int] = {}
+
     def rates() -> Iterator[tuple[float, str | None, float | None]]:
         for us, one, op in timed:
             says = families.says(one)
-            sizes = _sizes(one, op, launch_args(one), says, does_it_alone(one, op, says), peaks, facts)
+            sizes = _sizes(one, op, launch_args(one), says, does_it_alone(one, op, says, counts), peaks, facts)
             yield us, *_rates(sizes, one.dur)[2:]
 
     return sum(us for us, *_ in timed), rates()

@@ -76,24 +76,27 @@ def sizes_of(
     return found, found.elements * item if found and item else None, types
 
 
-def does_it_alone(work: Work, op: Op | None, says: KernelName) -> bool:
+def does_it_alone(work: Work, op: Op | None, says: KernelName, known: dict[tuple, int]) -> bool:
     """Return whether the op's inputs are those of this activity. They are a GEMM's beside any other activity.
 
-    says: the content of the work's name.
+    says: the content of the work's name. known: an empty dict at first, and the same one for all work of a step. It
+    keeps counts, because an op may have thousands of activities, as an LSTM of cuDNN has.
     """
     if op is None or says.family == "GEMM":
         return True
-    # For a captured op, those of this work's replay. They are not listed, because a graph may have thousands.
-    asked = [call.work for call in op.children] if work.recorded is None else (work.recorded.together,)
-    for some in asked:
-        for one in some:
-            if one is not work and _shares_inputs(one, says):
-                return False
-    return True
+    recorded = work.recorded
+    by_name = (says.family, says.parts.get("does")) if says.family in ("attention", "convolution") else ()
+    key = (id(op if recorded is None else recorded.together), *by_name)
+    if key not in known:
+        # For a captured op, those of this work's replay.
+        asked = [call.work for call in op.children] if recorded is None else [recorded.together]
+        known[key] = sum(_shares_inputs(one, says) for some in asked for one in some)
+    is_counted = recorded is not None or (work.launch is not None and work.launch.parent is op)
+    return known[key] == (is_counted and _shares_inputs(work, says))
 
 
 def _shares_inputs(other: Work, says: KernelName) -> bool:
-    """Return whether another activity of the op may read or write what the one does whose name says this."""
+    """Return whether an activity of the op may read or write what the one does whose name says this."""
     if says.family not in ("attention", "convolution"):
         return other.kind != "memset"  # the shapes do not show which of several kernels reads and writes them
     # An op that starts two kernels of one kind (forward, towards the data or towards the weights) has split the work
