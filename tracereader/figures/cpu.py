@@ -1,6 +1,7 @@
 """CPU activity in a step: the call tree, the times of its ops and runtime calls, the annotation around it."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from tracereader.figures.inputs import inputs_of
 from tracereader.figures.steps import label_of, self_us, self_us_of
 from tracereader.trace import Op, Step, Trace
 
-_dur, _kind = attrgetter("dur"), attrgetter("kind")
+_dur = attrgetter("dur")
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -85,8 +86,7 @@ class Cpu:
             self.fields()
             for name in ("without_gpu_work", "recorded_calls", "recorded_us"):
                 getattr(self, name)
-            for name in ("_reach_gpu", "_named"):
-                self.__dict__.pop(name, None)
+            self.__dict__.pop("_reach_gpu", None)
             self._trace = self._step = self._layers = None
 
     def fields(self) -> dict[str, object]:
@@ -111,19 +111,26 @@ class Cpu:
 
     @cached_property
     def ops(self) -> dict[str, OpTimes]:
-        return self._times("op", self._named["op"])
+        return self._times(self._calls("op"))
 
     def ops_named(self, names: Iterable[str]) -> dict[str, OpTimes]:
         """Return the ops with these names, which is faster than all of `ops`."""
         if self._trace is None or "ops" in self.__dict__:
             return {name: self.ops[name] for name in names if name in self.ops}
-        return self._times("op", [name for name in names if name in self._named["op"]])
+        return self._times(self._calls("op", set(names)))
+
+    def self_us_of(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the self times (µs) of the ops with these names, which is faster still."""
+        if self._trace is None:
+            return {name: self.ops[name].self_us for name in names if name in self.ops}
+        nested = not self._trace.crossing
+        return {name: self_us_of(calls, nested) for name, calls in self._calls("op", set(names)).items()}
 
     @cached_property
     def without_gpu_work(self) -> list[str]:
         """Return the names of ops of which no call launches GPU work, in itself or in a call below it."""
-        launching = {op.name for op in self._reach_gpu.values() if op.kind == "op"}
-        return [name for name in self._named["op"] if name not in launching]
+        names = dict.fromkeys([op.name for op in self._step.walk() if op.kind == "op"])
+        return [name for name in names if ("op", name) not in self._launching]
 
     @cached_property
     def recorded_calls(self) -> int:
@@ -149,7 +156,7 @@ class Cpu:
     @cached_property
     def runtime(self) -> dict[str, OpTimes]:
         """Return the calls of the CUDA runtime API, including synchronizations."""
-        return self._times("runtime", self._named["runtime"])
+        return self._times(self._calls("runtime"))
 
     @cached_property
     def work(self) -> tuple[CpuWork, ...]:
@@ -176,21 +183,22 @@ class Cpu:
         return found
 
     @cached_property
-    def _named(self) -> dict[str, dict[str, list[Op]]]:
-        """All calls by kind and by name."""
-        found: dict[str, dict[str, list[Op]]] = {"op": {}, "runtime": {}}
-        for name, same in self._step.by_name():
-            kinds = set(map(_kind, same))
-            for kind in kinds:
-                calls = same if len(kinds) == 1 else [op for op in same if op.kind == kind]
-                found.setdefault(kind, {})[name] = calls
+    def _launching(self) -> set[tuple[str, str]]:
+        """The kinds and names of these calls."""
+        return {(op.kind, op.name) for op in self._reach_gpu.values()}
+
+    def _calls(self, kind: str, names: Container[str] | None = None) -> dict[str, list[Op]]:
+        """Return the calls of one kind by name. names: only these; None for all."""
+        found: dict[str, list[Op]] = defaultdict(list)
+        for op in self._step.walk() if names is None else self._step.named(names.__contains__):
+            if op.kind == kind:
+                found[op.name].append(op)
         return found
 
-    def _times(self, kind: str, names: Iterable[str]) -> dict[str, OpTimes]:
-        """Return the times of the calls with these names."""
-        below, nested, found = self._reach_gpu.keys(), not self._trace.crossing, {}
-        for name in names:
-            calls = self._named[kind][name]
-            total_us, own_us = sum(map(_dur, calls)) / 1e3, self_us_of(calls, nested)
-            found[name] = OpTimes(len(calls), total_us, own_us, not below.isdisjoint(map(id, calls)))
+    def _times(self, calls: Mapping[str, list[Op]]) -> dict[str, OpTimes]:
+        """Return the times of calls that are given by name."""
+        launching, nested, found = self._launching, not self._trace.crossing, {}
+        for name, same in calls.items():
+            total_us, own_us = sum(map(_dur, same)) / 1e3, self_us_of(same, nested)
+            found[name] = OpTimes(len(same), total_us, own_us, (same[0].kind, name) in launching)
         return found

@@ -253,7 +253,7 @@ def _its_rate(one: GpuWork) -> str:
 )
 def time_in_a_library(summary: Summary) -> Verdict:
     makers = {one.asked_by: one.maker.split(",")[0] for one in summary.gpu_work if LIBRARY.match(one.maker)}
-    own = {name: one.self_us for name, one in summary.cpu.ops_named(makers).items()}
+    own = summary.cpu.self_us_of(makers)
     total = summary.cpu.recorded_us
     name = max(own, key=own.get, default=None)
     if name is None or not total:

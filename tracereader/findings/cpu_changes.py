@@ -347,6 +347,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
     groups, spans, added = [], [], []
     names = {f"{OPTIMIZER}{one.name}.step" for one in loops}
     for step in case.steps:
+        took = [_optimizer_us(case, step, fused) for fused in (False, True)]
         for label in labels(step, tuple(names)):
             if label.name not in names:
                 continue
@@ -361,7 +362,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
             spans.append(label)
             first = min((one.launch for one in work), key=lambda call: call.start)
             fuses = label.name.removeprefix(OPTIMIZER).removesuffix(".step") in FUSED_OPTIMIZERS
-            added.append((first.track, first.start, _optimizer_us(case, step, fuses)))
+            added.append((first.track, first.start, took[fuses]))
     graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
     one = loops[0]
     better = "fused" if one.name in FUSED_OPTIMIZERS else "foreach"
