@@ -136,7 +136,7 @@ def unused_nodes(trace: Trace, step: Step) -> list[Op]:
     out, because nothing shows whether an op has used it. So are casts: autocast turns gradients on while it casts a
     weight, even if the program has turned them off.
     """
-    if any(name.startswith(AUTOGRAD) for name in trace.op_names):
+    if trace.has_backward:
         return []
     ops = [op for op in step.walk() if op.kind == "op"]
     sampled = ops[:: max(1, len(ops) // SAMPLED_OPS)]
