@@ -411,6 +411,7 @@ def fused_attention(case: Case) -> Proposal | None:
         if is_flex
         else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
         assumed=True,
+        title="compile flex_attention" if is_flex else None,
     )
 
 

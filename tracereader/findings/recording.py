@@ -16,7 +16,7 @@ MOST_TIMES = 3.5
 COMPUTES_MUCH = 0.25
 # A step that is not overhead-bound waits for launches for this share of its time, or more, where recording matters.
 SOME_IDLE = 0.03
-IDLE_LESS = "Recording makes launches take longer, so the GPU is probably idle for less time without the profiler."
+IDLE_LESS = "Without the profiler, launches are faster and the GPU is probably idle for less time."
 
 
 def estimate_us(summary: Summary) -> tuple[float, float]:
