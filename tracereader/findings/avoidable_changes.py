@@ -293,8 +293,6 @@ def no_gradients(case: Case) -> Proposal | None:
 
 def no_autograd(case: Case) -> Proposal | None:
     """Propose to run a model without autograd, if autograd records many of its ops and the trace has no backward."""
-    if case.trains:
-        return None
     found, typical = case.in_each_step(lambda step: unused_nodes(case.trace, step))
     if len(typical) < MANY_NODES:
         return None
