@@ -273,18 +273,21 @@ def test_a_first_wait_for_recorded_work_is_explained(written):
 
 @pytest.mark.parametrize("has_steps", [True, False])
 @pytest.mark.parametrize(
-    ("start", "stream", "why"),
+    ("start", "stream", "waited_until", "why"),
     [
-        (200, 7, "has no launch call in the trace"),
-        (5, 7, "was launched before the recording began"),
-        (5, 9, "has no launch call in the trace"),  # no activity of its stream has one
+        (200, 7, None, "has no launch call in the trace"),
+        (5, 7, None, "was launched before the recording began"),
+        (5, 7, 16, "was launched before the recording began"),
+        (5, 7, 4, "has no launch call in the trace"),  # all earlier work had ended
+        (5, 9, None, "has no launch call in the trace"),  # no activity of its stream has one
     ],
 )
-def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps, start, stream, why):
+def test_work_without_a_launch_is_left_out_of_steps_only(written, capsys, has_steps, start, stream, waited_until, why):
     """Without profiler steps, the whole trace counts as one step, and its tables include all GPU work."""
     step = [event("ProfilerStep#1", "user_annotation", 0, 300)] * has_steps
     kernel = event("alone", "kernel", start, 10, stream, device=0, stream=stream)
-    trace = written(*step, event("aten::mm", "cpu_op", 10, 200), *launched(20, 1), kernel)
+    wait = [event("cudaDeviceSynchronize", "cuda_runtime", 1, waited_until - 1)] if waited_until else []
+    trace = written(*step, *wait, event("aten::mm", "cpu_op", 17, 200), *launched(20, 1), kernel)
     assert cli.main([str(trace), "--only", "steps", "--only", "kernels"]) == 0
     said = capsys.readouterr().out
     (warning,) = [line for line in said.splitlines() if line.startswith("warning")]

@@ -130,12 +130,21 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         for one in trace.work:
             if one.launch is not None:
                 first.setdefault((one.device, one.track), one.start)
-        before = all(one.start <= first.get((one.device, one.track), -math.inf) for one in unlaunched)
+        # Work from before the recording has ended when a recorded call has waited for the whole GPU.
+        idle_since = min((op.end for op in _waits_for_the_device(trace)), default=math.inf)
+        before = all(one.start <= min(first.get((one.device, one.track), -math.inf), idle_since) for one in unlaunched)
         us = sum(one.us for one in unlaunched)
         yield TraceWarning("launched_before" if before else "no_launch", len(unlaunched), us=us)
     leads = [one.launch.start - one.start for one in trace.work if one.launch is not None]
     if early := [ns for ns in leads if ns >= LEAST_LEAD_NS]:
         yield TraceWarning("starts_before_launch", len(early), us=max(early) / 1e3)
+
+
+def _waits_for_the_device(trace: Trace) -> Iterator[Op]:
+    """Yield the calls that wait until the GPU has done all of its work."""
+    if any("DeviceSynchronize" in name for name in trace.op_names):
+        roots = (*(step.roots for step in trace.steps), trace.outside)
+        yield from (op for some in roots for root in some for op in root.walk() if "DeviceSynchronize" in op.name)
 
 
 def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:
