@@ -86,6 +86,16 @@ def late_kernels(n: int) -> list[dict]:
     return events
 
 
+def tokens(n: int) -> list[dict]:
+    """Attention of one query, each to one key more."""
+    found = []
+    for k in range(n):
+        sizes = [[1, 1, 1, 8], [1, 1, 9 + k, 8], [1, 1, 9 + k, 8]]
+        found += [op("aten::scaled_dot_product_attention", 10 * k + 1, 5, **{"Input Dims": sizes})]
+        found += launched(k + 1, "attention", 10 * k + 2)
+    return found
+
+
 def wide_steps(n: int) -> list[dict]:
     each = int(n**0.5)
     events = []
@@ -165,6 +175,7 @@ KINDS = {
     "backward's nodes below nested ops": nodes_below,
     "Python frames over launches": frames,
     "late kernels in every step": late_kernels,
+    "attention to growing keys": tokens,
     "wide steps times names": wide_steps,
     "overheads times steps": overheads,
     "launches times overheads (--json)": overheads_in_a_step,

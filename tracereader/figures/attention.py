@@ -1,5 +1,6 @@
 """Sizes, mask (if the trace shows it), FLOPs and minimum bytes of a fused attention kernel."""
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -102,30 +103,31 @@ def queries_and_keys(op: Op) -> tuple[int, int] | None:
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:
     """Return the fewest and the most keys of one query, if each token has one key more, as in a growing KV cache.
 
-    A call with more queries, as for a prompt, starts anew. After a sequence has grown, so does a call with no more keys
-    than all calls before it. None if any other call has other keys, if all have the same, or if the batch or the number
-    of calls is not the same for each token. The first and the last token may have fewer calls, because the recording
-    may begin or end inside them. A decoder's attention to its encoder is left out. Needs recorded shapes.
+    A call with more queries, as for a prompt, starts a new sequence. If a sequence has grown, so does a call that has
+    no more keys than any call before it. None if any other call has other keys, if all have the same, or if the batch
+    or the number of calls is not the same for each token. The first and the last token may have fewer calls, because
+    the recording may begin or end inside them. A decoder's attention to its encoder is left out. Needs recorded shapes.
     """
-    seen, calls, batches, last, first = set(), [], set(), None, 0  # first: the keys at the beginning of the sequence
+    # first: the keys at the beginning of the sequence. least and most: of all calls.
+    calls, batches, last, first, least, most = [], set(), None, 0, math.inf, 0
     attending = [(op, queries_and_keys(op)) for step in steps for op in attention_calls(step)]
     if any(sizes is None for _, sizes in attending):
         return None
     for op, (queries, keys) in _without_cross_attention(attending):
         if queries == 1:
-            starts_anew = last is None or (first < last and keys <= min(seen))
+            starts_anew = last is None or (first < last and keys <= least)
             if not starts_anew and keys not in (last, last + 1):
                 return None
             first = keys if starts_anew else first
             if keys != last:
                 calls.append(0)
             calls[-1] += 1
-            seen.add(keys)
+            least, most = min(least, keys), max(most, keys)
             batches.add(op.inputs.dims[0][0])
         last = keys if queries == 1 else None
     each = set(calls[1:-1] or calls)
     alike = len(batches) == 1 and len(each) == 1 and max(calls) in each
-    return (min(seen), max(seen)) if len(seen) > 1 and alike else None
+    return (least, most) if least < most and alike else None
 
 
 def _without_cross_attention(calls: list[tuple[Op, tuple[int, int]]]) -> list[tuple[Op, tuple[int, int]]]:
