@@ -128,7 +128,7 @@ class Cpu:
 
     @cached_property
     def without_gpu_work(self) -> list[str]:
-        """Return the names of ops of which no call launches GPU work, in itself or in a call below it."""
+        """Return the names of the ops whose calls launch no GPU work, neither directly nor below them."""
         names = dict.fromkeys([op.name for op in self._step.walk() if op.kind == "op"])
         return [name for name in names if ("op", name) not in self._launching]
 
