@@ -710,6 +710,29 @@ def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
     assert found["remove_sync"].evidence.endswith(": aten::item")
 
 
+@pytest.mark.parametrize(
+    ("steps", "frees", "grows"),
+    [((0, 1, 2), None, True), ((0, 1, 2), "cudaFree", False), ((1,), None, False), ((0, 2), "cudaFreeHost", False)],
+)
+def test_memory_that_grows_from_step_to_step_is_said_to(tmp_path, steps, frees, grows):
+    events = []
+    for number in range(3):
+        t = 1000 * number + 1
+        events += [event(f"ProfilerStep#{number}", "user_annotation", t, 900), event("aten::mm", "cpu_op", t + 2, 60)]
+        events += [event("cudaMalloc", "cuda_runtime", t + 5, 20)] * (number in steps)
+        events += [event(frees, "cuda_runtime", t + 100, 20)] if frees else []
+        events += [
+            event("cudaLaunchKernel", "cuda_runtime", t + 30, 5, correlation=number),
+            event("kernel", "kernel", t + 37, 10, tid=7, correlation=number, device=0, stream=7),
+        ]
+    path = tmp_path / "grows.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = read(path)
+    one = changes.allocator(Case(trace, summarize(trace), graph_of(trace)))
+    assert (f"{len(steps)} of 3 steps allocate GPU memory" in one.evidence) == grows
+    assert ("no tensors of earlier steps" in one.how) == grows
+
+
 def test_gradients_that_are_set_to_zero_are_counted():
     """Each is set to zero in zero_grad(), and backward adds to it. Without them, neither is proposed."""
     name = "batch_norm/graph_kept"

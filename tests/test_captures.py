@@ -10,6 +10,7 @@ from references import H200, ROOT
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.places import by_module
+from tracereader.findings.opportunities import opportunities
 from tracereader.replay import Graph, graph_of
 from tracereader.show import warnings
 from tracereader.trace import TraceError, read
@@ -343,6 +344,20 @@ def test_a_capture_recorded_on_a_gpu_names_the_ops_of_its_replays(capture):
         for one, (work, _) in zip(seen, expected, strict=True):
             assert one.name == work["name"] or (one.kind == "memset" and work["cat"] == "gpu_memset")
     assert not trace.untied and not [told for told in warnings.of(summarize(trace)) if "capture" in told]
+
+
+def test_ops_on_lists_of_tensors_are_not_the_models_in_a_replay_either(tmp_path):
+    """The ops of a graph belong to its capture's trace."""
+    capture = H100 / "capture_with_stack.json.gz"
+    document = json.loads(gzip.decompress(capture.read_bytes()))
+    for one in document["traceEvents"]:
+        if one.get("name") in ("aten::add", "aten::gelu"):
+            one["name"] = "aten::_foreach_add_"
+    of_lists = tmp_path / "foreach.json"
+    of_lists.write_text(json.dumps(document))
+    for given, proposed in ((capture, ["fuse_pointwise"]), (of_lists, [])):
+        trace = read_with_captures(H100 / "replays.json.gz", [given])
+        assert [one.change for one in opportunities(trace, summarize(trace))] == proposed
 
 
 def test_a_capture_with_stacks_names_the_modules_of_its_replays():

@@ -7,16 +7,20 @@ import re
 
 import msgspec
 import pytest
+from raw_events import event
 from references import CHANGES, ROOT, opened, proposals, recording, small_first
 from test_opportunities import unprofiled_us
 
 from tracereader import cli
+from tracereader.figures import summarize
 from tracereader.findings import recording as recordings
+from tracereader.findings.opportunities import CHANGES as CHANGES_OF_ALL
 from tracereader.findings.opportunities import opportunities
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.show import opportunities as shown
 from tracereader.show.text import console
+from tracereader.trace import read
 
 # Steps whose limit recording may hide: an estimate without the profiler reaches from GPU-bound to overhead-bound.
 HIDDEN = [
@@ -29,6 +33,12 @@ HIDDEN = [
     ("convnet/fused", "cuda_graph", "convnet/graph"),
 ]
 
+
+# Steps that the GPU limits while they are recorded. After the change, the recorded CPU limits them.
+LIMITED_THEN = [
+    ("attention/naive", "fused_attention", "attention/sdpa"),
+    ("encoder/fp32", "tensor_cores", "encoder/tf32"),
+]
 
 # Steps that the GPU limits while they are recorded, and that wait for launches for some of their time.
 IDLE_LESS = [
@@ -54,7 +64,7 @@ def test_the_measured_saving_lies_in_the_estimated_range(before, change, after):
     one = found_by_estimate(before)[change]
     low, high = one.estimated_savings
     measured = 1 - unprofiled_us(after) / unprofiled_us(before)
-    assert low - 0.02 <= measured <= high + 0.02
+    assert low <= measured <= high
     assert one.unprofiled_step_us is None
 
 
@@ -76,7 +86,7 @@ def test_estimates_are_the_savings_at_both_ends_and_their_middle_decides_the_ord
     found = opportunities(trace, summary)
     for one in found:
         both = [shares.get(one.change, 0.0) for shares in of_ends]  # a small saving is not in a report
-        assert one.estimated_savings == pytest.approx((min(both), max(both)), abs=0.02)
+        assert one.estimated_savings == pytest.approx((max(0, min(both) - 0.02), max(both) + 0.02), abs=0.02)
     middles = [sum(one.estimated_savings) for one in found]
     assert all(before >= after for before, after in itertools.pairwise(middles))
 
@@ -86,7 +96,7 @@ def test_changes_of_the_gpus_work_are_named_although_they_do_not_shorten_the_rec
     _, summary = opened(recording("convnet/forloop"))
     found = found_by_estimate("convnet/forloop")
     hidden = [one for one in found.values() if one.share < 0.02]
-    assert hidden and all(one.estimated_savings[1] > 0.02 for one in hidden)
+    assert hidden and all(one.estimated_savings[1] > 0.04 for one in hidden)
     assert summary.waits_for == "overhead"
 
 
@@ -108,10 +118,47 @@ def test_a_step_that_the_gpu_limits_is_idle_for_less_time_without_the_profiler(b
     one = found_by_estimate(before)[change]
     measured = 1 - unprofiled_us(after) / unprofiled_us(before)
     low, high = one.estimated_savings
-    assert low - 0.02 <= measured <= high + 0.02
+    assert low <= measured <= high
     assert summary.waits_for in ("gpu", "compute", "memory") and recordings.is_idle_less(summary)
     assert recordings.unprofiled(summary) == recordings.IDLE_LESS
     assert not recordings.unprofiled(opened(recording(before))[1]), "that step is measured"
+
+
+@pytest.mark.parametrize(("before", "change", "after"), small_first(LIMITED_THEN))
+def test_a_change_after_which_the_cpu_limits_the_step_saves_more_without_the_profiler(before, change, after):
+    trace, summary = without_the_measured_step(before)
+    assert not recordings.recording_matters(summary)
+    found = found_by_estimate(before)
+    measured = 1 - unprofiled_us(after) / unprofiled_us(before)
+    low, high = found[change].estimated_savings
+    assert low <= measured <= high and found[change].share < measured
+    case = Case(trace, summary, graph_of(trace, trace.steps[summary.typical_index]))
+    for one in CHANGES_OF_ALL:
+        if (proposal := one.propose(case)) is not None and one.name in found:
+            on_cpu, on_gpu = proposal.graph.lanes_us
+            assert (found[one.name].estimated_savings is not None) == (on_cpu > on_gpu)
+
+
+@pytest.mark.parametrize("launches", [5, 500])
+def test_a_pause_of_the_program_is_as_long_without_the_profiler(tmp_path, launches):
+    """The GPU is idle for 12 ms of a step. Recording adds 40 µs at most to a step of five launches."""
+    events, correlation = [], itertools.count()
+    for number in range(4):
+        begin = 1_000 + 112_000 * number
+        events.append(event(f"ProfilerStep#{number}", "user_annotation", begin, 112_000))
+        for place in range(launches):
+            at, number_of_one, us = begin + 12_000 + 20 * place, next(correlation), 100_000 / launches
+            events.append(event("aten::mm", "cpu_op", at, 15))
+            events.append(event("cudaLaunchKernel", "cuda_runtime", at + 2, 8, correlation=number_of_one))
+            start = begin + 12_020 + us * place
+            events.append(event("gemm", "kernel", start, us, 7, device=0, stream=7, correlation=number_of_one))
+        events.append(event("cudaDeviceSynchronize", "cuda_runtime", begin + 12_000 + 20 * launches, 0))
+        events[-1]["dur"] = begin + 112_000 - events[-1]["ts"]
+    file = tmp_path / "pause.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    summary = summarize(read(file))
+    assert summary.waits_for == "gpu" and 0.1 < summary.idle_share < 0.12
+    assert recordings.is_idle_less(summary) == (launches * 2 * 7.9 > 0.03 * 112_000)
 
 
 @pytest.mark.parametrize("name", ["resnet/tf32", "gpt2/eager_attention", *(row[0] for row in IDLE_LESS)])

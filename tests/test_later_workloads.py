@@ -296,7 +296,7 @@ def test_a_model_that_runs_without_a_backward_is_to_run_without_autograd(capsys,
     assert "proposed it (run the model without autograd)" in " ".join(capsys.readouterr().out.split())
     for words, is_named in (([], False), (["--only", "patterns"], True)):
         assert cli.main([str(on), *words]) == 0
-        shown = "and no backward runs" in " ".join(capsys.readouterr().out.split())
+        shown = "If no backward follows, autograd keeps tensors" in " ".join(capsys.readouterr().out.split())
         assert shown == is_named, "a report names it among the proposals alone"
 
 
@@ -317,32 +317,91 @@ def test_autograd_is_only_named_where_it_records_nodes_and_no_backward_runs(tmp_
         op = next(e for e in events if e.get("name") == "aten::linear")
         op["name"] = "autograd::engine::evaluate_function: AddmmBackward0"
 
+    def with_optimizer(events):  # compiled autograd records no op for its backward
+        mark = raw_steps(events)[1]
+        events.append(mark | {"name": "Optimizer.step#AdamW.step", "ts": end(mark) - 9, "dur": 5})
+
     on = WITH_GRADIENTS / "mlp_grad.json.gz"
-    for edit in (numbered_alike, with_backward):
+    for edit in (numbered_alike, with_backward, with_optimizer):
         file = edited(on, tmp_path, edit)
         assert not summarize(read(file)).training.unused_nodes and "no_autograd" not in priced_changes(file)
     assert summarize(read(on)).training.unused_nodes > 100
 
 
-def test_flex_attention_that_is_not_compiled_is_named():
+@pytest.mark.parametrize("layers", [62, 63, 64, 65])
+def test_autograds_nodes_are_found_in_any_number_of_equal_layers(tmp_path, layers):
+    """Each layer has five ops, of which autograd records four."""
+    events = [event("ProfilerStep#1", "user_annotation", 0.5, 10 * layers + 9)]
+    for layer in range(layers):
+        for place, name in enumerate(("mm", "add", "empty", "relu", "mul")):
+            numbered = {"Sequence number": 4 * layer + place} if name != "empty" else {}
+            events.append(event(f"aten::{name}", "cpu_op", 10 * layer + 2 * place + 1, 1, **numbered))
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    numbers = {e["args"]["Sequence number"] for e in events if "Sequence number" in e["args"]}
+    assert summarize(read(file)).training.unused_nodes == len(numbers) - 1
+
+
+def test_flex_attention_that_is_not_compiled_is_named(capsys):
     """Compiled, the step takes 1.3 ms instead of 34."""
     found = priced_changes(FLEX)
     one = found["fused_attention"]
-    assert "flex_attention is called outside compiled code" in one.evidence
+    events = raw_events(FLEX)
+    calls = [e for e in events if str(e.get("name")).startswith("FlexAttentionAutogradOp")]
+    steps = raw_steps(events)
+    assert (
+        len(calls) == 2 * len(steps) and f"uncompiled flex_attention: {len(calls) // len(steps)} calls" in one.evidence
+    )
     assert (one.title, one.how) == ("compile flex_attention", "torch.compile(flex_attention)")
     assert "its region calls no graph" not in found["fuse_pointwise"].evidence  # flex_attention calls torch.compile
-    events = raw_events(FLEX)
-    assert any(e.get("name") == "FlexAttentionAutogradOp" for e in events)
+    # All copies to the GPU are its own. No program can leave them out, and no graph can hold them.
+    copies = [e["args"]["correlation"] for e in events if "HtoD" in str(e.get("name"))]
+    launches = [e for e in events if e.get("args", {}).get("correlation") in copies and e["cat"] == "cuda_runtime"]
+    assert len(launches) == 3 * len(steps)
+    assert all(any(e["ts"] < one["ts"] < end(e) and e["tid"] == one["tid"] for e in calls) for one in launches)
+    assert not {"overlap_copies", "cuda_graph"} & set(found)
+    compiled = FLEX.with_name("flex_attention_compiled.json.gz")
+    measured = summarize(read(compiled)).recorded_step_us
+    assert measured < one.step_us_after < 2 * measured < 0.1 * one.step_us
+    assert cli.main([str(FLEX), str(compiled)]) == 0
+    assert "proposed it (compile flex_attention)" in " ".join(capsys.readouterr().out.split())
     assert any(str(e.get("name")).startswith("Torch-Compiled Region") for e in events)
 
 
 @pytest.mark.parametrize("op", ["aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward"])
-def test_sparse_gradients_are_for_neither_a_fused_optimizer_nor_a_graph(tmp_path, op):
-    """A fused optimizer refuses them, and their sizes depend on the data."""
+@pytest.mark.parametrize(
+    ("optimizer", "dense", "sparse"),
+    [
+        ("Adam", "fused", "fused"),  # it refuses sparse gradients, so another optimizer has them
+        ("SGD", "fused", None),
+        ("RMSprop", "foreach", "foreach"),
+        ("SparseAdam", None, None),
+        ("Muon", None, None),
+    ],
+)
+def test_an_optimizer_is_only_told_to_use_what_torch_offers_for_its_gradients(
+    tmp_path, capsys, op, optimizer, dense, sparse
+):
+    """A fused SGD refuses sparse gradients, and a foreach one loops over them."""
 
-    def sparse(events):
+    def renamed(events):
+        for one in events:
+            one["name"] = re.sub(
+                r"^Optimizer\.(step|zero_grad)#\w+", rf"Optimizer.\1#{optimizer}", str(one.get("name"))
+            )
+
+    def with_sparse(events):
+        renamed(events)
         next(e for e in events if e.get("name") == "aten::mm")["name"] = op
 
-    dense, changes = recording("convnet/forloop"), {"fused_optimizer", "cuda_graph", "fuse_pointwise"}
-    assert changes <= set(priced_changes(dense))
-    assert not changes & set(priced_changes(edited(dense, tmp_path, sparse)))
+    for edit, way in ((renamed, dense), (with_sparse, sparse)):
+        file = edited(recording("convnet/forloop"), tmp_path, edit)
+        found = priced_changes(file)
+        assert ("fused_optimizer" in found) == (way is not None)
+        if way:
+            assert found["fused_optimizer"].how == f"torch.optim.{optimizer}(…, {way}=True)"
+        others = {"cuda_graph", "fuse_pointwise"}
+        assert others & set(found) == (others if edit is renamed else set())
+        assert cli.main([str(file), "--only", "patterns"]) == 0
+        named = "With foreach=True one launch updates many of them" in " ".join(capsys.readouterr().out.split())
+        assert named == (way is not None)

@@ -848,7 +848,7 @@ def test_a_change_that_is_not_replayed_could_not_save_enough(name, tmp_path, mon
 def test_fusing_the_kernels_of_a_cuda_graph_also_saves_time_of_its_launch(monkeypatch):
     trace = read(CHANGED.parent / "05_llm/1x512_bf16_warm_eager_graph.json.gz")
     case = Case(trace, summarize(trace), graph_of(trace))
-    assert case.launches_graphs
+    assert case.summary.launches_graphs
     monkeypatch.setattr(Case, "could_gain", lambda *_: False)
     assert fuse_pointwise(case) is not None
 
@@ -1216,3 +1216,20 @@ def test_a_programs_own_synchronization_is_named_by_its_call(tmp_path, inside):
     assert ("cudaDeviceSynchronize" in one.evidence and "drop torch.cuda.synchronize()" in one.how) is not inside
     assert ("aten::to" in one.evidence and "keep the value on the GPU" in one.how) is inside
     assert one.saves_us == pytest.approx(310, rel=0.1)
+
+
+def test_the_cpu_time_that_compiled_code_saves_is_said():
+    """Nearly all of this change's saving is CPU time, which the kernels' times do not show."""
+    eager, compiled = recording("encoder/bf16"), recording("encoder/bf16_compile")
+    one = priced_changes(eager)["fuse_pointwise"]
+    saved_ms = float(re.search(r"; compiled code takes ([\d.]+) ms less CPU time$", one.evidence)[1])
+    assert saved_ms * 1e3 == pytest.approx(one.saves_us, rel=0.02), "the CPU limits the step before and after"
+    # On the thread that launches forward, the time in which no call waits for the GPU.
+    worked = []
+    for path in (eager, compiled):
+        events = raw_events(path)
+        marks = raw_steps(events)
+        waits = [e for e in events if "Synchronize" in str(e.get("name")) and e.get("cat") == "cuda_runtime"]
+        waited = [sum(e["dur"] for e in waits if mark["ts"] <= e["ts"] < end(mark)) for mark in marks]
+        worked.append(statistics.median(mark["dur"] - us for mark, us in zip(marks, waited, strict=True)) / 1e3)
+    assert 0.5 * (worked[0] - worked[1]) < saved_ms < 1.5 * (worked[0] - worked[1])

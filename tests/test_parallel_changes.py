@@ -332,7 +332,8 @@ def test_a_region_of_torch_compile_without_a_compiled_graph_is_named(tmp_path, a
     )
     assert eager.how == "torch.compile(model)" and "torch.compile" not in eager.evidence
     more = "; torch.compile has been called, but its region calls no graph that Inductor compiled"
-    assert found.evidence == eager.evidence + more
+    kernels = eager.evidence.partition("; compiled code takes")[0]
+    assert found.evidence.startswith(kernels) and found.evidence.endswith(more)
     of_ddp, other = (
         "DistributedDataParallel(torch.compile(model))",
         "torch.compile(model), with TORCH_LOGS=graph_breaks",

@@ -145,6 +145,16 @@ class Summary(msgspec.Struct, frozen=True):
         return sum([one.us for one in self.gpu_work])
 
     @property
+    def launches_graphs(self) -> bool:
+        """Return whether the reported step launches CUDA graphs."""
+        return any(one.from_graph for one in self.gpu_work)
+
+    @property
+    def graph_launches(self) -> int:
+        """Return how many CUDA graphs the reported step launches."""
+        return sum(one.calls for name, one in self.cpu.runtime.items() if "GraphLaunch" in name)
+
+    @property
     def busy_share(self) -> float | None:
         """Return the share of the steady window in which the GPU is busy."""
         return None if self.idle_share is None else 1 - self.idle_share

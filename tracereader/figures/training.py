@@ -13,16 +13,19 @@ from tracereader.figures.steps import graph_spans, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
-from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, is_phase
+from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZER, SPARSE_GRADIENT, is_phase
 
 # Ops that make a tensor without an input tensor. Autograd never numbers them, whether it records or not.
 MAKING = ("empty", "zeros", "ones", "full", "rand", "arange", "eye", "scalar_tensor", "to", "lift_fresh")
 UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
+# torch.optim's optimizers that have fused=True, and those that have only foreach=True. Muon, LBFGS and SparseAdam have
+# neither. Two of them take sparse gradients, too: their fused form refuses these, and the foreach one loops over them.
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
+FOREACH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+TAKING_SPARSE = ("SGD", "Adagrad")
 # The number of points of the memory curve over the step.
 POINTS = 60
 _start = attrgetter("start")
-# With gradients on, about half of a step's ops have a number. So many ops decide whether all are looked at.
-SAMPLED_OPS = 64
 
 
 class Recomputed(msgspec.Struct, frozen=True):
@@ -38,12 +41,14 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     """One optimizer's steps within a step.
 
     how: fused, foreach, compiled or for-loop, by the ops that it calls and the kernels that they launch; "" without
-    either. forward_us and backward_us: the ops that run in them because the optimizer calls a closure; no other figure
-    includes them. idle_us: GPU idle time in them, without the time that is charged to a synchronization.
+    either. faster: the way, fused or foreach, that torch offers instead; "" if it offers none. forward_us and
+    backward_us: the ops that run in them because the optimizer calls a closure; no other figure includes them. idle_us:
+    GPU idle time in them, without the time that is charged to a synchronization.
     """
 
     name: str
     how: str
+    faster: str
     cpu_us: float
     launches: int
     gpu_us: float
@@ -98,7 +103,8 @@ class MemoryCurve(msgspec.Struct, frozen=True):
 class Training(msgspec.Struct, frozen=True):
     """The training parts of the reported step.
 
-    unused_nodes: the number of ops for which autograd records a node although no backward runs; see unused_nodes().
+    has_sparse_gradients: backward gives a parameter of the trace a sparse gradient. unused_nodes: the number of ops for
+    which autograd records a node although no backward runs; see unused_nodes().
     """
 
     backward_of: tuple[Place, ...]  # GPU time of backward by the forward op that it belongs to, the largest first
@@ -107,6 +113,7 @@ class Training(msgspec.Struct, frozen=True):
     syncs: tuple[Sync, ...]
     loading: Loading | None
     memory: MemoryCurve | None
+    has_sparse_gradients: bool
     unused_nodes: int
 
 
@@ -117,31 +124,34 @@ def training(trace: Trace, step: Step) -> Training:
     syncs, charged = _syncs(step, ops, idle)
     rest = None if idle is None else minus(idle, charged)  # so that no idle time is charged twice
     again = recomputed_ops(step)
+    sparse = not trace.op_names.isdisjoint(SPARSE_GRADIENT)
     return Training(
         backward_of=_backward_of(trace, step, ops, again),
         recomputed=_recomputed(step, again),
-        optimizers=_optimizers(step, rest),
+        optimizers=_optimizers(step, rest, sparse),
         syncs=syncs,
         loading=_loading(step, rest),
         memory=_memory(trace, step),
+        has_sparse_gradients=sparse,
         unused_nodes=len(unused_nodes(trace, step)),
     )
 
 
 def unused_nodes(trace: Trace, step: Step) -> list[Op]:
-    """Return the ops for which autograd records a node that no backward uses; empty if the trace has a backward.
+    """Return the ops for which autograd records a node that no backward uses; empty if the trace shows training.
 
     The profiler writes autograd's next number into each op while gradients are on. The op that records a node of
     backward is the innermost one with its number, and the next op has another number. The step's last number is left
     out, because nothing shows whether an op has used it. So are casts: autocast turns gradients on while it casts a
     weight, even if the program has turned them off.
     """
-    if trace.has_backward:
+    if trace.trains:
         return []
     ops = [op for op in step.walk() if op.kind == "op"]
-    sampled = ops[:: max(1, len(ops) // SAMPLED_OPS)]
+    # The first and the last call of each op show whether gradients are on. Decoding all arguments takes time.
+    sampled = [*{op.name: op for op in reversed(ops)}.values(), *{op.name: op for op in ops}.values()]
     if not any(_numbers_of(op).number >= 0 for op in sampled):
-        return []  # gradients are off, and reading the arguments of all ops takes time
+        return []
     last = {_numbers_of(op).number: op for op in ops}
     return [op for number in sorted(last.keys() - {-1})[:-1] if (op := last[number]).name != "aten::_to_copy"]
 
@@ -238,7 +248,7 @@ def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
     )
 
 
-def _optimizers(step: Step, idle: Intervals | None) -> tuple[OptimizerCost, ...]:
+def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[OptimizerCost, ...]:
     slices: dict[str, list[Op]] = defaultdict(list)
     for op in step.named(lambda name: name.startswith(OPTIMIZER)):
         if op.kind == "label":
@@ -251,10 +261,12 @@ def _optimizers(step: Step, idle: Intervals | None) -> tuple[OptimizerCost, ...]
         inside = _ids(some) - _ids(closure)
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
+        how = _how(names, work)
         found.append(
             OptimizerCost(
                 name=name,
-                how=_how(names, work),
+                how=how,
+                faster="" if sparse and name in TAKING_SPARSE else _faster(name, how),
                 cpu_us=length(own) / 1e3,
                 launches=len({id(one.launch) for one in work}),
                 gpu_us=sum(one.us for one in work),
@@ -281,6 +293,13 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
     if 2 * sum(one.dur for one in written) > total:
         return "compiled"
     return "for-loop" if ops or work else ""
+
+
+def _faster(name: str, how: str) -> str:
+    """Return how torch could run an optimizer with fewer launches: fused, foreach, or ""."""
+    if how in ("for-loop", "foreach") and name in FUSED_OPTIMIZERS:
+        return "fused"
+    return "foreach" if how == "for-loop" and name in FOREACH_OPTIMIZERS else ""
 
 
 def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:

@@ -26,6 +26,7 @@ ALLOCATES = {
     for runtime in ("cuda", "hip")
     for what in ("Malloc", "Free", "HostAlloc", "MallocHost", "FreeHost", "HostFree", "HostMalloc", "HostRegister")
 }
+GPU_ALLOCATES, GPU_FREES = {"cudaMalloc", "hipMalloc"}, {"cudaFree", "hipFree"}
 COPIES_INPUTS = "aten::_foreach_copy_"
 # The share of a cache lookup that remains with skip_guard_eval_unsafe: 10 to 14 µs instead of 59 to 79 for 40
 # layers (PyTorch 2.15, on a CPU).
@@ -49,12 +50,19 @@ def allocator(case: Case) -> Proposal | None:
         return None
     names = Counter(op.name for op in typical)
     each = listed(f"{name} {how_often(count)}" for name, count in names.most_common(3))
-    return Proposal(
-        without_cpu_time(case.graph, spans_of(op for some in calls for op in some)),
-        f"a step calls {each}, which takes {duration(sum(op.us for op in typical))}",
+    seen = f"a step calls {each}, which takes {duration(sum(op.us for op in typical))}"
+    how = (
         "keep shapes equal from step to step, do not call empty_cache(), pin buffers once; "
-        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
+    allocating = sum(any(op.name in GPU_ALLOCATES for op in some) for some in calls)
+    if allocating > 1 and GPU_ALLOCATES.issuperset(names) and not case.has(GPU_FREES.__contains__):
+        seen += f"; {allocating} of {len(calls)} steps allocate GPU memory, and none frees any"
+        how = (
+            "keep shapes equal from step to step, and no tensors of earlier steps "
+            "(torch.cuda.memory._record_memory_history() lists them); if memory stops growing later, record later steps"
+        )
+    return Proposal(without_cpu_time(case.graph, spans_of(op for some in calls for op in some)), seen, how)
 
 
 def recompile(case: Case) -> Proposal | None:
@@ -73,7 +81,7 @@ def recompile(case: Case) -> Proposal | None:
 
 def in_place(case: Case) -> Proposal | None:
     """Return a proposal to work in place, except in training, where a gradient may need the input."""
-    if case.trains:
+    if case.trace.trains:
         return None
     if not case.has("aten::clone".__eq__):
         return None
@@ -127,7 +135,7 @@ def shared_keys(case: Case) -> Proposal | None:
 
 def cast_weights(case: Case) -> Proposal | None:
     """Return a proposal to cast the weights once, in inference only, because training changes them in every step."""
-    if case.trains or case.summary.llm.unneeded.weight_casts is None:
+    if case.trace.trains or case.summary.llm.unneeded.weight_casts is None:
         return None
     casts, typical = case.in_each_step(weight_casts)
     if not typical:
@@ -203,7 +211,7 @@ def _reads_us(one: GpuWork, case: Case) -> float:
 
 def static_inputs(case: Case) -> Proposal | None:
     """Return a proposal to avoid the copies of inputs to the addresses that a CUDA graph reads."""
-    if not case.launches_graphs:
+    if not case.summary.launches_graphs:
         return None
     copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
     if not typical:
@@ -293,9 +301,9 @@ def no_gradients(case: Case) -> Proposal | None:
 
 def no_autograd(case: Case) -> Proposal | None:
     """Propose to run a model without autograd, if autograd records many of its ops and the trace has no backward."""
-    found, typical = case.in_each_step(lambda step: unused_nodes(case.trace, step))
-    if len(typical) < MANY_NODES:
+    if case.summary.training.unused_nodes < MANY_NODES:
         return None
+    found, typical = case.in_each_step(lambda step: unused_nodes(case.trace, step))
     spans = []
     for op in chain.from_iterable(found):
         until = op.children[0].start if op.children else op.end

@@ -20,6 +20,7 @@ from tracereader.findings.gpu_changes import (
     NEED_THE_SIZE,
     OF_UNKNOWN_SIZE,
     SELECTS,
+    is_internal,
     moving_us,
 )
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
@@ -47,9 +48,6 @@ from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOAD
 OPTIMIZER_LAUNCHES, FUSED_TENSOR_LAUNCHES, FOREACH_TENSOR_LAUNCHES = 20, 1.4, 4
 # The same in µs if the number of tensors is not known.
 FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
-# The optimizers of torch.optim that support fused=True.
-FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
-SLOWER = ("for-loop", "foreach")
 # A foreach optimizer of a small model launches no more than this many kernels.
 FEW_LAUNCHES = 4
 # CPU time to take a batch that is ready. A loader whose workers keep up takes 74 to 81 µs on that machine.
@@ -91,7 +89,7 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None
     if case.growing_keys is not None:
         return None  # a graph is of one number of keys: see static_cache
-    if case.trains:
+    if case.trace.trains:
         return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
         return None if single else _graphs_between_reads(case, waits)
@@ -114,9 +112,9 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
 
     An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
     autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
-    sparse gradients, whose sizes depend on the data.
+    sparse gradients: no recorded program shows that a graph can hold them.
     """
-    if case.has_sparse_gradients:
+    if case.summary.training.has_sparse_gradients:
         return None
     stays, accumulated = [], []
     for step in case.steps:
@@ -168,12 +166,12 @@ def _after_backward(step: Step) -> list[Op]:
 def _can_be_captured(case: Case) -> bool:
     """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
     one_device = len({work.device for work in case.step.work}) <= 1
-    return one_device and not case.launches_graphs and "communication" not in case.us_by_family
+    return one_device and not case.summary.launches_graphs and "communication" not in case.us_by_family
 
 
 def static_cache(case: Case) -> Proposal | None:
     """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
-    if case.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
+    if case.trace.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
         return None
     attending = (op for step in case.steps for op in attention_calls(step))
     decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}
@@ -254,7 +252,7 @@ def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
 
 def _copies_input(call: Op) -> bool:
     """Return whether a call waits for a copy to the GPU."""
-    return is_wait(call) and any("HtoD" in one.name for one in _copied(call))
+    return is_wait(call) and not is_internal(call) and any("HtoD" in one.name for one in _copied(call))
 
 
 def _copied(call: Op) -> list[Work]:
@@ -335,21 +333,15 @@ def _waits_only(call: Op) -> Op | None:
 
 
 def fused_optimizer(case: Case) -> Proposal | None:
-    if case.has_sparse_gradients:
-        return None  # a fused optimizer refuses them, and a foreach one loops over them
-    loops = [
-        one
-        for one in case.summary.training.optimizers
-        if one.launches > FEW_LAUNCHES and one.how in (SLOWER if one.name in FUSED_OPTIMIZERS else SLOWER[:1])
-    ]
+    loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
     if not loops:
         return None
     groups, spans, added = [], [], []
-    names = {f"{OPTIMIZER}{one.name}.step" for one in loops}
+    fuses = {f"{OPTIMIZER}{one.name}.step": one.faster == "fused" for one in loops}
     for step in case.steps:
         took = [_optimizer_us(case, step, fused) for fused in (False, True)]
-        for label in labels(step, tuple(names)):
-            if label.name not in names:
+        for label in labels(step, tuple(fuses)):
+            if label.name not in fuses:
                 continue
             work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)
             if not work:
@@ -361,17 +353,15 @@ def fused_optimizer(case: Case) -> Proposal | None:
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             spans.append(label)
             first = min((one.launch for one in work), key=lambda call: call.start)
-            fuses = label.name.removeprefix(OPTIMIZER).removesuffix(".step") in FUSED_OPTIMIZERS
-            added.append((first.track, first.start, took[fuses]))
+            added.append((first.track, first.start, took[fuses[label.name]]))
     graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
     one = loops[0]
-    better = "fused" if one.name in FUSED_OPTIMIZERS else "foreach"
     return Proposal(
         graph,
         f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time",
-        f"torch.optim.{one.name}(…, {better}=True)",
+        f"torch.optim.{one.name}(…, {one.faster}=True)",
         assumed=True,
-        title=f"use the {better} {one.name}",
+        title=f"use the {one.faster} {one.name}",
     )
 
 
@@ -566,7 +556,7 @@ def _twice_the_batch(case: Case) -> Proposal | None:
 
     Launches, and products of few rows that read weights, take the same time for twice the batch.
     """
-    if case.trains or case.peaks is None:
+    if case.trace.trains or case.peaks is None:
         return None
     few = {one.rows for one in case.summary.llm.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
     reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}

@@ -113,7 +113,7 @@ def graphs_launched(side: Side) -> int:
     """Return the number of CUDA graphs that a step launches if most of its GPU activities belong to one; else 0."""
     if _share_in_graphs(side) <= MOSTLY:
         return 0
-    return sum(one.calls for name, one in side.summary.cpu.runtime.items() if "GraphLaunch" in name) or 1
+    return side.summary.graph_launches or 1
 
 
 def _share_in_graphs(side: Side) -> float:

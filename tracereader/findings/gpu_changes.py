@@ -88,6 +88,8 @@ BACKWARD_FLOPS = 2.5  # attention's, for each FLOP of its forward pass: five pro
 # CPU time of a call while the profiler records, on an H200's machine (µs): scaled_dot_product_attention takes 35 to
 # 140, in training 100 to 230, and its backward 130 to 375.
 ATTENTION_CALL_US, TRAINED_ATTENTION_CALL_US = 75, 150
+# The same of compiled flex_attention on an H100's machine: 272 to 311, and its backward 331 to 456.
+COMPILED_FLEX_CALL_US = 350
 # CPU time while the profiler records, in launches (Case.launch_us). From the end of the call before it to its own end,
 # a Triton kernel's call takes 5.4 to 8.8 launches (the means of 17 recordings on two machines). The figure is near the
 # slowest of them, because a gain that does not come is worse than one that was not promised in full. Inductor's code
@@ -103,6 +105,7 @@ NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
+LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 HEAVY = ("GEMM", "attention", "convolution", "communication")
 SOFTMAX_BACKWARD = "aten::_softmax_backward_data"
 MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
@@ -123,11 +126,11 @@ def moving_us(moved: float, peaks: Peaks) -> float:
 def fuse_pointwise(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # equal grids alone show twice as many chains as there are
-    if case.has_sparse_gradients:
+    if case.summary.training.has_sparse_gradients:
         return None  # a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
-    saves_calls = case.trains and not case.launches_graphs and not _has_outputs_of_unknown_size(case)
-    if not (saves_calls or case.launches_graphs or case.could_gain(FUSABLE)):
+    saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
+    if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
         return None
     of_the_model = _of_the_model(case)
     fusable = [entry for entry in of_the_model if _is_fusable(entry)]
@@ -151,6 +154,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     ]
     if saves_calls:
         graph = _with_compiled_calls(case, of_the_model, eager, in_typical)
+        saved_us = case.graph.cpu_us - graph.cpu_us
     else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
@@ -161,10 +165,12 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     kernels = sum(len(chain) for chain, _ in chains)
     seen = f"{kernels:,} kernels in {counted(len(chains), 'chain')} take {duration(before)}; "
     seen += f"fused, they take at least {duration(after)}"
+    if saves_calls and saved_us > before - after:
+        seen += f"; compiled code takes {duration(saved_us)} less CPU time"
     how = "torch.compile(model)"
     regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
     # If it is not compiled, flex_attention calls torch.compile with a backend that runs its ops as they are.
-    regions = [region for region in regions if not any(below.name == FLEX_ATTENTION for below in region.walk())]
+    regions = [one for one in regions if not any(below.name.startswith(FLEX_ATTENTION) for below in one.walk())]
     if regions:
         seen += "; torch.compile has been called, but its region calls no graph that Inductor compiled"
         around_ddp = any(below.name == DDPS_FORWARD for region in regions for below in region.children)
@@ -281,14 +287,13 @@ def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU."""
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
-    of_lists = set(map(id, case.step.named(lambda name: name.startswith(FOREACH))))
     return [
         (work, one, op)
         for work, one, op in case.activities
         if id(work) not in not_the_models
         and "HtoD" not in one.name
         and "DtoH" not in one.name
-        and id(op) not in of_lists
+        and not (op is not None and op.name.startswith(FOREACH))
         and not (wrapped and _of_a_wrapper(op))
     ]
 
@@ -376,12 +381,14 @@ def _flops_of_one(name: str) -> int:
 
 def fused_attention(case: Case) -> Proposal | None:
     """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
+    if calls := [op for op in case.step.named(lambda name: name.startswith(FLEX_ATTENTION)) if op.kind == "op"]:
+        return _compiled_flex(case, calls)
     if not case.summary.attention.unfused:
         return None
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
-    groups, before, forward, backward, falls_back, is_flex = [], 0.0, 0, 0, False, False
+    groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
     for run in runs:
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
@@ -392,27 +399,65 @@ def fused_attention(case: Case) -> Proposal | None:
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
             before, forward, backward = before + spent, forward + softmaxes, backward + gradients
-            around = {above.name for _, _, op in run if op is not None for above in op.above()}
-            falls_back, is_flex = falls_back or SDPA_MATH in around, is_flex or FLEX_ATTENTION in around
+            falls_back |= any(above.name == SDPA_MATH for _, _, op in run if op is not None for above in op.above())
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
     one = next(iter(scores.values()), None)
     of = f" of {one.queries:,} x {one.keys:,}" if one else ""
     return Proposal(
-        case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trains else ATTENTION_CALL_US),
+        case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
         f"the scores{of} are written to memory and read again"
-        + ("; scaled_dot_product_attention falls back to them" if falls_back else "")
-        + ("; flex_attention is called outside compiled code" if is_flex else ""),
+        + ("; scaled_dot_product_attention falls back to them" if falls_back else ""),
         "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
         if falls_back
-        else "torch.compile(flex_attention)"
-        if is_flex
         else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
         assumed=True,
-        title="compile flex_attention" if is_flex else None,
     )
+
+
+def _compiled_flex(case: Case, calls: Sequence[Op]) -> Proposal | None:
+    """Return a proposal to compile flex_attention. Compiled, each of these calls is one call and one kernel.
+
+    Else it computes all scores, also the masked ones. How many are masked is not recorded, so none are assumed to be.
+    """
+    entries = {id(work): (work, one, op) for work, one, op in case.activities}
+    groups, before = [], 0.0
+    for call in calls:
+        run = [entries[id(work)] for below in call.walk() for work in below.work if id(work) in entries]
+        two_bytes = _type_of(call) in TWO_BYTES
+        us = sum(_fused_product_us(one, two_bytes, case.peaks) for one, _ in _products(run))
+        spent = sum(one.us for _, one, _ in run)
+        if 0 < us < spent:
+            groups.append(([work for work, _, _ in run], us))
+            before += spent
+    if not groups:
+        return None
+    return Proposal(
+        case.condensed(groups, COMPILED_FLEX_CALL_US, _with_its_region),
+        f"uncompiled flex_attention: {counted(len(groups), 'call')}, {duration(before)}; the scores are written to "
+        "memory and read again",
+        "torch.compile(flex_attention)",
+        assumed=True,
+        title="compile flex_attention",
+    )
+
+
+def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
+    if one.product is None or peaks is None:
+        return one.us
+    return one.product.flops / (ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
+
+
+def _with_its_region(step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
+    """Return the stretch of flex_attention's own call of torch.compile around these ops, or of its op."""
+    around = [
+        op
+        for op in step.named(lambda name: name.startswith((REGION, FLEX_ATTENTION)))
+        if op.kind == "op" and op.track == track and op.start <= start and end <= op.end
+    ]
+    return min((op.start for op in around), default=start), max((op.end for op in around), default=end)
 
 
 def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:
@@ -700,13 +745,15 @@ def layout_copies(case: Case) -> Proposal | None:
     names = sorted({name for *_, name in found})
     mine = {id(work) for work, _ in copies}
     above = [one.name for work, _, op in case.activities if op and id(work) in mine for one in op.above()]
-    need = sorted(set(above) & set(NEED_CONTIGUOUS))
+    need = sorted(set(above) & {*NEED_CONTIGUOUS, LAYER_NORM})
     how = "keep tensors in the layout that the next kernel reads: drop .contiguous(), reshape only contiguous tensors"
+    if need:
+        how = f"keep tensors contiguous where {listed(need)} reads them, which copies its input otherwise"
     return Proposal(
         without_work(case.graph, case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))),
         f"{counted(len(copies), 'copy', 'copies')} made by {listed(names)}: "
         f"{duration(sum(one.us for _, one in copies))}",
-        f"keep tensors contiguous where {listed(need)} reads them, which copies its input otherwise" if need else how,
+        how,
     )
 
 
@@ -747,7 +794,8 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 def overlap_copies(case: Case) -> Proposal | None:
     """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
     copied = [(work, one) for work, one, _ in case.activities if work.kind == "memcpy"]
-    batches = [(work, one) for work, one in copied if "HtoD" in one.name]
+    own = {id(work) for work, _, op in case.activities if op is None or not is_internal(op)}
+    batches = [(work, one) for work, one in copied if "HtoD" in one.name and id(work) in own]
     results = [(work, one) for work, one in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
     copies = batches + results
     if not copies:
@@ -792,6 +840,11 @@ def _amount(copies: Sequence[GpuWork]) -> str:
     return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
 
 
+def is_internal(op: Op) -> bool:
+    """Return whether backward, or flex_attention that is not compiled, calls this op."""
+    return any(above.name.startswith((AUTOGRAD, FLEX_ATTENTION)) for above in (op, *op.above()))
+
+
 def _waiting_with(call: Op) -> Iterator[Op]:
     """Yield a copy's call, and the calls of the same op after it, which wait for the copy."""
     yield call
@@ -804,8 +857,8 @@ def small_grids(case: Case) -> Proposal | None:
               default=0)  # fmt: skip
     if not sms or not case.could_gain(case.us_by_family):
         return None
-    times, spent, by_grid = {}, 0.0, {}
-    for work, one, _ in case.activities:
+    times, spent, of_batch_norm, by_grid = {}, 0.0, 0.0, {}
+    for work, one, op in case.activities:
         # A kernel of a few µs ends before more blocks would help.
         if one.us < 10 or work.kind != "kernel" or one.family == "communication":
             continue
@@ -815,6 +868,7 @@ def small_grids(case: Case) -> Proposal | None:
         least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
         times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
         spent += one.us
+        of_batch_norm += one.us if op is not None and "batch_norm" in op.name else 0.0
         by_grid.setdefault((one.name, blocks), []).append(one.us)
     if not times:
         return None
@@ -823,7 +877,9 @@ def small_grids(case: Case) -> Proposal | None:
         with_durations(case.graph, case.in_all_steps(times)),
         f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
         f"(the costliest is {short(name, 40)}, with {counted(blocks, 'block')})",
-        "more rows, a larger batch, or another algorithm (split K, a split reduction)",
+        "channels_last or torch.compile, because these kernels of batch normalization have a block for each channel"
+        if 2 * of_batch_norm > spent
+        else "more rows, a larger batch, or another algorithm (split K, a split reduction)",
         assumed=True,
     )
 

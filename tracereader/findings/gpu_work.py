@@ -308,16 +308,12 @@ def launch_settings(summary: Summary, threads: int, rows: int) -> Verdict:
 def graph_replay_without_copies(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
     others = [one for one in summary.gpu_work if not one.from_graph]
-    launches = counted(_graph_launches(summary), "graph launch", "graph launches")
+    launches = counted(summary.graph_launches, "graph launch", "graph launches")
     seen = f"{activities(len(replayed))} from {launches}"
     if not others:
         return Verdict(bool(replayed), seen)
     because = "a graph replays fixed addresses, so inputs that may change are copied in first"
     return Verdict(False, f"{seen}, and {len(others)} more before it: {sum(one.us for one in others):.1f} µs", because)
-
-
-def _graph_launches(summary: Summary) -> int:
-    return sum(calls.calls for name, calls in summary.cpu.runtime.items() if "GraphLaunch" in name)
 
 
 @finding(
@@ -329,7 +325,7 @@ def _graph_launches(summary: Summary) -> int:
 )
 def graph_replay(summary: Summary) -> Verdict:
     replayed = [one for one in summary.gpu_work if one.from_graph]
-    launches = _graph_launches(summary)
+    launches = summary.graph_launches
     return Verdict(
         bool(replayed),
         f"{activities(len(replayed))} from {counted(launches, 'launch', 'launches')}",

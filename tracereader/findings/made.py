@@ -29,7 +29,7 @@ from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.training import MANY_NODES
-from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
+from tracereader.trace.labels import FLEX_ATTENTION, LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -95,9 +95,9 @@ def _remove_sync(before: Side, after: Side) -> bool:
 
 
 def _fused_optimizer(before: Side, after: Side) -> bool:
-    """An optimizer changes from for-loop or foreach to fused, and the matrix products are the same."""
-    was, now = ({one.name: one.how for one in side.summary.training.optimizers} for side in (before, after))
-    made = any(how == "fused" and was.get(name, how) != how for name, how in now.items())
+    """An optimizer is fused or foreach now, whichever torch offers as faster, and the matrix products are the same."""
+    offered = {one.name: one.faster for one in before.summary.training.optimizers}
+    made = any(one.how and one.how == offered.get(one.name) for one in after.summary.training.optimizers)
     return made and _same_heavy(before, after)
 
 
@@ -146,7 +146,11 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
 
 
 def _fused_attention(before: Side, after: Side) -> bool:
-    """Softmaxes between batched products are gone, and attention kernels of as many queries and keys are new."""
+    """Softmaxes between batched products are gone, and kernels of an equal attention, or of flex_attention, are new."""
+    was, now = (side.summary.cpu.ops_named([FLEX_ATTENTION]) for side in (before, after))
+    if was:
+        new = {one.name for one in after.summary.gpu_work} - {one.name for one in before.summary.gpu_work}
+        return not now and any("flex_attention" in name for name in new)
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     were, fused = (
         [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
@@ -303,7 +307,7 @@ def _no_gradients(before: Side, after: Side) -> bool:
 
 
 def _no_autograd(before: Side, after: Side) -> bool:
-    """Autograd records no op without a backward any more, and the products and convolutions are the same."""
+    """Only in the first trace, autograd records ops without a backward. Products and convolutions are the same."""
     was, now = (side.summary.training.unused_nodes for side in (before, after))
     return was >= MANY_NODES and not now and _same_heavy(before, after) and _by_calls(before, after)
 

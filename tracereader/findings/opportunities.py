@@ -41,8 +41,10 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
     for number, change in enumerate(CHANGES, 1):
         show(f"replaying the steps with changes: {number} of {len(CHANGES)}")
         proposal = change.propose(case)
-        one = priced(change.name, change.title, proposal, unprofiled, case.estimates)
-        if one is not None and is_worth_showing(one):
+        if proposal is None:
+            continue
+        one = priced(change.name, change.title, proposal, unprofiled, case.estimates_after(proposal.graph))
+        if is_worth_showing(one):
             shorter = _shorter(case, proposal.graph)
             found.append((msgspec.structs.replace(one, kernels=tuple(shorter)), sum(shorter.values()) / 1e3))
     return found

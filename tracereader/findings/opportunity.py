@@ -16,14 +16,16 @@ from tracereader.figures.attention import growing_keys
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
-from tracereader.findings.recording import cpu_shares, estimated_us, recording_matters
+from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL, SPARSE_GRADIENT
+from tracereader.trace.labels import INDUCTORS_CALL
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
+# Measured savings lie outside the range that the replay gives for both ends of an estimate by up to this share.
+REPLAY_ERROR = 0.02
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
 
@@ -41,9 +43,9 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
     measure its step without the profiler. estimated_savings: the smallest and the largest share that the change saves
     without the profiler by the estimate of recording.py; None if that step is known or the estimate does not matter
-    (Case.estimates). basis: `replay` if only times and dependencies of this trace are used,
-    `bound` if a hardware limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the
-    typical step's GPU activities that the change makes shorter or removes; empty if only CPU work changes.
+    (Case.estimates_after). basis: `replay` if only times and dependencies of this trace are used, `bound` if a hardware
+    limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the typical step's GPU
+    activities that the change makes shorter or removes; empty if only CPU work changes.
     """
 
     change: str
@@ -114,7 +116,7 @@ def priced(
 ) -> Opportunity | None:
     """Return the opportunity of a proposal; None without a proposal.
 
-    name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates.
+    name, title: the change's. estimates: the ends of the estimate without the profiler; see Case.estimates_after().
     """
     if proposal is None:
         return None
@@ -135,7 +137,9 @@ def priced(
         how=proposal.how,
         unprofiled_step_us=unprofiled.step_us if unprofiled else None,
         unprofiled_step_us_after=without,
-        estimated_savings=(max(0.0, min(ends)), max(0.0, *ends)) if ends else None,
+        estimated_savings=(max(0.0, min(ends) - REPLAY_ERROR), min(1.0, max(0.0, *ends) + REPLAY_ERROR))
+        if ends
+        else None,
     )
 
 
@@ -150,7 +154,8 @@ def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: fl
 
 def is_worth_showing(one: Opportunity) -> bool:
     """Return whether a change saves enough. A change that makes the recorded step longer is not shown."""
-    return max([one.share, *(one.estimated_savings or ())]) > WORTH_SHOWING and one.saves_us >= 0
+    most = one.estimated_savings[1] - REPLAY_ERROR if one.estimated_savings else one.share
+    return max(one.share, most) > WORTH_SHOWING and one.saves_us >= 0
 
 
 def worth_showing(found: Iterable[Opportunity | None]) -> tuple[Opportunity, ...]:
@@ -228,11 +233,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         return self.step if self.step in self.steps else self.steps[-1]
 
     @cached_property
-    def launches_graphs(self) -> bool:
-        """Return whether the typical step launches CUDA graphs."""
-        return any("GraphLaunch" in name for name in {one.launched_by for one in self.summary.gpu_work})
-
-    @cached_property
     def us_by_family(self) -> dict[str, float]:
         """Return the summed time (µs) of the typical step's GPU activities by family."""
         found: dict[str, float] = defaultdict(float)
@@ -249,7 +249,13 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """
         start = self.graph.steps[0].start
         delayed = max(self.graph.before[start], self.graph.via[start], self.graph.wait[start]) >= 0
-        if delayed or self.steps != (self.step,) or self.summary.unprofiled_step_us or self.estimates:
+        if (
+            delayed
+            or self.steps != (self.step,)
+            or self.summary.unprofiled_step_us
+            or self.estimates
+            or self._may_be_lengthened
+        ):
             return True
         us = sum([us for family, us in self.us_by_family.items() if family in families])
         return self.graph.lanes_us[0] - us < (1 - WORTH_SHOWING) * self.graph.replayed_us
@@ -264,9 +270,27 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         if not self.trace.has_steps:
             return ()
         if recording_matters(self.summary):
-            shares = cpu_shares(self.summary, self.graph.cpu_us)
-            return tuple(Unprofiled.with_share(self.graph, share) for share in shares)
+            return self._with_less_cpu_time
         return tuple(Unprofiled.of(self.graph, us, ROUGHLY) for us in estimated_us(self.summary) or ())
+
+    def estimates_after(self, graph: Graph) -> tuple["Unprofiled", ...]:
+        """Return the ends of the estimate that matters to a change with this graph.
+
+        Besides `estimates`, it matters if the GPU limits the recorded step and the CPU the changed one.
+        """
+        if self.estimates or not self._may_be_lengthened:
+            return self.estimates
+        on_cpu, on_gpu = graph.lanes_us
+        return self._with_less_cpu_time if on_cpu > on_gpu else ()
+
+    @cached_property
+    def _may_be_lengthened(self) -> bool:
+        return self.trace.has_steps and may_lengthen(self.summary)
+
+    @cached_property
+    def _with_less_cpu_time(self) -> tuple["Unprofiled", ...]:
+        shares = cpu_shares(self.summary, self.graph.cpu_us)
+        return tuple(Unprofiled.with_share(self.graph, share) for share in shares)
 
     @cached_property
     def nodes(self) -> list[tuple[str, int]]:
@@ -297,16 +321,6 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def calls_inductor(self) -> bool:
         """Return whether the trace has calls of Inductor's code."""
         return self.has(lambda name: name.startswith(INDUCTORS_CALL))
-
-    @cached_property
-    def trains(self) -> bool:
-        """Return whether autograd's backward runs in the steps."""
-        return self.has(lambda name: name.startswith(AUTOGRAD))
-
-    @cached_property
-    def has_sparse_gradients(self) -> bool:
-        """Return whether backward gives a parameter a sparse gradient."""
-        return self.has(SPARSE_GRADIENT.__contains__)
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""

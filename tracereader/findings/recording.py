@@ -14,7 +14,8 @@ EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
 # The share of a step on the CPU from which on it computes much with CPU tensors itself.
 COMPUTES_MUCH = 0.25
-# A step that is not overhead-bound waits for launches for this share of its time, or more, where recording matters.
+# Recording matters to a step that is not overhead-bound from these shares of its time on: what recording adds on the
+# CPU, and the GPU's wait for launches.
 SOME_IDLE = 0.03
 IDLE_LESS = "Without the profiler, launches are faster and the GPU is probably idle for less time."
 
@@ -46,25 +47,28 @@ def is_idle_less(summary: Summary) -> bool:
     recording makes their launches longer.
     """
     gpu = summary.steady
-    return _is_limited_by_gpu_work(summary) and gpu.idle_not_launched_us >= SOME_IDLE * summary.steady_us > 0
+    return may_lengthen(summary) and gpu.idle_not_launched_us >= SOME_IDLE * summary.steady_us > 0
 
 
-def _is_limited_by_gpu_work(summary: Summary) -> bool:
-    """Return whether a step that is limited by the GPU's work is known only as it was recorded, without CUDA graphs."""
+def may_lengthen(summary: Summary) -> bool:
+    """Return whether recording can lengthen the CPU's time of a step that is limited by the GPU's work.
+
+    False if the run measured the step without the profiler, and if the calls are so few that recording costs little.
+    """
     if summary.waits_for not in ("compute", "memory", "gpu") or summary.unprofiled_step_us is not None:
         return False
-    graphs = any("GraphLaunch" in name for name in {one.launched_by for one in summary.gpu_work})
-    return summary.steady is not None and not graphs
+    adds = _costs_us(summary)[1] >= SOME_IDLE * summary.recorded_step_us
+    return summary.steady is not None and adds and not summary.launches_graphs
 
 
 def recording_matters(summary: Summary) -> bool:
-    """Return whether recording may make a step longer that is limited by the GPU's work.
+    """Return whether recording may lengthen a step that is limited by the GPU's work.
 
     Either the GPU waits for launches, or the CPU takes longer for a step than the GPU, which still has work of earlier
     steps and is not idle.
     """
     steps = summary.steady_steps
-    if is_idle_less(summary) or not _is_limited_by_gpu_work(summary) or not steps:
+    if is_idle_less(summary) or not may_lengthen(summary) or not steps:
         return is_idle_less(summary)
     return summary.recorded_step_us >= (1 + SOME_IDLE) * summary.steady_us / len(steps)
 

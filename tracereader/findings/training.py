@@ -34,14 +34,15 @@ def recomputation(summary: Summary) -> Verdict:
 
 @finding(
     CPU,
-    "ops that autograd records, and no backward",
-    "Autograd prepares a backward that does not run. It keeps tensors and takes CPU time, and PyTorch's transformer "
-    "layers do not take their fast path. Use torch.inference_mode() or torch.no_grad().",
+    "ops that autograd records in a trace without backward",
+    "If no backward follows, autograd keeps tensors and takes CPU time for nothing, and PyTorch's transformer layers "
+    "do not take their fast path. Use torch.inference_mode() or torch.no_grad().",
     change="no_autograd",
 )
 def gradients_without_backward(summary: Summary) -> Verdict:
     nodes = summary.training.unused_nodes
-    return Verdict(nodes >= MANY_NODES, f"autograd records {counted(nodes, 'op')} of a step, and no backward runs")
+    seen = f"autograd records {counted(nodes, 'op')} of a step, and the trace has no backward"
+    return Verdict(nodes >= MANY_NODES, seen)
 
 
 @finding(
@@ -54,7 +55,8 @@ def gradients_without_backward(summary: Summary) -> Verdict:
     change="fused_optimizer",
 )
 def optimizer_for_loop(summary: Summary) -> Verdict:
-    loops = [one for one in summary.training.optimizers if one.how == "for-loop" and one.launches >= MANY_LAUNCHES]
+    of_loops = (one for one in summary.training.optimizers if one.how == "for-loop" and one.faster)
+    loops = [one for one in of_loops if one.launches >= MANY_LAUNCHES]
     if not loops:
         found = [f"{one.how or one.name}, {one.launches:,} launches" for one in summary.training.optimizers]
         return Verdict(False, listed(found) if found else "no optimizer in the step")

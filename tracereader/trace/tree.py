@@ -34,7 +34,15 @@ from tracereader.trace.document import (
     load,
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
-from tracereader.trace.labels import AUTOGRAD, LOADER, MODULE, OPTIMIZERS, PHASES, STEP, annotation_of
+from tracereader.trace.labels import (
+    AUTOGRAD,
+    LOADER,
+    MODULE,
+    OPTIMIZERS,
+    PHASES,
+    STEP,
+    annotation_of,
+)
 from tracereader.trace.types import Inputs, inputs_of
 
 LATEST_NS = 2**62  # since 1970; the year 2116
@@ -383,7 +391,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
     memory: tuple[Memory, ...]  # by time; only with profile_memory
     queries: tuple[Op, ...]  # the runtime calls that ask for a kernel's occupancy, by their starts
     op_names: frozenset[str]
-    has_backward: bool  # autograd's backward runs in it
+    trains: bool  # autograd's backward or an optimizer runs in it; compiled autograd records no op for its backward
     frames: dict[tuple, list[Frame]]  # by thread, the Python functions without nn.Module's; only with stacks
     modules: dict[tuple, list[Op]]  # by thread, the frames of nn.Module as a tree; only with stacks
     forward_of: dict[tuple, tuple]  # (thread, start) of a backward op -> the same of its forward op
@@ -559,7 +567,7 @@ def _built(path: Path, document: Document, show: Callable[[str], None], steps_by
         memory=_memory(memory, zero),
         queries=tuple([op for op in ops if op.name in asking and op.kind == "runtime"] if asking else ()),
         op_names=op_names,
-        has_backward=any(name.startswith(AUTOGRAD) for name in op_names),
+        trains=any(name.startswith((AUTOGRAD, OPTIMIZERS)) for name in op_names),
         frames=dict(frames),
         modules=module_roots,
         forward_of=_forward_of(flows, zero),

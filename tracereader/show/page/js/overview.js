@@ -66,7 +66,7 @@ function opportunities(data, pick) {
         el("div", {},
           el("h3", {}, `${place + 1}. ${one.title}`),
           one.estimated_savings && el("p", {}, "This is the estimated saving without the profiler. "
-            + (time(one.step_us) === time(one.step_us_after) ? "The recorded step does not become shorter."
+            + (time(one.step_us) === time(one.step_us_after) ? "The replay of the recorded step does not become shorter."
               : `The times are those of the recorded step, of which the change saves ${saved(one.saves_us / one.step_us)}.`)),
           unprofiled && el("p", {}, "This is the step without the profiler. "
             + `While recorded: ${time(one.step_us)} → ${time(one.step_us_after)}, which saves ${saved(one.saves_us / one.step_us)}.`),
