@@ -36,14 +36,16 @@ def show(
         return
     shown = found if everything else found[:SHOWN]
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
+    all_estimated = all(one.estimated_savings for one in shown)
     rows = []
     for number, one in enumerate(shown, 1):
         before, after = one.times_us
-        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", _saves(one)))
+        saves = f"{'est. ' * (one.estimated_savings is not None and not all_estimated)}{_saves(one)}"
+        rows.append((Name(f"{number} {one.title}"), f"{unit(before)} -> {unit(after)}", saves))
     reasons = {number: _reason(one) for number, one in enumerate(shown) if everything or number == 0}
     step = "unprofiled step" if found[0].knows_unprofiled else "recorded step"
-    saves = "est. saving" if found[0].estimated_savings else "saves"
-    print_columns(out, ("try first", f"{step}, {unit.name}", saves), rows, section="try", below=reasons)
+    header = ("try first", f"{step}, {unit.name}", "est. saving" if all_estimated else "saves")
+    print_columns(out, header, rows, section="try", below=reasons)
 
 
 def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
