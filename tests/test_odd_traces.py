@@ -271,6 +271,15 @@ def test_a_first_wait_for_recorded_work_is_explained(written):
     assert "probably busy" not in waiting(summarize(read(trace)))[1]
 
 
+def test_with_several_gpus_a_wait_does_not_tell_which_gpus_work_has_ended(written, capsys):
+    wait = event("cudaDeviceSynchronize", "cuda_runtime", 1, 3)
+    kernel = event("alone", "kernel", 5, 10, 7, device=0, stream=7)
+    for device, why in ((0, "has no launch call in the trace"), (1, "was launched before the recording began")):
+        trace = written(wait, event("aten::mm", "cpu_op", 17, 200), *launched(20, 1), *launched(60, 2, device), kernel)
+        assert cli.main([str(trace), "--only", "steps"]) == 0
+        assert why in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("has_steps", [True, False])
 @pytest.mark.parametrize(
     ("start", "stream", "waited_until", "why"),

@@ -130,8 +130,10 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
         for one in trace.work:
             if one.launch is not None:
                 first.setdefault((one.device, one.track), one.start)
-        # Work from before the recording has ended when a recorded call has waited for the whole GPU.
-        idle_since = min((op.end for op in _waits_for_the_device(trace)), default=math.inf)
+        # Work from before the recording has ended when a recorded call has waited for the whole GPU. With several GPUs,
+        # the trace does not tell which of them a call waited for.
+        waits = _waits_for_the_device(trace) if len({one.device for one in trace.work}) == 1 else ()
+        idle_since = min((op.end for op in waits), default=math.inf)
         before = all(one.start <= min(first.get((one.device, one.track), -math.inf), idle_since) for one in unlaunched)
         us = sum(one.us for one in unlaunched)
         yield TraceWarning("launched_before" if before else "no_launch", len(unlaunched), us=us)
