@@ -70,10 +70,16 @@ def _footprint(one: GpuWork) -> tuple[str, str, str]:
 
 
 def names(out: Console, summary: Summary, view: View) -> None:
-    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy."""
+    """Print details from the names of the costliest kernels and copies, with known sizes, rates and occupancy.
+
+    Memsets are left out unless all is asked for.
+    """
     said: dict[tuple[str, str], list[GpuWork]] = {}
     for one in sorted(summary.gpu_work, key=lambda one: -one.us):
-        said.setdefault((one.name, one.family), []).append(one)
+        if view.all or one.kind != "memset":  # whose name says nothing more
+            said.setdefault((one.name, one.family), []).append(one)
+    if not said:
+        return
     brief = view.usual and (
         len(said) > SEVERAL or not summary.source.facts.script
     )  # one size of each, and no occupancy
