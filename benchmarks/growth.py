@@ -162,6 +162,27 @@ def parts_of_one_op(n: int) -> list[dict]:
     return events
 
 
+def uncompiled_flex(n: int) -> list[dict]:
+    """Regions of torch.compile in which autograd names flex_attention, with two products and a copy in each."""
+    events = [step(0, 0, 90 * n)]
+    for k in range(0, n, 9):
+        at = 90 * k + 1
+        events += [op("Torch-Compiled Region: 0/0", at, 700), op("FlexAttentionAutogradOp", at + 1, 600)]
+        for part in range(8):
+            name, kernel = ("aten::bmm", "sgemm") if part % 4 == 0 else ("aten::mul", "mul")
+            events += [op(name, at + 50 * part + 2, 40), *launched(k + part, kernel, at + 50 * part + 3)]
+        events += [op("cudaMemcpyAsync", at + 450, 5, "cuda_runtime", correlation=k + 8)]
+        events += [op("Memcpy HtoD", at + 451, 5, "gpu_memcpy", 7, correlation=k + 8, device=0, bytes=8)]
+    return events
+
+
+def nested_flex(n: int) -> list[dict]:
+    """Calls of flex_attention inside each other, as no program has them."""
+    names = ("Torch-Compiled Region: 0/0", "FlexAttentionAutogradOp", "aten::bmm", "aten::_safe_softmax")
+    chain = [op(names[k % 4], k, 4 * n - 2 * k) for k in range(n // 2)]
+    return [*chain, *(one for k in range(n // 4) for one in launched(k, "sgemm", n + 3 * k))]
+
+
 KINDS = {
     "one long kernel name (characters)": long_name,
     "one long Triton name": long_triton_name,
@@ -184,6 +205,8 @@ KINDS = {
     "masks made in a trace without steps": masks,
     "runs of equal products in one op": products_in_one_op,
     "memsets and kernels of one op": parts_of_one_op,
+    "flex_attention, not compiled": uncompiled_flex,
+    "flex_attention in flex_attention": nested_flex,
 }
 
 

@@ -63,6 +63,8 @@ ASSUMES = {
     "launch of a CUDA graph takes less time, in proportion to its kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
+    "compile_flex": f"{gpu.ATTENTION:.0%} of the data sheet's peak; no pair of a query and a key is masked; a call "
+    f"takes the CPU {gpu.COMPILED_FLEX_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
     f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no product takes less than {gpu.SMALL_PRODUCT_US:g} µs; in bf16, "
     f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {gpu.ATTENTION_IN_TWO_BYTES:.0%} of the time of an "

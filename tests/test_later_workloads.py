@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from raw_events import end, event, raw_steps, raw_work
 from references import recording
-from test_opportunities import priced_changes, raw_events
+from test_opportunities import of_kernels, priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.uncompiled_flex import uncompiled_flex
 from tracereader.findings import cpu_changes, gpu_changes
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
@@ -183,6 +184,30 @@ def test_small_grids_name_the_costliest_kernel():
     assert begins in name
 
 
+@pytest.mark.parametrize(
+    ("dims", "beside", "advice"),
+    [
+        ([8, 64, 56, 56], "aten::relu", "channels_last or torch.compile, because"),
+        ([8, 64, 9, 56, 56], "aten::relu", "channels_last_3d or torch.compile, because"),
+        ([8, 64], "aten::relu", "torch.compile, because"),
+        ([8, 64, 56, 56], "aten::native_group_norm", "torch.compile, because"),
+    ],
+)
+def test_kernels_of_batch_normalization_with_few_blocks_get_the_layout_that_fits(tmp_path, dims, beside, advice):
+    kernel = "void at::native::batch_norm_backward_cuda_template<float>(int)"
+    ops = [("aten::batch_norm", "cpu_op", "aten::native_batch_norm", kernel)] * 10
+    file = of_kernels(tmp_path / "norms.json", [*ops, ("model", "user_annotation", beside, "other")])
+    document = json.loads(file.read_text())
+    document["deviceProperties"] = [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132}]
+    for one in document["traceEvents"]:
+        if one["name"] == kernel:
+            one["args"] |= {"grid": [64, 1, 1], "block": [128, 1, 1]}
+        if "Input Dims" in one["args"]:
+            one["args"]["Input Dims"] = [dims]
+    file.write_text(json.dumps(document))
+    assert gpu_changes.small_grids(case_of(file)).how.startswith(advice)
+
+
 def small_copies(events):
     for one in events:
         if one.get("cat") == "gpu_memcpy" and "HtoD" in one["name"]:
@@ -274,7 +299,7 @@ def test_a_fallback_of_attention_is_not_told_to_use_attention(tmp_path):
 
 
 WITH_GRADIENTS = TESTS / "h100/autograd"  # models in inference, with gradients on and off, recorded in one process
-FLEX = TESTS / "h100/flex_attention.json.gz"
+FLEX = TESTS / "h100/flex"  # flex_attention in small models
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
@@ -342,30 +367,110 @@ def test_autograds_nodes_are_found_in_any_number_of_equal_layers(tmp_path, layer
     assert summarize(read(file)).training.unused_nodes == len(numbers) - 1
 
 
-def test_flex_attention_that_is_not_compiled_is_named(capsys):
-    """Compiled, the step takes 1.3 ms instead of 34."""
-    found = priced_changes(FLEX)
-    one = found["fused_attention"]
-    events = raw_events(FLEX)
-    calls = [e for e in events if str(e.get("name")).startswith("FlexAttentionAutogradOp")]
+@pytest.mark.parametrize(
+    ("eager", "compiled", "calls", "how_near"),
+    [
+        ("one_call", "one_call_compiled", 1, (1, 2)),
+        # Each call also makes a mask of blocks before its region, which compiled code does at once.
+        ("two_layers", "two_layers_compiled", 2, (1, 2)),
+        ("inference", "inference_compiled", 2, (1, 2)),  # under inference_mode, which records no op of flex_attention
+    ],
+)
+def test_flex_attention_that_is_not_compiled_is_to_be_compiled(eager, compiled, calls, how_near, capsys):
+    """The compiled step was recorded in the same process."""
+    before, after = (FLEX / f"{name}.json.gz" for name in (eager, compiled))
+    found = priced_changes(before)
+    one = found["compile_flex"]
+    events = raw_events(before)
     steps = raw_steps(events)
-    assert (
-        len(calls) == 2 * len(steps) and f"uncompiled flex_attention: {len(calls) // len(steps)} calls" in one.evidence
-    )
-    assert (one.title, one.how) == ("compile flex_attention", "torch.compile(flex_attention)")
-    assert "its region calls no graph" not in found["fuse_pointwise"].evidence  # flex_attention calls torch.compile
-    # All copies to the GPU are its own. No program can leave them out, and no graph can hold them.
+    regions = [e for e in events if str(e.get("name")).startswith("Torch-Compiled Region")]
+    ops = [e for e in events if str(e.get("name")).startswith("FlexAttentionAutogradOp")]
+    assert len(regions) == calls * len(steps) and len(ops) in (0, 2 * len(regions))
+    named = f"{calls} call{'s' * (calls > 1)}" + f" and {'their' if calls > 1 else 'its'} backward" * bool(ops)
+    assert f"uncompiled flex_attention: {named}, " in one.evidence and one.how == "torch.compile(flex_attention)"
+    measured = summarize(read(after)).recorded_step_us
+    low, high = how_near
+    assert low * measured < one.step_us_after < high * measured < one.step_us
+    assert "its region calls no graph" not in "".join(one.evidence for one in found.values())  # it is flex_attention's
+    assert not {"fused_attention", "overlap_copies"} & set(found)
+    assert "compile_flex" not in priced_changes(after)
+    assert cli.main([str(before), str(after)]) == 0
+    assert "proposed it (compile flex_attention)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_copies_of_an_uncompiled_flex_attention_are_its_own():
+    """No program can leave them out, and no CUDA graph can hold them."""
+    events = raw_events(FLEX / "one_call.json.gz")
+    calls = [e for e in events if str(e.get("name")).startswith("FlexAttentionAutogradOp")]
     copies = [e["args"]["correlation"] for e in events if "HtoD" in str(e.get("name"))]
     launches = [e for e in events if e.get("args", {}).get("correlation") in copies and e["cat"] == "cuda_runtime"]
-    assert len(launches) == 3 * len(steps)
+    assert len(launches) == 3 * len(raw_steps(events))
     assert all(any(e["ts"] < one["ts"] < end(e) and e["tid"] == one["tid"] for e in calls) for one in launches)
-    assert not {"overlap_copies", "cuda_graph"} & set(found)
-    compiled = FLEX.with_name("flex_attention_compiled.json.gz")
-    measured = summarize(read(compiled)).recorded_step_us
-    assert measured < one.step_us_after < 2 * measured < 0.1 * one.step_us
-    assert cli.main([str(FLEX), str(compiled)]) == 0
-    assert "proposed it (compile flex_attention)" in " ".join(capsys.readouterr().out.split())
-    assert any(str(e.get("name")).startswith("Torch-Compiled Region") for e in events)
+    assert not {"overlap_copies", "cuda_graph"} & set(priced_changes(FLEX / "one_call.json.gz"))
+
+
+def test_attention_that_is_written_out_beside_an_uncompiled_flex_attention_is_to_be_fused():
+    """The model has one of the first kind and two of the second, and is trained."""
+    case = case_of(FLEX / "beside_written_out.json.gz")
+    assert "uncompiled flex_attention: 1 call and its backward" in gpu_changes.compile_flex(case).evidence
+    assert "2 softmaxes between batched products and their backward" in gpu_changes.fused_attention(case).evidence
+    softmax = [e for e in raw_events(FLEX / "beside_written_out.json.gz") if e.get("name") == "aten::_softmax"]
+    assert len(softmax) == 3 * 2  # in two steps
+
+
+def flex_calls(path):
+    """Return the uncompiled calls of flex_attention in the first step of a trace: each name, and its duration (µs)."""
+    calls = {id(call): call for call in uncompiled_flex(read(path).steps[0]).values()}
+    return sorted((call.name, call.us) for call in calls.values())
+
+
+def around(events, one, starts):
+    """Return the events whose names start so around another one, innermost first."""
+    enclosing = [e for e in events if str(e.get("name")).startswith(starts) and e["tid"] == one["tid"]]
+    enclosing = [e for e in enclosing if e["ts"] <= one["ts"] and end(one) <= end(e)]
+    return sorted(enclosing, key=lambda e: e["dur"])
+
+
+def test_a_region_inside_the_regions_of_a_compiled_model_is_flex_attentions_own():
+    """The model is compiled, except for its calls of flex_attention."""
+    events = raw_events(FLEX / "disabled.json.gz")
+    mark = raw_steps(events)[0]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and mark["ts"] <= e["ts"] < end(mark)]
+    forward = [e for e in ops if e["name"] == "FlexAttentionAutogradOp"]
+    regions = [around(events, one, "Torch-Compiled Region") for one in forward]
+    assert [len(some) for some in regions] == [3, 3]
+    calls = [some[0] for some in regions] + [e for e in ops if e["name"] == "FlexAttentionAutogradOpBackward"]
+    assert flex_calls(FLEX / "disabled.json.gz") == [
+        (name, pytest.approx(us)) for name, us in sorted((e["name"], e["dur"]) for e in calls)
+    ]
+    assert "compile_flex" in priced_changes(FLEX / "disabled.json.gz")
+
+
+@pytest.mark.parametrize("name", ["aten::addmm", "FlexAttentionAutogradOp", "## Call CompiledFxGraph abc ##"])
+def test_a_region_with_more_than_one_flex_attention_is_not_flex_attentions_own(tmp_path, name):
+    def with_more(events):
+        for one in [e for e in events if e.get("name") == "FlexAttentionAutogradOp"]:
+            region = around(events, one, "Torch-Compiled Region")[0]
+            events.append(one | {"name": name, "ts": region["ts"] + 0.5, "dur": 0.25})
+
+    before = dict(flex_calls(FLEX / "one_call.json.gz"))
+    assert sorted(before) == ["FlexAttentionAutogradOpBackward", "Torch-Compiled Region: 0/0"]
+    assert {found for found, _ in flex_calls(edited(FLEX / "one_call.json.gz", tmp_path, with_more))} == {
+        "FlexAttentionAutogradOp",
+        "FlexAttentionAutogradOpBackward",
+    }
+
+
+@pytest.mark.parametrize("name", ["aten::_safe_softmax", "aten::logsumexp"])
+def test_without_the_op_of_flex_attention_both_of_its_reductions_show_it(tmp_path, name):
+    def without(events):
+        for e in events:
+            if e.get("name") == name:
+                e["name"] = "aten::other"
+
+    assert len(flex_calls(FLEX / "inference.json.gz")) == 2
+    file = edited(FLEX / "inference.json.gz", tmp_path, without)
+    assert not flex_calls(file) and "compile_flex" not in priced_changes(file)
 
 
 @pytest.mark.parametrize("op", ["aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward"])

@@ -20,7 +20,6 @@ from tracereader.findings.gpu_changes import (
     NEED_THE_SIZE,
     OF_UNKNOWN_SIZE,
     SELECTS,
-    is_internal,
     moving_us,
 )
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
@@ -99,9 +98,10 @@ def cuda_graph(case: Case) -> Proposal | None:
     captured = _captured(runs, case.replayed)
     if not captured:
         return None
+    copies = any(_copies_input(case, op) for op in _waits_between(case.replayed, captured))
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
-        _launches(len(captured), single, copies=any(map(_copies_input, _waits_between(case.replayed, captured)))),
+        _launches(len(captured), single, copies=copies),
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
         assumed=single,
     )
@@ -126,7 +126,7 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     captured = {id(step): _captured(runs, step) for step in case.steps}
     waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}
     here = id(case.replayed)
-    if not captured[here] or not all(_copies_input(op) for some in waits.values() for op in some):
+    if not captured[here] or not all(_copies_input(case, op) for some in waits.values() for op in some):
         return None
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), accumulated),
@@ -222,7 +222,7 @@ def _small_graph(case: Case) -> Proposal:
     The copies take at most twice the time of the first op that is not itself a copy of an input to the GPU.
     """
     computing = [entry for entry in case.activities if "HtoD" not in entry[1].name]
-    if not computing or any(map(_copies_input, waits_of(case.step))):
+    if not computing or any(_copies_input(case, op) for op in waits_of(case.step)):
         return None
     first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
     copies = 2 * sum(us for _, us in first)
@@ -247,12 +247,12 @@ def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
     for step in steps if names else ():
         last = max([one.launch.start for one in step.work if one.launch], default=0)
         calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
-        yield from (op for op in calls if is_wait(op) and not _copies_input(op))
+        yield from (op for op in calls if is_wait(op) and not _copies_input(case, op))
 
 
-def _copies_input(call: Op) -> bool:
-    """Return whether a call waits for a copy to the GPU."""
-    return is_wait(call) and not is_internal(call) and any("HtoD" in one.name for one in _copied(call))
+def _copies_input(case: Case, call: Op) -> bool:
+    """Return whether a call waits for a copy of the program's to the GPU."""
+    return is_wait(call) and not case.is_internal(call) and any("HtoD" in one.name for one in _copied(call))
 
 
 def _copied(call: Op) -> list[Work]:

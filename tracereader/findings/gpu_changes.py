@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
@@ -169,8 +169,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         seen += f"; compiled code takes {duration(saved_us)} less CPU time"
     how = "torch.compile(model)"
     regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
-    # If it is not compiled, flex_attention calls torch.compile with a backend that runs its ops as they are.
-    regions = [one for one in regions if not any(below.name.startswith(FLEX_ATTENTION) for below in one.walk())]
+    regions = [one for one in regions if id(one) not in case.in_flex]
     if regions:
         seen += "; torch.compile has been called, but its region calls no graph that Inductor compiled"
         around_ddp = any(below.name == DDPS_FORWARD for region in regions for below in region.children)
@@ -381,15 +380,14 @@ def _flops_of_one(name: str) -> int:
 
 def fused_attention(case: Case) -> Proposal | None:
     """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
-    if calls := [op for op in case.step.named(lambda name: name.startswith(FLEX_ATTENTION)) if op.kind == "op"]:
-        return _compiled_flex(case, calls)
     if not case.summary.attention.unfused:
         return None
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
-    for run in runs:
+    for of_all in runs:
+        run = [entry for entry in of_all if entry[2] is None or id(entry[2]) not in case.in_flex]
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
@@ -417,47 +415,65 @@ def fused_attention(case: Case) -> Proposal | None:
     )
 
 
-def _compiled_flex(case: Case, calls: Sequence[Op]) -> Proposal | None:
-    """Return a proposal to compile flex_attention. Compiled, each of these calls is one call and one kernel.
+def compile_flex(case: Case) -> Proposal | None:
+    """Return a proposal to compile flex_attention. Compiled, each of its calls is one call and one kernel.
 
     Else it computes all scores, also the masked ones. How many are masked is not recorded, so none are assumed to be.
     """
-    entries = {id(work): (work, one, op) for work, one, op in case.activities}
-    groups, before = [], 0.0
-    for call in calls:
-        run = [entries[id(work)] for below in call.walk() for work in below.work if id(work) in entries]
-        two_bytes = _type_of(call) in TWO_BYTES
+    runs = defaultdict(list)
+    for entry in case.activities:
+        if (call := _flex_call(case, entry[0])) is not None:
+            runs[call].append(entry)
+    groups, before, backward = [], 0.0, 0
+    for call, run in runs.items():
+        two_bytes = _type_of_flex(call) in TWO_BYTES
         us = sum(_fused_product_us(one, two_bytes, case.peaks) for one, _ in _products(run))
         spent = sum(one.us for _, one, _ in run)
         if 0 < us < spent:
             groups.append(([work for work, _, _ in run], us))
-            before += spent
+            before, backward = before + spent, backward + _is_flex_backward(call)
     if not groups:
         return None
+    groups_in_all_steps = case.groups_in_all_steps(groups)
+    calls = {id(call): call for work, _ in groups_in_all_steps if (call := _flex_call(case, work[0])) is not None}
+    # A forward runs parts of autograd's engine to find its backward. Without that, the engine's thread waits in it.
+    engines = {op.track for op in case.step.named(lambda name: name.startswith(AUTOGRAD))}
+    spans = [
+        (track, call.start, call.end)
+        for call in calls.values()
+        for track in ({call.track} if _is_flex_backward(call) else {call.track, *engines})
+    ]
+    added = [(call.track, call.start, COMPILED_FLEX_CALL_US) for call in calls.values()]
+    forward = len(groups) - backward
+    backwards = f" and {'its' if forward == 1 else 'their'} backward" if backward else ""
     return Proposal(
-        case.condensed(groups, COMPILED_FLEX_CALL_US, _with_its_region),
-        f"uncompiled flex_attention: {counted(len(groups), 'call')}, {duration(before)}; the scores are written to "
-        "memory and read again",
+        with_cpu_time(without_cpu_time(fused(case.graph, groups_in_all_steps), spans), added),
+        f"uncompiled flex_attention: {counted(forward, 'call')}{backwards}, {duration(before)}; the "
+        "scores are written to memory and read again",
         "torch.compile(flex_attention)",
         assumed=True,
-        title="compile flex_attention",
     )
+
+
+def _flex_call(case: Case, work: Work) -> Op | None:
+    """Return the uncompiled flex_attention that launches this work."""
+    return case.in_flex.get(id(work.launch))
+
+
+def _is_flex_backward(call: Op) -> bool:
+    return call.name != FLEX_ATTENTION and call.name.startswith(FLEX_ATTENTION)
+
+
+def _type_of_flex(call: Op) -> str:
+    """Return the type of queries, keys and values. The products are in fp32 if it is shorter."""
+    of_op = [_type_of(op) for op in call.walk() if op.name.startswith(FLEX_ATTENTION)]
+    return next(filter(None, of_op or map(_type_of, call.walk())), "")
 
 
 def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
     if one.product is None or peaks is None:
         return one.us
     return one.product.flops / (ATTENTION * (peaks.bf16 if two_bytes else peaks.fp32)) / 1e6
-
-
-def _with_its_region(step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
-    """Return the stretch of flex_attention's own call of torch.compile around these ops, or of its op."""
-    around = [
-        op
-        for op in step.named(lambda name: name.startswith((REGION, FLEX_ATTENTION)))
-        if op.kind == "op" and op.track == track and op.start <= start and end <= op.end
-    ]
-    return min((op.start for op in around), default=start), max((op.end for op in around), default=end)
 
 
 def _products(run: Sequence[Entry]) -> list[tuple[GpuWork, Op]]:
@@ -714,21 +730,33 @@ def channels_last(case: Case) -> Proposal | None:
     conversions = [
         (work, one) for work, one, _ in case.named(lambda name: "nchwToNhwc" in name or "nhwcToNchw" in name)
     ]
-    # With channels_last, a U-Net's blocks with group normalization took 7.9 ms instead of 5.8 on an H200, and with
-    # channels_last_3d, the training of one with instance normalization took 50.6 ms instead of 42.3.
-    if not conversions or case.step.named(NEED_CONTIGUOUS.__contains__):
+    convolutions = case.step.named(lambda name: name.startswith("aten::convolution")) if conversions else ()
+    if not conversions or (found := _channels_last_layout(case, convolutions)) is None:
         return None
+    layout, what = found
     gone = case.in_all_steps(dict.fromkeys((work for work, _ in conversions), 0.0))
     us = sum(one.us for _, one in conversions)
-    convolutions = case.step.named(lambda name: name.startswith("aten::convolution"))
-    volumes = any(len(dims) == 5 for op in convolutions for dims in op.inputs.dims[:1])
-    layout, what = ("channels_last_3d", "volumes") if volumes else ("channels_last", "images")
     return Proposal(
         without_work(case.graph, gone),
         f"{counted(len(conversions), 'layout conversion')} around convolutions: {duration(us)}",
         f"model.to(memory_format=torch.{layout}), and the same for the {what}",
         title=f"keep {what} in the {layout} layout",
     )
+
+
+def _channels_last_layout(case: Case, ops: Iterable[Op]) -> tuple[str, str] | None:
+    """Return the layout with the channels last that these ops' first inputs can have, and what these inputs are.
+
+    Without recorded shapes they are taken for images. The result is None for other inputs, and if the step has ops that
+    need the contiguous layout. With channels_last, a U-Net's blocks with group normalization took 7.9 ms instead of 5.8
+    on an H200, and with channels_last_3d, the training of one with instance normalization took 50.6 ms instead of 42.3.
+    """
+    if case.step.named(NEED_CONTIGUOUS.__contains__):
+        return None
+    ranks = {len(dims) for op in ops for dims in op.inputs.dims[:1]}
+    if 5 in ranks:
+        return "channels_last_3d", "volumes"
+    return ("channels_last", "images") if 4 in ranks or not ranks else None
 
 
 def layout_copies(case: Case) -> Proposal | None:
@@ -793,10 +821,9 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
 
 def overlap_copies(case: Case) -> Proposal | None:
     """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
-    copied = [(work, one) for work, one, _ in case.activities if work.kind == "memcpy"]
-    own = {id(work) for work, _, op in case.activities if op is None or not is_internal(op)}
-    batches = [(work, one) for work, one in copied if "HtoD" in one.name and id(work) in own]
-    results = [(work, one) for work, one in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
+    copied = [entry for entry in case.activities if entry[0].kind == "memcpy"]
+    batches = [(work, one) for work, one, op in copied if "HtoD" in one.name and not (op and case.is_internal(op))]
+    results = [(work, one) for work, one, _ in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
     copies = batches + results
     if not copies:
         return None
@@ -840,11 +867,6 @@ def _amount(copies: Sequence[GpuWork]) -> str:
     return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
 
 
-def is_internal(op: Op) -> bool:
-    """Return whether backward, or flex_attention that is not compiled, calls this op."""
-    return any(above.name.startswith((AUTOGRAD, FLEX_ATTENTION)) for above in (op, *op.above()))
-
-
 def _waiting_with(call: Op) -> Iterator[Op]:
     """Yield a copy's call, and the calls of the same op after it, which wait for the copy."""
     yield call
@@ -857,7 +879,7 @@ def small_grids(case: Case) -> Proposal | None:
               default=0)  # fmt: skip
     if not sms or not case.could_gain(case.us_by_family):
         return None
-    times, spent, of_batch_norm, by_grid = {}, 0.0, 0.0, {}
+    times, spent, of_batch_norm, by_grid, batch_norms = {}, 0.0, 0.0, {}, []
     for work, one, op in case.activities:
         # A kernel of a few µs ends before more blocks would help.
         if one.us < 10 or work.kind != "kernel" or one.family == "communication":
@@ -868,18 +890,23 @@ def small_grids(case: Case) -> Proposal | None:
         least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
         times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
         spent += one.us
-        of_batch_norm += one.us if op is not None and "batch_norm" in op.name else 0.0
+        if op is not None and "batch_norm" in op.name:
+            of_batch_norm += one.us
+            batch_norms.append(op)
         by_grid.setdefault((one.name, blocks), []).append(one.us)
     if not times:
         return None
     (name, blocks), _ = max(by_grid.items(), key=lambda entry: sum(entry[1]))
+    how = "more rows, a larger batch, or another algorithm (split K, a split reduction)"
+    if 2 * of_batch_norm > spent:
+        layout = _channels_last_layout(case, batch_norms)
+        how = f"{f'{layout[0]} or ' if layout else ''}torch.compile"
+        how += ", because these kernels of batch normalization have a block for each channel"
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
         f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "
         f"(the costliest is {short(name, 40)}, with {counted(blocks, 'block')})",
-        "channels_last or torch.compile, because these kernels of batch normalization have a block for each channel"
-        if 2 * of_batch_norm > spent
-        else "more rows, a larger batch, or another algorithm (split K, a split reduction)",
+        how,
         assumed=True,
     )
 
@@ -887,6 +914,7 @@ def small_grids(case: Case) -> Proposal | None:
 GPU_CHANGES = (
     Change("fuse_pointwise", "fuse pointwise kernels with torch.compile", fuse_pointwise),
     Change("fused_attention", "use a fused attention kernel", fused_attention),
+    Change("compile_flex", "compile flex_attention", compile_flex),
     Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores),
     Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
     Change("channels_last", "keep images in the channels_last layout", channels_last),

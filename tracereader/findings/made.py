@@ -29,7 +29,7 @@ from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.training import MANY_NODES
-from tracereader.trace.labels import FLEX_ATTENTION, LOOKUP, REDUCERS_CALLS
+from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -146,11 +146,7 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
 
 
 def _fused_attention(before: Side, after: Side) -> bool:
-    """Softmaxes between batched products are gone, and kernels of an equal attention, or of flex_attention, are new."""
-    was, now = (side.summary.cpu.ops_named([FLEX_ATTENTION]) for side in (before, after))
-    if was:
-        new = {one.name for one in after.summary.gpu_work} - {one.name for one in before.summary.gpu_work}
-        return not now and any("flex_attention" in name for name in new)
+    """Softmaxes between batched products are gone, and attention kernels of as many queries and keys are new."""
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     were, fused = (
         [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
@@ -165,6 +161,17 @@ def _fused_attention(before: Side, after: Side) -> bool:
     products = len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
     same = bool(scores & sizes) and products
     return gone and len(fused) > len(were) and same and not graphs_launched(after)
+
+
+def _compile_flex(before: Side, after: Side) -> bool:
+    """Kernels of flex_attention are new, fewer attentions are unfused, and the model calls as many linear layers."""
+    was, now = (
+        sum("flex_attention" in one.name and one.family == "attention" for one in side.summary.gpu_work)
+        for side in (before, after)
+    )
+    gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    # If the whole model is compiled, it calls the products of linear layers directly.
+    return gone and now > was and before.ops["aten::linear"] == after.ops["aten::linear"]
 
 
 def _tensor_cores(before: Side, after: Side) -> bool:
@@ -468,6 +475,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "larger_batch": _larger_batch,
     "fuse_pointwise": _fuse_pointwise,
     "fused_attention": _fused_attention,
+    "compile_flex": _compile_flex,
     "tensor_cores": _tensor_cores,
     "align_shapes": _align_shapes,
     "channels_last": _channels_last,

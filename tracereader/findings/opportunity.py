@@ -16,15 +16,17 @@ from tracereader.figures.attention import growing_keys
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
+from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import INDUCTORS_CALL
+from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
-# Measured savings lie outside the range that the replay gives for both ends of an estimate by up to this share.
+# An estimated range reaches this share beyond the replayed savings at both ends of the estimate. It is no bound: some
+# measured savings lie outside (docs/opportunities.md).
 REPLAY_ERROR = 0.02
 # The ends of the estimate without the profiler are replayed to within this share.
 ROUGHLY = 0.03
@@ -41,8 +43,9 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     """A change and the recorded step's time (µs) before and after it.
 
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
-    measure its step without the profiler. estimated_savings: the smallest and the largest share that the change saves
-    without the profiler by the estimate of recording.py; None if that step is known or the estimate does not matter
+    measure its step without the profiler. estimated_savings: the smallest and the largest share that the change may
+    save without the profiler, which are no bounds: replayed at both ends of the estimate of recording.py, and widened
+    by REPLAY_ERROR; None if that step is known or the estimate does not matter
     (Case.estimates_after). basis: `replay` if only times and dependencies of this trace are used, `bound` if a hardware
     limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the typical step's GPU
     activities that the change makes shorter or removes; empty if only CPU work changes.
@@ -321,6 +324,19 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def calls_inductor(self) -> bool:
         """Return whether the trace has calls of Inductor's code."""
         return self.has(lambda name: name.startswith(INDUCTORS_CALL))
+
+    @cached_property
+    def in_flex(self) -> dict[int, Op]:
+        """Return for each op inside an uncompiled flex_attention, by id(Op), that call: see uncompiled_flex()."""
+        found: dict[int, Op] = {}
+        if self.has(is_of_flex):
+            for step in {id(step): step for step in (self.step, *self.steps)}.values():
+                found |= uncompiled_flex(step)
+        return found
+
+    def is_internal(self, op: Op) -> bool:
+        """Return whether backward, or flex_attention that is not compiled, calls this op."""
+        return id(op) in self.in_flex or any(above.name.startswith(AUTOGRAD) for above in (op, *op.above()))
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""

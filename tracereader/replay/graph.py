@@ -41,7 +41,7 @@ import math
 import operator
 from array import array
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import chain
@@ -54,7 +54,6 @@ from tracereader.figures.intervals import Intervals
 from tracereader.figures.pace import on_busiest_stream, on_its_thread, pace, recorded_step_us, working_steps
 from tracereader.figures.steps import typical
 from tracereader.trace import Op, Step, Sync, Trace, Work, outermost
-from tracereader.trace.labels import AUTOGRAD
 
 # If the replay of an unchanged trace differs from the recorded step by more than this share, no change is priced.
 TOLERANCE = 0.03
@@ -345,8 +344,7 @@ class _Builder:
             roots[root.track].append(root)
         marks = [on_its_thread(step) for step in steps]
         # First, because it needs as much memory as the points.
-        engines = {track for track, some in roots.items() if all(op.name.startswith(AUTOGRAD) for op in some)}
-        handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks]), engines))
+        handoffs = list(_handoffs(_boundaries(roots, [(end, track) for track, _, end in marks])))
         points: dict[tuple, list[tuple]] = {track: [] for track in roots}
         self._add_calls(points)
         for times in self.between_streams.values():
@@ -387,6 +385,11 @@ class _Builder:
             node = found["go on", number]
             self.columns["lag"][node] = 0
             self._tie(node, "via", found["stop", number], went_on - stopped)
+        # Other threads start after the first step's start, so that time can be removed between the two.
+        start = found["start", 0]
+        for nodes in self.threads.values():
+            if nodes and at[nodes[0]] > at[start] and self.columns["via"][nodes[0]] == NOBODY:
+                self._tie(nodes[0], "via", start, at[nodes[0]] - at[start])
         return [(found["start", number], found["end", number]) for number in range(len(steps))]
 
     def _add_calls(self, points: dict[tuple, list[tuple]]) -> None:
@@ -709,14 +712,11 @@ def _boundaries(roots: dict[tuple, list[Op]], ends: Iterable[tuple[int, tuple]])
     return sorted(found, key=_first_two)
 
 
-def _handoffs(
-    boundaries: Iterable[tuple[int, int, tuple]], engines: Container[tuple]
-) -> Iterator[tuple[tuple, int, tuple, int]]:
+def _handoffs(boundaries: Iterable[tuple[int, int, tuple]]) -> Iterator[tuple[tuple, int, tuple, int]]:
     """Yield the places where a thread waited for another one: (the other thread, its stop, the thread, its start).
 
-    The thread pauses while the other one works. The other thread does not count if it is still at work, or if it was
-    already at work when the pause began. But a thread of autograd's engine waits for its caller also after that caller
-    has used it in an op. engines: these threads.
+    The thread pauses while the other one works. The other thread does not count if it was already at work when the
+    pause began, or if it is still at work.
     """
     depth: dict[tuple, int] = defaultdict(int)
     stopped: dict[tuple, int] = {}
@@ -731,7 +731,7 @@ def _handoffs(
                 and (paused is None or paused < when)
                 and when < time
                 and not depth[other]
-                and (other not in beside[track] or (track in engines and other not in engines))
+                and other not in beside[track]
             ]
             if waited_for:
                 other = max(waited_for, key=stopped.__getitem__)

@@ -14,8 +14,8 @@ GIVES_GRADIENT = "torch::autograd::AccumulateGrad"
 ACCUMULATES = f"{AUTOGRAD}{GIVES_GRADIENT}"
 # Ops of backward that give a parameter a sparse gradient.
 SPARSE_GRADIENT = ("aten::embedding_sparse_backward", "aten::_embedding_bag_sparse_backward")
-# flex_attention's op and, with more letters, its backward's. Compiled code calls neither. The op is absent in
-# inference_mode, too.
+# flex_attention's op and, with more letters, its backward's. Inductor's code calls neither. The op is also absent under
+# inference_mode.
 FLEX_ATTENTION = "FlexAttentionAutogradOp"
 
 LOADER, OPTIMIZERS = "enumerate(DataLoader)#", "Optimizer."
