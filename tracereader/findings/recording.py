@@ -9,7 +9,9 @@ from tracereader.findings.steps import WORDS
 # The time that the profiler adds to an overhead-bound step for each op and runtime call (µs), and the largest ratio of
 # the recorded step to the step without the profiler. On an H200's machine, 28 overhead-bound steps of more than 50 such
 # calls (traces/reference/nvidia-h200/changes) showed 1.83 to 7.84 µs, and 1.2 to 3.4 times. 11 others, recorded later
-# on an H100's machine, showed 1.09 to 7.04 µs.
+# on an H100's machine, showed 1.09 to 7.04 µs. Runtime calls that launch nothing can be much shorter than that, and a
+# recurrent network of cuDNN makes three of them for each launch (its step took 10 to 25 ms longer, with 31,000 calls in
+# all). The least cost is therefore that of ops and launches only.
 EACH_CALL_US = (1.0, 7.9)
 MOST_TIMES = 3.5
 # The share of a step on the CPU from which on it computes much with CPU tensors itself.
@@ -36,8 +38,8 @@ def estimate_us(summary: Summary) -> tuple[float, float]:
 def _costs_us(summary: Summary) -> tuple[float, float]:
     """Return the least and the most CPU time (µs) that recording adds to a step."""
     on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
-    least, most = (cost * summary.cpu.recorded_calls for cost in EACH_CALL_US)
-    return 0.0 if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us else least, most
+    least = 0.0 if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us else EACH_CALL_US[0] * summary.cpu.launching_calls
+    return least, EACH_CALL_US[1] * summary.cpu.recorded_calls
 
 
 def is_idle_less(summary: Summary) -> bool:
