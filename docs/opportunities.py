@@ -10,6 +10,7 @@ from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import gpu_changes as gpu
+from tracereader.findings import graph_changes as graphs
 from tracereader.findings import made, rank_changes
 from tracereader.findings import parallel_changes as parallel
 from tracereader.findings.finding import in_one_unit
@@ -34,11 +35,12 @@ WITHIN = (0.7, 1.3)
 # What each change takes for granted beyond the times and dependencies of the trace.
 ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
-    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer than "
-    f"{cpu.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies to the "
-    f"GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
-    "in training, what follows backward stays as it is, and each parameter with a gradient takes the CPU "
-    f"{gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's)",
+    f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
+    f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
+    f"to the GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
+    "in training, what follows backward and a loss that synchronizes stay as they are, and each parameter with a "
+    f"gradient takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's)",
+    "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
     "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "

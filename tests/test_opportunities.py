@@ -17,9 +17,10 @@ from references import PREDICTED, measured, proposals, recording, sampled, small
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.findings import cpu_changes, gpu_changes, rank_changes, ranks
-from tracereader.findings.cpu_changes import cuda_graph, remove_sync
+from tracereader.findings import cpu_changes, gpu_changes, graph_changes, rank_changes, ranks
+from tracereader.findings.cpu_changes import remove_sync
 from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies, overlap_copies
+from tracereader.findings.graph_changes import cuda_graph
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity, Proposal, priced
 from tracereader.replay import Refused, graph_of, with_durations
@@ -507,7 +508,7 @@ def test_graphs_of_a_small_models_forward_and_backward_promise_less_for_each_par
     """The function that replays the backward pass gives each parameter its gradient, which takes the CPU time."""
     file, graphed = (SMALL_TRAIN / f"{model}-{how}.json.gz" for how in ("eager", "graphed"))
     after = of_a_committed_trace(file)["cuda_graph"].step_us_after
-    monkeypatch.setattr(cpu_changes, "CALLING_LAUNCHES", 0)
+    monkeypatch.setattr(graph_changes, "CALLING_LAUNCHES", 0)
     without = priced_changes(file)["cuda_graph"].step_us_after
     events, measured_us = raw_events(file), raw_us(graphed)
     more = 2 * gradients_in_a_step(events) * launch_quartile(events)
@@ -1156,10 +1157,16 @@ def test_a_cuda_graph_of_training_ends_with_backward(name):
 
 
 @pytest.mark.parametrize(
-    ("before", "captured"), [("aten::linear", True), ("aten::ones_like", False), ("aten::item", True)]
+    ("before", "evidence"),
+    [
+        ("aten::linear", ", no synchronization between them"),
+        ("aten::layer_norm", None),
+        ("aten::ones_like", "; the CPU waits only where forward ends, in cudaDeviceSynchronize"),
+        ("aten::item", ", no synchronization between them"),
+    ],
 )
-def test_only_a_wait_between_forward_and_backward_prevents_the_graphs_of_training(tmp_path, before, captured):
-    """Each step calls torch.cuda.synchronize() before forward, before backward, or after the optimizer."""
+def test_only_a_wait_inside_forward_or_backward_prevents_the_graphs_of_training(tmp_path, before, evidence):
+    """Each step calls torch.cuda.synchronize() before forward, in it, before backward, or after the optimizer."""
     document = json.loads(gzip.decompress((TESTS / "train_item.json.gz").read_bytes()))
     events = document["traceEvents"]
     for number, mark in enumerate(raw_steps(events)):
@@ -1172,8 +1179,8 @@ def test_only_a_wait_between_forward_and_backward_prevents_the_graphs_of_trainin
     file = tmp_path / "waits.json"
     file.write_text(json.dumps(document))
     found = priced_changes(file).get("cuda_graph")
-    assert (found is not None) is captured
-    assert not captured or "22 identical launches per step in forward and backward, no synch" in found.evidence
+    assert (found is not None) is (evidence is not None)
+    assert not evidence or f"22 identical launches per step in forward and backward{evidence}" in found.evidence
 
 
 def test_an_op_that_launches_everything_and_then_waits_is_no_cuda_graph(tmp_path):

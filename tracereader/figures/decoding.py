@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
 
@@ -179,18 +180,26 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
-    names = [one.name for one in first.work]
-    if any([one.name for one in step.work] != names for step in others):
+    names = _names(first)
+    if any(_names(step) != names for step in others):
         return False
     signature = _signature(first)
     return all(_signature(step) == signature for step in others[:: -(-len(others) // COMPARED)])
 
 
-def _signature(step: Step) -> list:
-    found = []
+def _names(step: Step) -> dict[tuple, list[str]]:
+    """Return the names of the GPU work by stream. The order of work on different streams differs by chance."""
+    found: dict[tuple, list[str]] = defaultdict(list)
+    for one in step.work:
+        found[one.track].append(one.name)
+    return found
+
+
+def _signature(step: Step) -> dict[tuple, list]:
+    found: dict[tuple, list] = defaultdict(list)
     for one, op in zip(step.work, step.asking, strict=True):
         args = launch_args(one)
-        found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
+        found[one.track].append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
     return found
 
 

@@ -1,34 +1,22 @@
-"""Changes of the CPU's work: launches, synchronizations, Python, the DataLoader, the optimizer."""
+"""Changes of the CPU's work: synchronizations, launches, Python, the DataLoader, the optimizer."""
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from tracereader.figures.attention import attention_calls, queries_and_keys
-from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import (
-    CALLING_LAUNCHES,
-    FOREACH,
-    NEED_THE_SIZE,
-    OF_UNKNOWN_SIZE,
-    SELECTS,
-    moving_us,
-)
+from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.findings.ops import EMPTY, NO_VALUES, SLICES, is_of_a_library
-from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import (
     fused,
-    is_wait,
-    may_wait,
     waits_of,
     with_cpu_time,
     with_durations,
@@ -36,9 +24,9 @@ from tracereader.replay import (
     without_ops,
     without_waits,
 )
-from tracereader.replay.changes import Run, launches_between_waits, spans_of
-from tracereader.trace import Op, Step, Work, outermost
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER
+from tracereader.replay.changes import spans_of
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER
 
 # CPU time of an optimizer's step while the profiler records, in launches (Case.launch_us): a part for the step, and one
 # for each tensor. A fused optimizer with 53 to 291 tensors takes 490 to 2,800 µs (the medians of 15 recordings), which
@@ -81,186 +69,12 @@ def _waits(case: Case) -> list[Op]:
     return [op for op in found if not ("DeviceSynchronize" in op.name and op.start > last)]
 
 
-def cuda_graph(case: Case) -> Proposal | None:
-    summary = case.summary
-    single = len(case.steps) == 1  # whether other steps make the same launches is not known
-    if not (summary.llm.same_in_all_steps or single) or summary.chosen.launches < 2 or not _can_be_captured(case):
-        return None
-    if case.growing_keys is not None:
-        return None  # a graph is of one number of keys: see static_cache
-    if case.trace.trains:
-        return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
-    if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
-        return None if single else _graphs_between_reads(case, waits)
-    if summary.chosen.launches < MANY_LAUNCHES:
-        return None if single else _small_graph(case)
-    runs = _runs(case)
-    captured = _captured(runs, case.replayed)
-    if not captured:
-        return None
-    copies = any(_copies_input(case, op) for op in _waits_between(case.replayed, captured))
-    return Proposal(
-        as_cuda_graph(case.graph, chain(*runs.values())),
-        _launches(len(captured), single, copies=copies),
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
-        assumed=single,
-    )
-
-
-def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
-    """Return a proposal to replay forward and backward, if only copies of inputs wait between their launches.
-
-    An optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
-    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
-    sparse gradients: no recorded program shows that a graph can hold them.
-    """
-    if case.summary.training.has_sparse_gradients:
-        return None
-    stays, accumulated = [], []
-    for step in case.steps:
-        stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
-        calls = step.named(ACCUMULATES.__eq__)
-        given = [op for op in calls if not any(below.work for below in op.walk())]
-        accumulated += [(op.track, op.start, op.us + CALLING_LAUNCHES * case.launch_us) for op in given]
-    runs = _runs(case, stays)
-    captured = {id(step): _captured(runs, step) for step in case.steps}
-    waits = {id(step): _waits_between(step, captured[id(step)]) for step in case.steps}
-    here = id(case.replayed)
-    if not captured[here] or not all(_copies_input(case, op) for some in waits.values() for op in some):
-        return None
-    return Proposal(
-        with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), accumulated),
-        _launches(len(captured[here]), single, " in forward and backward", bool(waits[here])),
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables',
-        assumed=single,
-        title="replay forward and backward as CUDA graphs",
-    )
-
-
-def _runs(case: Case, stays: Collection[Op] = ()) -> dict[int, list[Run]]:
-    """Return by the id of each replayed step its runs of launches between waits.
-
-    stays: ops or annotations that stay as they are.
-    """
-    return {id(step): list(launches_between_waits(case.graph, step, stays)) for step in case.steps}
-
-
-def _captured(runs: dict[int, list[Run]], step: Step) -> list[Work]:
-    """Return a step's activities that CUDA graphs would launch."""
-    return [one for run in runs[id(step)] for _, work in run for one in work]
-
-
-def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
-    """Return the calls of a step that wait between the launches of these activities."""
-    launches = [one.launch.start for one in captured if one.launch is not None] or [step.end]
-    first, last = min(launches), max(launches)
-    return [op for op in waits_of(step) if first < op.start < last]
-
-
-def _after_backward(step: Step) -> list[Op]:
-    """Return the outermost ops and calls that begin after the last op of backward; none without backward."""
-    end = max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
-    return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
-
-
-def _can_be_captured(case: Case) -> bool:
-    """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
-    one_device = len({work.device for work in case.step.work}) <= 1
-    return one_device and not case.summary.launches_graphs and "communication" not in case.us_by_family
-
-
-def static_cache(case: Case) -> Proposal | None:
-    """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
-    if case.trace.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
-        return None
-    attending = (op for step in case.steps for op in attention_calls(step))
-    decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}
-    runs, captured, _ = _long_runs(case, decodes)
-    if not captured:
-        return None
-    return Proposal(
-        as_cuda_graph(case.graph, runs),
-        f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
-        f"with each token; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
-        'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
-        assumed=True,  # attention also reads the empty part of the cache
-    )
-
-
-def _long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Run], int, int]:
-    """Return the runs that are worth a graph, and the number of launches and of graphs of a replayed step.
-
-    Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
-    the ops of a run without any of them stay, too.
-    """
-    found, captured, graphs = [], 0, 0
-    for step in case.steps:
-        for run in launches_between_waits(case.graph, step):
-            launches = sum(len(work) for _, work in run)
-            if launches < MANY_LAUNCHES or not (around is None or any(id(op) in around for op, _ in run)):
-                continue
-            found.append(run)
-            if step is case.replayed:
-                captured, graphs = captured + launches, graphs + 1
-    return found, captured, graphs
-
-
-def _launches(launches: int, single: bool = False, where: str = "", copies: bool = False) -> str:
-    """Return the evidence for a graph. copies: whether the CPU waits for copies of inputs between the launches."""
-    between = "; only copies of inputs synchronize between them" if copies else ", no synchronization between them"
-    if single:
-        return (
-            f"{launches:,} launches{where}{between}; the trace has one step, so it does not show whether each step "
-            "makes the same launches"
-        )
-    return f"{launches:,} identical launches per step{where}{between}"
-
-
-def _small_graph(case: Case) -> Proposal:
-    """Return a proposal for a step of few launches, where the copies of the inputs matter.
-
-    The copies take at most twice the time of the first op that is not itself a copy of an input to the GPU.
-    """
-    computing = [entry for entry in case.activities if "HtoD" not in entry[1].name]
-    if not computing or any(_copies_input(case, op) for op in waits_of(case.step)):
-        return None
-    first = [(work, one.us) for work, one, op in computing if op is computing[0][2]]
-    copies = 2 * sum(us for _, us in first)
-    graph = with_durations(as_cuda_graph(case.graph), case.in_all_steps({first[0][0]: first[0][1] + copies}))
-    calls = [
-        (one.launch.track, one.launch.start, ONE_CALL_US)
-        for one in (step.work[0] for step in case.steps if step.work)
-        if one.launch is not None
-    ]
-    return Proposal(
-        with_cpu_time(graph, calls),
-        f"{_launches(case.summary.chosen.launches)}; the copies of its inputs (at most {duration(copies)}) are "
-        "included",
-        "torch.cuda.graph, with the inputs copied into the tensors that it reads",
-        assumed=True,
-    )
-
-
-def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
-    """Yield the calls that wait before a later launch, without copies of inputs. A graph can start after those."""
-    names = frozenset(filter(may_wait, case.trace.op_names))
-    for step in steps if names else ():
-        last = max([one.launch.start for one in step.work if one.launch], default=0)
-        calls = [op for op in step.walk() if op.name in names and op.kind == "runtime" and op.start < last]
-        yield from (op for op in calls if is_wait(op) and not _copies_input(case, op))
-
-
-def _copies_input(case: Case, call: Op) -> bool:
-    """Return whether a call waits for a copy of the program's to the GPU."""
-    return is_wait(call) and not case.is_internal(call) and any("HtoD" in one.name for one in _copied(call))
-
-
-def _copied(call: Op) -> list[Work]:
+def copied(call: Op) -> list[Work]:
     """Return the copies that a call makes, or the ones that its op made just before."""
-    return [one for some in _copying(call).children for one in some.work] or list(call.work)
+    return [one for some in copying(call).children for one in some.work] or list(call.work)
 
 
-def _copying(call: Op) -> Op:
+def copying(call: Op) -> Op:
     """Return the aten::copy_ around a call; the call itself without one.
 
     torch copies from pageable memory with cudaMemcpyAsync, and then waits for the stream in the same aten::copy_.
@@ -268,42 +82,22 @@ def _copying(call: Op) -> Op:
     return call.parent if call.parent is not None and call.parent.name == "aten::copy_" else call
 
 
-def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
-    """Return a proposal to replay the launches between these waits, if none of them is a wait for a result's size.
-
-    Launches after such a wait may have sizes that differ. Few launches between two waits stay.
-    """
-    if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
-        return None
-    runs, captured, graphs = _long_runs(case)
-    if not graphs:
-        return None
-    names = listed(dict.fromkeys(map(_waits_in, waits)))
-    return Proposal(
-        as_cuda_graph(case.graph, runs),
-        f"{captured:,} of {case.summary.chosen.launches:,} launches are identical in every step, in "
-        f"{counted(graphs, 'group')} between the synchronizations of {names}",
-        "torch.cuda.graph for each group",
-        title="use CUDA graphs between synchronizations",
-    )
-
-
 def remove_sync(case: Case) -> Proposal | None:
     calls = [
         op
         for op in _waits(case)
-        if not any("Pageable -> Device" in one.name for one in _copied(op))
+        if not any("Pageable -> Device" in one.name for one in copied(op))
         and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
     ]
     if not calls:
         return None
     ids = {id(op) for op in calls}
-    once = {id(_copying(op)): _waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
+    once = {id(copying(op)): waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
     names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
-    by_program = [op for op in calls if _waits_in(op) == op.name]
+    by_program = [op for op in calls if waits_in(op) == op.name]
     how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
     if choose:
         how.append("multiply by the mask or use torch.where instead of indexing with a mask")
@@ -317,7 +111,7 @@ def remove_sync(case: Case) -> Proposal | None:
     )
 
 
-def _waits_in(call: Op) -> str:
+def waits_in(call: Op) -> str:
     """Return the op that waits in this call; the call's name if the program makes the call itself."""
     return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
@@ -657,8 +451,6 @@ def _stacks(entry: Entry) -> bool:
 
 
 CPU_CHANGES = (
-    Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph),
-    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache),
     Change("remove_sync", "drop or postpone synchronizations", remove_sync),
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
     Change("data_loader", "prepare batches ahead", data_loader),

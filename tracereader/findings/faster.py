@@ -111,12 +111,13 @@ def share_kept(before: Side, after: Side) -> float:
 
 def graphs_launched(side: Side) -> int:
     """Return the number of CUDA graphs that a step launches if most of its GPU activities belong to one; else 0."""
-    if _share_in_graphs(side) <= MOSTLY:
+    if share_in_graphs(side) <= MOSTLY:
         return 0
     return side.summary.graph_launches or 1
 
 
-def _share_in_graphs(side: Side) -> float:
+def share_in_graphs(side: Side) -> float:
+    """Return the share of a step's GPU activities that CUDA graphs launch."""
     work = side.summary.gpu_work
     return sum(one.from_graph for one in work) / len(work) if work else 0.0
 
@@ -144,7 +145,7 @@ def _launched(before: Side, after: Side) -> list[str]:
     instead = "" if common >= ALMOST else f" {counted(was, 'kernel')}"
     as_graph = [("one CUDA graph" if count == 1 else f"{count:,} CUDA graphs") for count in graphs]
     for here, side in enumerate((before, after)):
-        if graphs[here] and _share_in_graphs(side) < ALMOST:
+        if graphs[here] and share_in_graphs(side) < ALMOST:
             as_graph[here] += f" and {counted(calls[here] - graphs[here], 'other call')}"
     if graphs[1]:
         single = counted(calls[0], "call")

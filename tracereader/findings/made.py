@@ -21,6 +21,7 @@ from tracereader.findings.faster import (
     FUSABLE,
     graphs_launched,
     share_in_common,
+    share_in_graphs,
     share_kept,
     step_us,
     synchronizations,
@@ -29,7 +30,7 @@ from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.training import MANY_NODES
-from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
+from tracereader.trace.labels import AUTOGRAD, LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -78,10 +79,17 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 
 def _cuda_graph(before: Side, after: Side) -> bool:
     """CUDA graphs launch most of the second step: nearly all old kernels, or compiled ones with as many products."""
-    if graphs_launched(before) or not graphs_launched(after):
+    if graphs_launched(before) or not graphs_launched(after) or _update_graph(before, after):
         return False
     compiled = _newly_compiled(before, after) and _same_products(before, after)
     return compiled or share_kept(before, after) >= ALMOST
+
+
+def _update_graph(before: Side, after: Side) -> bool:
+    """CUDA graphs launch more of the second step, nearly all old kernels are in it, and backward has as many calls."""
+    calls = [sum(count for name, count in side.ops.items() if name.startswith(AUTOGRAD)) for side in (before, after)]
+    more = share_in_graphs(after) > share_in_graphs(before)
+    return more and calls[0] == calls[1] > 0 and share_kept(before, after) >= ALMOST
 
 
 def _static_cache(before: Side, after: Side) -> bool:
@@ -466,6 +474,7 @@ def _same_flops(was: Sequence[GpuWork], now: Sequence[GpuWork]) -> bool:
 
 MADE: dict[str, Callable[[Side, Side], bool]] = {
     "cuda_graph": _cuda_graph,
+    "update_graph": _update_graph,
     "static_cache": _static_cache,
     "remove_sync": _remove_sync,
     "fused_optimizer": _fused_optimizer,

@@ -200,11 +200,12 @@ def cuda_graph(
     On each thread, the time from the first to the last launching op is removed. Calls that wait stay, and so do ops
     that contain one. runs: the only launches that change, from launches_between_waits(); None means all of them.
     launch_us: the time of the graph's launch; None derives it from the number of activities. gap_us: the time between
-    two activities of one stream.
+    two activities of a graph, one of which waits for the other.
     """
     if runs is None:
         runs = (run for step in graph.trace.steps for run in launches_between_waits(graph, step))
-    spans, added, lag, before, activity = [], [], graph.lag[:], graph.before, graph.activity
+    spans, added, before, wait, activity = [], [], graph.before, graph.wait, graph.activity
+    lag, wait_lag = graph.lag[:], graph.wait_lag[:]
     gap_ns = round(gap_us * 1e3)
     for run in runs:
         work = [one for _, launched in run for one in launched]
@@ -218,7 +219,9 @@ def cuda_graph(
         for node in nodes:
             if lag[node] > gap_ns and before[node] in nodes:
                 lag[node] = gap_ns
-    return with_cpu_time(without_cpu_time(replace(graph, lag=lag), spans), added)
+            if wait_lag[node] > gap_ns and wait[node] in nodes:
+                wait_lag[node] = gap_ns
+    return with_cpu_time(without_cpu_time(replace(graph, lag=lag, wait_lag=wait_lag), spans), added)
 
 
 def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = ()) -> Iterator[Run]:
