@@ -214,7 +214,7 @@ def test_ops_of_a_step(both):
     around = {
         e["name"] for e in ops for call in launching if e["tid"] == call["tid"] and e["ts"] <= call["ts"] < end(e)
     }
-    assert ours.cpu.launching_calls == len(ops) + sum(e["cat"] != "cpu_op" for e in launching)
+    assert ours.cpu.ops_and_launches == len(ops) + sum(e["cat"] != "cpu_op" for e in launching)
     assert set(ours.cpu.without_gpu_work) == {e["name"] for e in ops} - around
 
 
@@ -243,7 +243,7 @@ def test_self_time_of_all_calls_beside_annotations_inside_ops_and_slices_that_ov
         assert cpu.recorded_us == expected and cpu.recorded_calls == len(events) - 2
         alone = {one: cpu.ops_named([one, "absent"]) for one in ("outer", "inner")}
         own = {one: cpu.self_us_of([one, "absent"]) for one in alone}
-        assert cpu.launching_calls == sum(e["cat"] == "cpu_op" for e in events)  # no call launches
+        assert cpu.ops_and_launches == sum(e["cat"] == "cpu_op" for e in events)  # no call launches
         without = list(cpu.without_gpu_work)
         cpu.keep()  # after it the trace is gone
         assert (cpu.recorded_us, cpu.recorded_calls) == (expected, len(events) - 2) and cpu.without_gpu_work == without

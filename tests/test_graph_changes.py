@@ -6,6 +6,7 @@ steps took: muon 15.1 to 17.5 ms, and 6.5 to 7.0 with a graph; ema 6.6 to 8.2 an
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from test_opportunities import priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
-from tracereader.findings import graph_changes
+from tracereader.figures.side import Side
+from tracereader.findings import graph_changes, made
 from tracereader.replay import cuda_graph, graph_of
 from tracereader.replay.changes import GRAPH_GAP_US
 from tracereader.trace import read
@@ -91,7 +93,7 @@ def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
     until = last_of_backward(events, mark)
     captured = [ts for ts in launches_in(events, mark) if ts < until and not first <= ts <= last]
     said = priced_changes(file_of(name))["cuda_graph"].evidence
-    assert f"; the CPU waits only where forward ends, in {waiting}" in said
+    assert f"the CPU waits only around the loss, in {waiting}" in said
     # The ops that wait launch something themselves before they wait. These launches stay, too.
     assert 0 <= len(captured) - int(said.split()[0]) < 10
 
@@ -101,6 +103,7 @@ def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
     [
         ("aten::embedding", 0, True),  # before all launches of the model
         ("aten::gelu", 2, False),
+        ("aten::scaled_dot_product_attention", -1, False),  # products follow
         ("aten::gelu_backward", 1, False),
     ],
 )
@@ -116,6 +119,107 @@ def test_a_wait_inside_the_model_prevents_its_graphs(tmp_path, name, number, is_
 
     found = graph_changes.cuda_graph(case_of(edited(file_of("masked"), tmp_path, wait)))
     assert (found is not None) == is_proposed
+
+
+def with_cpu_work(events):
+    """Let each step end with 5 ms of an op on CPU tensors and with a copy to the GPU, for the next batch."""
+    for number, mark in enumerate(raw_steps(events)):
+        at = max(end(e) for e in in_step(events, mark, "cpu_op") if e["tid"] == mark["tid"]) + 1
+        for e in events:
+            if e.get("ts", 0) >= at:
+                e["ts"] += 5100
+        mark["dur"] += 5100
+        thread, ids = {"pid": mark["pid"], "tid": mark["tid"]}, {"correlation": 10**8 + number}
+        kernel = next(e for e in events if e.get("cat") == "kernel")
+        on_gpu = {"device": 0, "stream": kernel["args"]["stream"], "bytes": 4096, **ids}
+        copy = event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", at + 5000, 3, **on_gpu)
+        events += [
+            event("aten::sort", "cpu_op", at + 5, 4900) | thread,
+            event("aten::copy_", "cpu_op", at + 4950, 60) | thread,
+            event("cudaMemcpyAsync", "cuda_runtime", at + 4960, 10, **ids) | thread,
+            copy | {"pid": kernel["pid"], "tid": kernel["tid"]},
+        ]
+
+
+def from_backward_on(events):
+    """Let each step begin with backward, so that the next forward follows the update. The last step is left out."""
+    marks = raw_steps(events)
+    starts = [
+        min(e["ts"] for e in in_step(events, mark, "cpu_op") if e["name"].startswith(BACKWARD)) - 1 for mark in marks
+    ]
+    for mark, start, following in zip(marks[:-1], starts[:-1], starts[1:], strict=True):
+        mark |= {"ts": start, "dur": following - start - 0.5}
+    events.remove(marks[-1])
+
+
+@pytest.mark.parametrize("edit", [with_cpu_work, from_backward_on])
+def test_the_graph_after_backward_holds_neither_other_work_nor_pauses(tmp_path, edit):
+    before = graph_changes.update_graph(case_of(file_of("ema"))).evidence
+    after = graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))).evidence
+    assert re.match(r"76 identical launches per step .* in 1\.[456] ms of CPU time", before)
+    assert re.match(r"76 identical launches per step .* in 1\.[456] ms of CPU time", after)
+
+
+def test_without_steps_the_code_between_backward_and_the_next_forward_stays(tmp_path):
+    def without_steps(events):
+        for mark in raw_steps(events):
+            events.remove(mark)
+
+    proposal = graph_changes.cuda_graph(case_of(edited(file_of("ema"), tmp_path, without_steps)))
+    assert proposal.evidence.startswith(f"{3 * 135} launches in forward and backward")
+
+
+def as_graphs(events, spans):
+    """Let one CUDA graph launch what is launched in each of these spans: a thread, a start and an end."""
+    work = {}
+    for e in events:
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            work.setdefault(e["args"]["correlation"], []).append(e)
+    gone = set()
+    for thread, start, until in spans:
+        calls = [
+            e
+            for e in events
+            if e.get("cat") in ("cuda_runtime", "cuda_driver")
+            and e["tid"] == thread
+            and start <= e["ts"] < until
+            and e["args"].get("correlation") in work
+        ]
+        first, *others = sorted(calls, key=lambda e: e["ts"])
+        first |= {"name": "cudaGraphLaunch", "cat": "cuda_runtime"}
+        for call in others:
+            gone.add(id(call))
+            for one in work[call["args"]["correlation"]]:
+                one["args"]["correlation"] = first["args"]["correlation"]
+    events[:] = [e for e in events if id(e) not in gone and e.get("cat") != "ac2g"]
+
+
+def graph_of_the_optimizer(events):
+    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("Optimizer.step")]
+    as_graphs(events, [(e["tid"], e["ts"], end(e)) for e in marks])
+
+
+def graphs_of_compiled_code(events):
+    calls = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+    calls = [e for e in calls if e["name"].startswith("## Call CompiledFxGraph")]
+    as_graphs(events, [(e["tid"], e["ts"], end(e)) for e in calls])
+
+
+def side_of(path):
+    return Side(summarize(read(path)))
+
+
+def test_a_graph_elsewhere_is_not_the_one_of_the_code_after_backward(tmp_path):
+    before, of_optimizer = side_of(file_of("ema")), edited(file_of("ema"), tmp_path, graph_of_the_optimizer)
+    assert made.MADE["update_graph"](before, side_of(file_of("ema_graph")))
+    assert not made.MADE["update_graph"](before, side_of(of_optimizer))
+
+
+def test_graphs_of_compiled_forward_and_backward_are_those_of_the_model(tmp_path):
+    compiled = GRAPHS.parent / "small_train/encoder-compile.json.gz"
+    before, after = side_of(compiled), side_of(edited(compiled, tmp_path, graphs_of_compiled_code))
+    assert after.summary.launches_graphs and not before.summary.launches_graphs
+    assert made.MADE["cuda_graph"](before, after) and not made.MADE["update_graph"](before, after)
 
 
 def of_size(events):
@@ -145,28 +249,33 @@ def test_the_code_after_backward_is_no_graph_if_it_may_change_or_is_an_optimizer
     assert graph_changes.update_graph(case_of(edited(file_of("ema"), tmp_path, edit))) is None
 
 
-def on_two_streams(file, order):
-    """Write steps with a kernel on each of two streams, of which either may start first."""
+def on_two_streams(file, order, rotating):
+    """Write steps with a kernel on each of two streams, of which either may start first.
+
+    rotating: whether each step takes two streams of its own.
+    """
     events = []
     for step, first in enumerate(order):
         start = 1000.0 * step
         events.append(event(f"ProfilerStep#{step}", "user_annotation", start, 900.0))
         for place, stream in enumerate((7, 8)):
             launch = 2 * step + place + 1
-            on_gpu = {"correlation": launch, "device": 0, "stream": stream}
+            used = stream + 2 * step * rotating
+            on_gpu = {"correlation": launch, "device": 0, "stream": used}
             late = 0.0 if stream == first else 5.0
             events += [
                 event("aten::mm", "cpu_op", start + 10 + 20 * place, 15.0),
                 event("cudaLaunchKernel", "cuda_runtime", start + 12 + 20 * place, 5.0, correlation=launch),
-                event(f"kernel_{stream}", "kernel", start + 100 + late, 50.0, stream, **on_gpu) | {"pid": 0},
+                event(f"kernel_{stream}", "kernel", start + 100 + late, 50.0, used, **on_gpu) | {"pid": 0},
             ]
     file.write_text(json.dumps({"traceEvents": events}))
     return file
 
 
+@pytest.mark.parametrize("rotating", [False, True])
 @pytest.mark.parametrize("order", [(7, 7, 7), (7, 8, 7)])
-def test_steps_do_the_same_work_in_whichever_order_their_streams_start(tmp_path, order):
-    assert summarize(read(on_two_streams(tmp_path / "streams.json", order))).llm.same_in_all_steps
+def test_steps_do_the_same_work_on_whichever_streams_and_in_whichever_order(tmp_path, order, rotating):
+    assert summarize(read(on_two_streams(tmp_path / "streams.json", order, rotating))).llm.same_in_all_steps
 
 
 def test_activities_of_a_graph_on_two_streams_follow_each_other_without_the_pauses_between_launched_ones(tmp_path):

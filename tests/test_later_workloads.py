@@ -14,8 +14,9 @@ from test_opportunities import of_kernels, priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.side import Side
 from tracereader.figures.uncompiled_flex import uncompiled_flex
-from tracereader.findings import cpu_changes, gpu_changes
+from tracereader.findings import cpu_changes, gpu_changes, made
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.trace import read
@@ -392,10 +393,25 @@ def test_flex_attention_that_is_not_compiled_is_to_be_compiled(eager, compiled, 
     low, high = how_near
     assert low * measured < one.step_us_after < high * measured < one.step_us
     assert "its region calls no graph" not in "".join(one.evidence for one in found.values())  # it is flex_attention's
-    assert not {"fused_attention", "overlap_copies"} & set(found)
+    assert not {"fused_attention", "overlap_copies", "cuda_graph"} & set(found)  # its copies and waits are internal
     assert "compile_flex" not in priced_changes(after)
     assert cli.main([str(before), str(after)]) == 0
     assert "proposed it (compile flex_attention)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_compiled_flex_attention_of_half_the_tokens_is_other_work(tmp_path):
+    def of_half_the_tokens(events):
+        for e in events:
+            if "Input Dims" in e.get("args", {}):
+                dims = re.sub(
+                    r"\b(1024|2048)\b", lambda one: str(int(one[0]) // 2), json.dumps(e["args"]["Input Dims"])
+                )
+                e["args"]["Input Dims"] = json.loads(dims)
+
+    before, after = (Side(summarize(read(FLEX / f"two_layers{how}.json.gz"))) for how in ("", "_compiled"))
+    assert made.MADE["compile_flex"](before, after)
+    half = edited(FLEX / "two_layers_compiled.json.gz", tmp_path, of_half_the_tokens)
+    assert not made.MADE["compile_flex"](before, Side(summarize(read(half))))
 
 
 def test_copies_of_an_uncompiled_flex_attention_are_its_own():

@@ -84,7 +84,7 @@ class Cpu:
         """Measure everything now, so that the trace can be freed."""
         if self._trace is not None:
             self.fields()
-            for name in ("without_gpu_work", "recorded_calls", "launching_calls", "recorded_us"):
+            for name in ("without_gpu_work", "recorded_calls", "ops_and_launches", "recorded_us"):
                 getattr(self, name)
             self.__dict__.pop("_reach_gpu", None)
             self._trace = self._step = self._layers = None
@@ -138,7 +138,7 @@ class Cpu:
         return self._step.size - len(self._step.labels)
 
     @cached_property
-    def launching_calls(self) -> int:
+    def ops_and_launches(self) -> int:
         """Return the number of ops, and of runtime calls that launch GPU work."""
         return sum(1 for op in self._step.walk() if op.kind == "op" or op.work)
 

@@ -180,27 +180,30 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
-    names = _names(first)
-    if any(_names(step) != names for step in others):
+    names = _by_stream(first, [one.name for one in first.work])
+    if any(_by_stream(step, [one.name for one in step.work]) != names for step in others):
         return False
     signature = _signature(first)
     return all(_signature(step) == signature for step in others[:: -(-len(others) // COMPARED)])
 
 
-def _names(step: Step) -> dict[tuple, list[str]]:
-    """Return the names of the GPU work by stream. The order of work on different streams differs by chance."""
-    found: dict[tuple, list[str]] = defaultdict(list)
-    for one in step.work:
-        found[one.track].append(one.name)
-    return found
+def _by_stream(step: Step, values: Sequence) -> list:
+    """Return a value of each GPU activity, stream by stream.
 
-
-def _signature(step: Step) -> dict[tuple, list]:
+    The order of work on different streams differs by chance, and so may the streams that a step uses.
+    """
     found: dict[tuple, list] = defaultdict(list)
+    for one, value in zip(step.work, values, strict=True):
+        found[one.track].append(value)
+    return sorted(found.values(), key=repr) if len(found) > 1 else list(found.values())
+
+
+def _signature(step: Step) -> list:
+    found = []
     for one, op in zip(step.work, step.asking, strict=True):
         args = launch_args(one)
-        found[one.track].append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
-    return found
+        found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
+    return _by_stream(step, found)
 
 
 def unneeded(step: Step, measured: Sequence[GpuWork]) -> Unneeded:

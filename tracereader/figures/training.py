@@ -200,7 +200,11 @@ def _numbers_of(op: Op) -> _Numbers:
 
 def _ids(ops: Sequence[Op]) -> set[int]:
     """Return the ids of all calls in some ops."""
-    return {id(op) for one in ops for op in one.walk()}
+    found: set[int] = set()
+    for op in ops:
+        if id(op) not in found:  # else it lies in one before
+            found.update(map(id, op.walk()))
+    return found
 
 
 def recomputed_ops(step: Step) -> list[Op]:

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
-from tracereader.figures.autograd import outside_model
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -284,7 +283,7 @@ def _ops_of(chain: Sequence[Entry]) -> list[Op]:
 
 def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU."""
-    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
+    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | case.outside_model(case.step)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
         (work, one, op)
@@ -387,7 +386,7 @@ def fused_attention(case: Case) -> Proposal | None:
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
     for of_all in runs:
-        run = [entry for entry in of_all if entry[2] is None or id(entry[2]) not in case.in_flex]
+        run = [entry for entry in of_all if _flex_call(case, entry[0]) is None]
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
@@ -831,7 +830,7 @@ def overlap_copies(case: Case) -> Proposal | None:
     times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
     graph = with_durations(case.graph, case.in_all_steps(times))
     moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
-    calls = {id(call): call for work in moved if work.launch for call in _waiting_with(work.launch)}
+    calls = _waiting_with(work.launch for work in moved if work.launch)
     pinned = {id(work) for work, _ in pageable}
     batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
     if not any(id(work) in pinned for work, _ in batches):
@@ -851,7 +850,7 @@ def overlap_copies(case: Case) -> Proposal | None:
         if some
     ]
     return Proposal(
-        overlapped(without_waits(graph, calls.values()), moved),
+        overlapped(without_waits(graph, calls), moved),
         "; ".join(evidence),
         "; ".join([batch] * bool(batches) + [result] * bool(results)),
         assumed=bool(pageable),
@@ -867,11 +866,16 @@ def _amount(copies: Sequence[GpuWork]) -> str:
     return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
 
 
-def _waiting_with(call: Op) -> Iterator[Op]:
-    """Yield a copy's call, and the calls of the same op after it, which wait for the copy."""
-    yield call
-    if call.parent is not None and call.parent.kind == "op":
-        yield from (one for one in call.parent.children if one.start > call.start and is_wait(one))
+def _waiting_with(copies: Iterable[Op]) -> list[Op]:
+    """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
+    found = {id(call): call for call in copies}
+    since: dict[int, tuple[Op, int]] = {}  # by id of the op around copies: that op, and the start of its first copy
+    for call in list(found.values()):
+        if (op := call.parent) is not None and op.kind == "op":
+            since[id(op)] = op, min(call.start, since.get(id(op), (op, call.start))[1])
+    for op, start in since.values():
+        found |= {id(one): one for one in op.children if one.start > start and is_wait(one)}
+    return list(found.values())
 
 
 def small_grids(case: Case) -> Proposal | None:

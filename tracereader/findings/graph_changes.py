@@ -1,22 +1,25 @@
 """Changes that replay launches as CUDA graphs."""
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.decoding import MANY_LAUNCHES
+from tracereader.figures.pace import PAUSE_US
 from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import CALLING_LAUNCHES, OF_UNKNOWN_SIZE
+from tracereader.findings.gpu_changes import CALLING_LAUNCHES, HEAVY, OF_UNKNOWN_SIZE
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations
 from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work, outermost
+from tracereader.trace.families import says
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
-# At most this share of the launches of forward and backward is the loss's.
-OF_THE_LOSS = 0.1
+# At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
+# that a mask selects launches 15%.
+OF_THE_LOSS = 0.25
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -29,6 +32,8 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None
     if case.growing_keys is not None:
         return None  # a graph is of one number of keys: see static_cache
+    if case.in_flex:
+        return None  # it copies from pageable memory in each call: see compile_flex
     if case.trace.trains:
         return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
@@ -58,9 +63,9 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     """
     if case.summary.training.has_sparse_gradients:
         return None
-    stays, accumulated = [], []
+    stays, accumulated = {}, []
     for step in case.steps:
-        stays += [*labels(step, (OPTIMIZER, LOADER)), *_after_backward(step)]
+        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step)]
         calls = step.named(ACCUMULATES.__eq__)
         given = [op for op in calls if not any(below.work for below in op.walk())]
         accumulated += [(op.track, op.start, op.us + CALLING_LAUNCHES * case.launch_us) for op in given]
@@ -69,14 +74,15 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     waits = {id(step): _waits_between(step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
     how = 'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables'
-    between = ONLY_COPIES if waits[here] else NO_WAITS
+    copies = len(others[here]) < len(waits[here])
+    between = ONLY_COPIES if copies else NO_WAITS
     if any(others.values()):
-        runs = {id(step): _beside_the_loss(others[id(step)], runs[id(step)]) for step in case.steps}
+        runs = {id(step): _beside_the_loss(case, step, others[id(step)], runs[id(step)]) for step in case.steps}
         if not all(runs.values()):
             return None
         how = "torch.cuda.make_graphed_callables(model, …), with the loss outside"
         names = listed(dict.fromkeys(map(waits_in, others[here])))
-        between = f"; the CPU waits only where forward ends, in {names}"
+        between = f"; {'beside copies of inputs, ' * copies}the CPU waits only around the loss, in {names}"
     if not (captured := _captured(runs, case.replayed)):
         return None
     return Proposal(
@@ -88,24 +94,44 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     )
 
 
-def _beside_the_loss(waits: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
-    """Return the runs before and after these waits, if they are those of a loss, and none otherwise.
+def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
+    """Return these runs without what the loss launches, if the calls wait in its forward or backward; else none.
 
-    The loss is where forward ends and backward begins, and launches little.
+    The loss is where forward ends and backward begins. It launches little, and no matrix product or convolution.
     """
     if not waits:
         return []
-    first, last = min(op.start for op in waits), max(op.end for op in waits)
-    launches, of_the_loss, found = 0, 0, []
+    last = max(op.end for op in waits)
+    first = min([op.start for op in waits] + _forward_of_nodes_before(case, step, last))
+    of_the_loss = [one for one in step.work if one.launch is not None and first <= one.launch.start <= last]
+    found, launches = [], 0
     for run in runs:
+        kept = []
         for op, work in run:
-            before = [one.launch.start < first for one in work]
-            after = [one.launch.start > last for one in work]
-            in_place = after if op.name.startswith(AUTOGRAD) else before
-            launches, of_the_loss = launches + len(work), of_the_loss + in_place.count(False)
-        if any(one.launch.start < first or one.launch.start > last for _, work in run for one in work):
-            found.append(run)
-    return found if of_the_loss <= OF_THE_LOSS * launches else []
+            launches += len(work)
+            if op.start < first or (op.start > last and _is_in_backward(op)):
+                kept.append((op, work))
+            else:
+                of_the_loss += work
+        if kept:
+            found.append(kept)
+    if len({id(one) for one in of_the_loss}) > OF_THE_LOSS * launches:
+        return []
+    return [] if any(says(one).family in HEAVY for one in of_the_loss) else found
+
+
+def _forward_of_nodes_before(case: Case, step: Step, time: int) -> list[int]:
+    """Return the starts (ns) of the forward ops of the backward nodes that begin before a time."""
+    found = []
+    for node in step.named(lambda name: name.startswith(AUTOGRAD)):
+        if node.start < time:
+            keys = ((below.track, below.start) for below in node.walk())
+            found += [start for _, start in islice(filter(None, map(case.trace.forward_of.get, keys)), 1)]
+    return found
+
+
+def _is_in_backward(op: Op) -> bool:
+    return any(above.name.startswith(AUTOGRAD) for above in (op, *op.above()))
 
 
 def _is_long(run: Run) -> bool:
@@ -119,39 +145,61 @@ def update_graph(case: Case) -> Proposal | None:
     Such code is a hand-written optimizer, or an average of the weights. The trace does not show whether it computes
     with numbers of Python that change, such as a learning rate.
     """
-    if not case.trace.trains or not case.summary.llm.same_in_all_steps or not _computes_alone(case):
+    if not (case.trace.trains and case.trace.forward_of and case.summary.llm.same_in_all_steps):
+        return None
+    if not _computes_alone(case):
         return None
     found, launches, us = [], 0, 0.0
     for step in case.steps:
-        end = _end_of_backward(step)
-        if any(op.start >= end for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        own = {id(one) for one in _outside_model(case, step)}
+        if len(own) < MANY_LAUNCHES:
+            continue
+        if any(
+            op.start >= _first_of_backward(step) for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
+        ):
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
-            own = [(op, work) for op, work in run if op.start >= end]
-            if not _is_long(own) or any(one.from_graph for _, work in own for one in work):
-                continue
-            found.append(own)
-            if step is case.replayed:
-                launches += sum(len(work) for _, work in own)
-                us += (max(op.end for op, _ in own) - own[0][0].start) / 1e3
+            for part in filter(_is_long, _without_pauses(run, own)):
+                found.append(part)
+                if step is case.replayed:
+                    launches += sum(len(work) for _, work in part)
+                    us += (part[-1][0].end - part[0][0].start) / 1e3
     if not launches:
         return None
     return Proposal(
         as_cuda_graph(case.graph, found),
         f"{launches:,} identical launches per step after backward, outside optimizers' steps, in {duration(us)} of CPU "
         "time",
-        "torch.cuda.graph around them (keep changing numbers in tensors, and gradients in their memory with "
-        "zero_grad(set_to_none=False)); or torch._foreach_ ops on lists of tensors",
+        "torch.cuda.graph around them, with numbers that change in tensors and, if they read gradients, "
+        "zero_grad(set_to_none=False); or, in a loop over tensors, torch._foreach_ ops",
         assumed=True,
     )
 
 
-def _runs(case: Case, stays: Collection[Op] = ()) -> dict[int, list[Run]]:
+def _without_pauses(run: Run, own: Container[int]) -> Iterator[Run]:
+    """Yield the parts of a run that launch only this work, copy nothing to the GPU, and do not pause on the CPU.
+
+    own: ids of activities.
+    """
+    part: Run = []
+    for op, work in run:
+        stays = any(id(one) not in own or "HtoD" in one.name for one in work)
+        if part and (stays or op.start - part[-1][0].end > PAUSE_US * 1e3):
+            yield part
+            part = []
+        if not stays:
+            part.append((op, work))
+    if part:
+        yield part
+
+
+def _runs(case: Case, stays: Mapping[int, Sequence[Op]] | None = None) -> dict[int, list[Run]]:
     """Return by the id of each replayed step its runs of launches between waits.
 
-    stays: ops or annotations that stay as they are.
+    stays: ops or annotations that stay as they are, by the id of the step.
     """
-    return {id(step): list(launches_between_waits(case.graph, step, stays)) for step in case.steps}
+    stays = stays or {}
+    return {id(step): list(launches_between_waits(case.graph, step, stays.get(id(step), ()))) for step in case.steps}
 
 
 def _captured(runs: dict[int, list[Run]], step: Step) -> list[Work]:
@@ -166,15 +214,26 @@ def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
     return [op for op in waits_of(step) if first < op.start < last]
 
 
-def _after_backward(step: Step) -> list[Op]:
-    """Return the outermost ops and calls that begin after the last op of backward; none without backward."""
-    end = _end_of_backward(step)
+def _beside_the_model(case: Case, step: Step) -> list[Op]:
+    """Return the calls that launch work of neither forward nor backward, from the first backward on.
+
+    If autograd's events tie no backward to a forward, these are the outermost ops and calls after the last backward.
+    """
+    if case.trace.forward_of:
+        return [one.launch for one in _outside_model(case, step)]
+    end = max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
     return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
 
 
-def _end_of_backward(step: Step) -> int:
-    """Return the end (ns) of the last op of backward; the step's end without backward."""
-    return max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+def _outside_model(case: Case, step: Step) -> list[Work]:
+    """Return the activities that are launched after a backward has begun, by neither forward nor backward."""
+    since, outside = _first_of_backward(step), case.outside_model(step)
+    return [one for one in step.work if id(one) in outside and one.launch is not None and one.launch.start >= since]
+
+
+def _first_of_backward(step: Step) -> int:
+    """Return the start (ns) of the first op of backward; the step's end without backward."""
+    return min((op.start for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
 
 
 def _can_be_captured(case: Case) -> bool:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tracereader.figures.autograd import BACKWARD, FORWARD
 from tracereader.figures.avoidable import CUDNN_ATTENTION
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
 from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
 from tracereader.findings.decoding import filled_part, head_of_all
@@ -30,7 +32,7 @@ from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.training import MANY_NODES
-from tracereader.trace.labels import AUTOGRAD, LOOKUP, REDUCERS_CALLS
+from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -86,10 +88,16 @@ def _cuda_graph(before: Side, after: Side) -> bool:
 
 
 def _update_graph(before: Side, after: Side) -> bool:
-    """CUDA graphs launch more of the second step, nearly all old kernels are in it, and backward has as many calls."""
-    calls = [sum(count for name, count in side.ops.items() if name.startswith(AUTOGRAD)) for side in (before, after)]
-    more = share_in_graphs(after) > share_in_graphs(before)
-    return more and calls[0] == calls[1] > 0 and share_kept(before, after) >= ALMOST
+    """CUDA graphs launch more of about the same kernels, and code after backward takes at most half the CPU time."""
+    if share_in_graphs(after) <= share_in_graphs(before) or share_kept(before, after) < ALMOST:
+        return False
+    was, now = ({one.name: one for one in side.summary.places.by_phase} for side in (before, after))
+    if not was.keys() & now.keys() >= {OUTSIDE_PHASES, FORWARD, BACKWARD}:
+        return False
+    # The two processes' CPU speeds may differ, and if the model is in a graph, too, its CPU time decreases.
+    model = [side[FORWARD].cpu_us + side[BACKWARD].cpu_us for side in (was, now)]
+    kept = now[OUTSIDE_PHASES].pieces >= ALMOST * was[OUTSIDE_PHASES].pieces
+    return kept and now[OUTSIDE_PHASES].cpu_us * model[0] <= LEFT * was[OUTSIDE_PHASES].cpu_us * model[1]
 
 
 def _static_cache(before: Side, after: Side) -> bool:
@@ -166,20 +174,20 @@ def _fused_attention(before: Side, after: Side) -> bool:
         if one.scores
     }
     sizes = {(one.attention.batch * one.attention.heads, one.attention.queries, one.attention.keys) for one in fused}
-    products = len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
-    same = bool(scores & sizes) and products
+    same = bool(scores & sizes) and _equal_single_products(before, after)
     return gone and len(fused) > len(were) and same and not graphs_launched(after)
 
 
 def _compile_flex(before: Side, after: Side) -> bool:
-    """Kernels of flex_attention are new, fewer attentions are unfused, and the model calls as many linear layers."""
+    """Kernels of flex_attention are new, fewer attentions are unfused, and other products and layers are the same."""
     was, now = (
         sum("flex_attention" in one.name and one.family == "attention" for one in side.summary.gpu_work)
         for side in (before, after)
     )
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
     # If the whole model is compiled, it calls the products of linear layers directly.
-    return gone and now > was and before.ops["aten::linear"] == after.ops["aten::linear"]
+    linear = before.ops["aten::linear"] == after.ops["aten::linear"]
+    return gone and now > was and linear and _equal_single_products(before, after)
 
 
 def _tensor_cores(before: Side, after: Side) -> bool:
@@ -450,6 +458,11 @@ def _usual_type(side: Side) -> str | None:
 
 def _products(side: Side) -> list[GpuWork]:
     return [one for one in side.summary.gpu_work if one.family == "GEMM" and one.product]
+
+
+def _equal_single_products(before: Side, after: Side) -> bool:
+    """Return whether both steps have as many products outside attention, and, with shapes, equal FLOPs."""
+    return len(_single_products(before)) == len(_single_products(after)) and _may_be_same_flops(before, after)
 
 
 def _single_products(side: Side) -> list[GpuWork]:

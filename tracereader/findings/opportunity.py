@@ -13,6 +13,7 @@ import msgspec
 
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys
+from tracereader.figures.autograd import outside_model
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ops_recorded
@@ -334,6 +335,16 @@ class Case(msgspec.Struct, frozen=True, dict=True):
                 found |= uncompiled_flex(step)
         return found
 
+    def outside_model(self, step: Step) -> set[int]:
+        """Return the ids of a step's activities that neither forward nor backward launches: see outside_model()."""
+        if id(step) not in self._outside_model:
+            self._outside_model[id(step)] = outside_model(self.trace, step)
+        return self._outside_model[id(step)]
+
+    @cached_property
+    def _outside_model(self) -> dict[int, set[int]]:
+        return {}
+
     def is_internal(self, op: Op) -> bool:
         """Return whether backward, or flex_attention that is not compiled, calls this op."""
         return id(op) in self.in_flex or any(above.name.startswith(AUTOGRAD) for above in (op, *op.above()))
@@ -357,7 +368,10 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     def launched_in(self, *starts: str) -> set[int]:
         """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
-        calls = {id(call) for op in labels(self.step, starts) for call in op.walk()}
+        calls: set[int] = set()
+        for op in labels(self.step, starts):
+            if id(op) not in calls:  # else it lies in one before
+                calls.update(map(id, op.walk()))
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
 
     @cached_property

@@ -38,7 +38,7 @@ def estimate_us(summary: Summary) -> tuple[float, float]:
 def _costs_us(summary: Summary) -> tuple[float, float]:
     """Return the least and the most CPU time (µs) that recording adds to a step."""
     on_cpu = sum(one.self_us for one in with_cpu_tensors(summary).values())
-    least = 0.0 if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us else EACH_CALL_US[0] * summary.cpu.launching_calls
+    least = 0.0 if on_cpu > COMPUTES_MUCH * summary.chosen.cpu_us else EACH_CALL_US[0] * summary.cpu.ops_and_launches
     return least, EACH_CALL_US[1] * summary.cpu.recorded_calls
 
 

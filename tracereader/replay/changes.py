@@ -227,13 +227,24 @@ def cuda_graph(
 def launches_between_waits(graph: Graph, step: Step, left_out: Collection[Op] = ()) -> Iterator[Run]:
     """Yield runs of the outermost ops that launch and do not wait, each with the work that it launches.
 
-    A run ends where a call of any thread waits. left_out: ops or annotations that stay unchanged and end a run, too.
+    A run ends where a call of any thread waits. left_out: ops or annotations of the step that stay unchanged and end a
+    run, too.
     """
-    roots = set(map(id, step.roots)) if left_out else ()
-    stays = {id(op): op for op in left_out if id([op, *op.above()][-1]) in roots}
+    stays = {id(op): op for op in left_out}
     waits = [*stays.values(), *(op for op in waits_of(step) if graph.via[graph.returns[id(op)]] >= 0)]
-    waiting = {id(above): above for op in waits for above in (op, *op.above())}
-    inside = {key for key, op in waiting.items() if key in stays or any(id(above) in stays for above in op.above())}
+    waiting: dict[int, Op] = {}  # these, and what is around them
+    for op in waits:
+        while op is not None and id(op) not in waiting:
+            waiting[id(op)] = op
+            op = op.parent
+    lies_inside = dict.fromkeys(stays, True)  # by id(Op), whether it stays or lies in an op that does
+    for op in waiting.values():
+        path = []
+        while op is not None and id(op) not in lies_inside:
+            path.append(id(op))
+            op = op.parent
+        lies_inside |= dict.fromkeys(path, op is not None and lies_inside[id(op)])
+    inside = {key for key, lies in lies_inside.items() if lies}
     launching: Run = []
     # By id(Op), the outermost op around it and what that launches; None if there is no such op.
     tops: dict[int, tuple[Op, list[Work]] | None] = dict.fromkeys(waiting)

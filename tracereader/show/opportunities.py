@@ -10,6 +10,8 @@ from tracereader.show.text import Name, capitalized, head, paragraph, percent, p
 
 # The number of changes whose times are in the answer itself, which has to fit into the first 25 lines.
 SHOWN = 2
+# The number of changes whose reasons are in the report. With --all, every change has its reason.
+EXPLAINED = 4
 
 
 def show(
@@ -49,21 +51,19 @@ def show(
 
 
 def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
-    """Print the remaining changes: their reasons, and how to try them."""
+    """Print the remaining changes. The first ones have their reasons, and how to try them."""
     if isinstance(found, Refused) or len(found) < 2:
         return
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
-    out.print("[bold]other changes, each by itself[/bold]")
+    more = "; --all has every reason" if len(found) > EXPLAINED else ""
+    out.print(f"[bold]other changes, each by itself{more}[/bold]")
     for number, one in enumerate(found[1:], 2):
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
         takes = f"{step} takes {unit(one.times_us[1])} {unit.name} then"
-        saved = (
-            f"without the profiler it saves an estimated {_saves(one)}"
-            if one.estimated_savings
-            else f"{takes}, which saves {_saves(one)}"
-        )
+        saved = f"est. saving {_saves(one)}" if one.estimated_savings else f"{takes}, which saves {_saves(one)}"
         paragraph(out, plain(f"{one.title}: {saved}" if number > SHOWN else one.title), f"  {number} ", "    ")
-        paragraph(out, plain(_reason(one)), "    ", "    ")
+        if number <= EXPLAINED:
+            paragraph(out, plain(_reason(one)), "    ", "    ")
 
 
 def _saves(one: Opportunity) -> str:
