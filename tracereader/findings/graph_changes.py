@@ -154,9 +154,9 @@ def update_graph(case: Case) -> Proposal | None:
         own = {id(one) for one in _outside_model(case, step)}
         if len(own) < MANY_LAUNCHES:
             continue
-        if any(
-            op.start >= _first_of_backward(step) for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
-        ):
+        since = _first_of_backward(step)
+        sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
+        if any(op.start >= since and not _is_in_backward(op) for op in sizes):
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
             for part in filter(_is_long, _without_pauses(run, own)):
