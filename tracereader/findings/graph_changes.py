@@ -177,13 +177,13 @@ def update_graph(case: Case) -> Proposal | None:
 
 
 def _without_pauses(run: Run, own: Container[int]) -> Iterator[Run]:
-    """Yield the parts of a run that launch only this work, copy nothing to the GPU, and do not pause on the CPU.
+    """Yield the parts of a run that launch only this work, and no graph, copy nothing to the GPU, and do not pause.
 
     own: ids of activities.
     """
     part: Run = []
     for op, work in run:
-        stays = any(id(one) not in own or "HtoD" in one.name for one in work)
+        stays = any(id(one) not in own or one.from_graph or "HtoD" in one.name for one in work)
         if part and (stays or op.start - part[-1][0].end > PAUSE_US * 1e3):
             yield part
             part = []
