@@ -13,7 +13,7 @@ from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations
 from tracereader.replay.changes import Run, launches_between_waits
-from tracereader.trace import Op, Step, Work, outermost
+from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
 
@@ -151,9 +151,9 @@ def update_graph(case: Case) -> Proposal | None:
         return None
     found, launches, us = [], 0, 0.0
     for step in case.steps:
-        own = {id(one) for one in _outside_model(case, step)}
-        if len(own) < MANY_LAUNCHES:
+        if not _launch_many(_beside_backward(step)):
             continue
+        own = {id(one) for one in _outside_model(case, step)}
         since = _first_of_backward(step)
         sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
         if any(op.start >= since and not _is_in_backward(op) for op in sizes):
@@ -215,14 +215,27 @@ def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
 
 
 def _beside_the_model(case: Case, step: Step) -> list[Op]:
-    """Return the calls that launch work of neither forward nor backward, from the first backward on.
+    """Return ops or calls that launch work of neither forward nor backward, from the first backward on.
 
     If autograd's events tie no backward to a forward, these are the outermost ops and calls after the last backward.
     """
-    if case.trace.forward_of:
-        return [one.launch for one in _outside_model(case, step)]
     end = max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
-    return [op for op in outermost(step.roots, lambda op: op.kind != "label") if op.start >= end]
+    beside = _beside_backward(step)
+    if not case.trace.forward_of or (not _launch_many(beside) and all(op.start >= end for op in beside)):
+        return [op for op in beside if op.start >= end]
+    return [one.launch for one in _outside_model(case, step)]
+
+
+def _beside_backward(step: Step) -> list[Op]:
+    """Return the outermost ops and calls after backward's first op, without backward's, optimizers' and loaders'."""
+    since = _first_of_backward(step)
+    left_out = (AUTOGRAD, OPTIMIZERS, LOADER)
+    return [op for op in step.outermost if op.start >= since and not op.name.startswith(left_out)]
+
+
+def _launch_many(ops: Sequence[Op]) -> bool:
+    work = (one for op in ops for below in op.walk() for one in below.work)
+    return next(islice(work, MANY_LAUNCHES - 1, None), None) is not None
 
 
 def _outside_model(case: Case, step: Step) -> list[Work]:
