@@ -399,6 +399,24 @@ def test_flex_attention_that_is_not_compiled_is_to_be_compiled(eager, compiled, 
     assert "proposed it (compile flex_attention)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_kernels_of_an_uncompiled_flex_attention_are_not_fused_beside_it():
+    """They are gone if flex_attention is compiled, so only one of the two changes counts them."""
+    events = raw_events(FLEX / "two_layers.json.gz")
+    marks = [event for event in raw_steps(events) if event["name"] == "ProfilerStep#3"]
+    inside = [e for e in events if marks[0]["ts"] <= e.get("ts", 0) < end(marks[0])]
+    calls = [
+        e for e in inside if re.match(r"Torch-Compiled Region|FlexAttentionAutogradOpBackward", str(e.get("name")))
+    ]
+    work = {e["args"]["correlation"] for e in events if e.get("cat") == "kernel"}
+    launches = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launches = [e for e in launches if e["args"].get("correlation") in work]
+    beside = [
+        one for one in launches if not any(e["ts"] <= one["ts"] < end(e) and e["tid"] == one["tid"] for e in calls)
+    ]
+    fused = gpu_changes.fuse_pointwise(case_of(FLEX / "two_layers.json.gz")).evidence
+    assert 0 < int(fused.split(" kernels")[0]) < len(beside) < len(launches) / 2
+
+
 def test_compiled_flex_attention_of_half_the_tokens_is_other_work(tmp_path):
     def of_half_the_tokens(events):
         for e in events:

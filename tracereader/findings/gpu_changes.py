@@ -282,7 +282,10 @@ def _ops_of(chain: Sequence[Entry]) -> list[Op]:
 
 
 def _of_the_model(case: Case) -> list[Entry]:
-    """Return the activities that the model itself launches, without copies to and from the GPU."""
+    """Return the activities that the model itself launches, without copies to and from the GPU.
+
+    An uncompiled flex_attention is left out: see compile_flex.
+    """
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | case.outside_model(case.step)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
@@ -292,6 +295,7 @@ def _of_the_model(case: Case) -> list[Entry]:
         and "HtoD" not in one.name
         and "DtoH" not in one.name
         and not (op is not None and op.name.startswith(FOREACH))
+        and _flex_call(case, work) is None
         and not (wrapped and _of_a_wrapper(op))
     ]
 
