@@ -58,6 +58,11 @@ def outside_model(trace: Trace, step: Step) -> set[int]:
     return {id(one) for one, name in launched if name != FORWARD}
 
 
+def in_backward(op: Op) -> bool:
+    """Return whether autograd's engine calls this op, or whether it is the engine's own record of a node."""
+    return op.name.startswith(AUTOGRAD) or any(above.name.startswith(AUTOGRAD) for above in op.above())
+
+
 def _is_tied(trace: Trace, step: Step) -> bool:
     """Return whether the step has a backward, and the trace ties backwards to their forwards."""
     return bool(trace.forward_of and step.named(lambda name: name.startswith(AUTOGRAD)))

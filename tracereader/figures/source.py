@@ -144,9 +144,11 @@ def _warnings(trace: Trace) -> Iterator[TraceWarning]:
 
 def _waits_for_the_device(trace: Trace) -> Iterator[Op]:
     """Yield the calls that wait until the GPU has done all of its work."""
-    if any("DeviceSynchronize" in name for name in trace.op_names):
-        roots = (*(step.roots for step in trace.steps), trace.outside)
-        yield from (op for some in roots for root in some for op in root.walk() if "DeviceSynchronize" in op.name)
+    wanted = frozenset(name for name in trace.op_names if "DeviceSynchronize" in name)
+    for step in trace.steps if wanted else ():
+        yield from step.named(wanted.__contains__)
+    for root in trace.outside if wanted else ():
+        yield from (op for op in root.walk() if op.name in wanted)
 
 
 def _captures_that_fit_nothing(trace: Trace) -> Iterator[TraceWarning]:

@@ -197,6 +197,15 @@ def outermost_named(step: Step, wanted: Callable[[str], object]) -> list[Op]:
     return found
 
 
+def ids_inside(ops: Iterable[Op]) -> set[int]:
+    """Return the ids of these ops and of all ops and calls inside them. An op may lie in an earlier one of them."""
+    found: set[int] = set()
+    for op in ops:
+        if id(op) not in found:
+            found.update(map(id, op.walk()))
+    return found
+
+
 def label_of(step: Step) -> Op | None:
     """Return the step's own annotation: the outermost annotation in it that torch itself did not set."""
     return next((op for op in step.labels if not is_torchs_own(op.name)), None)

@@ -7,9 +7,10 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 
+from tracereader.figures.autograd import in_backward
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.places import Place
-from tracereader.figures.steps import graph_spans, outermost_named
+from tracereader.figures.steps import graph_spans, ids_inside, outermost_named
 from tracereader.trace import MODULE, STEP, Op, Step, Trace, Work, innermost, outermost
 from tracereader.trace.decoded import decoded_as
 from tracereader.trace.families import says
@@ -171,7 +172,7 @@ def _backward_of(trace: Trace, step: Step, ops: Sequence[Op], again: Sequence[Op
     # If several ops start at one time, autograd keeps the number of the outermost one: aten::linear has none.
     begun = {start for _, start in trace.forward_of.values()}
     names = {(op.track, op.start): op.name for op in reversed(ops) if op.start in begun and op.kind == "op"}
-    inside = _ids(again)  # another op's forward: the first backward recomputes everything that was dropped
+    inside = ids_inside(again)  # another op's forward: the first backward recomputes everything that was dropped
     gpu, pieces = Counter(), Counter()
     starts = {start for _, start in trace.forward_of}
     for one in step.work:
@@ -198,15 +199,6 @@ def _numbers_of(op: Op) -> _Numbers:
     return decoded_as(_numbers, op.raw) or _Numbers()
 
 
-def _ids(ops: Sequence[Op]) -> set[int]:
-    """Return the ids of all calls in some ops."""
-    found: set[int] = set()
-    for op in ops:
-        if id(op) not in found:  # else it lies in one before
-            found.update(map(id, op.walk()))
-    return found
-
-
 def recomputed_ops(step: Step) -> list[Op]:
     """Return ops that autograd records inside a backward that it does not record itself: forward ops that run again.
 
@@ -229,7 +221,7 @@ def _is_recorded(op: Op) -> bool:
 
 def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:
     """Return whether an op inside this op of backward runs with gradients off."""
-    recorded_ids = _ids(recorded) | {id(above) for op in recorded for above in op.above()}
+    recorded_ids = ids_inside(recorded) | {id(above) for op in recorded for above in op.above()}
     return any(
         op.name.startswith("aten::")
         and not op.name.startswith(UNNUMBERED)
@@ -242,7 +234,7 @@ def _runs_unrecorded(root: Op, recorded: Sequence[Op]) -> bool:
 def _recomputed(step: Step, found: Sequence[Op]) -> Recomputed | None:
     if not found:
         return None
-    inside = _ids(found)
+    inside = ids_inside(found)
     work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
     return Recomputed(
         calls=len(found),
@@ -262,7 +254,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
         closure, backward = _closure(some, step)
         both, backward = (union((op.start, op.end) for op in ones) for ones in (closure, backward))
         own = minus(union((one.start, one.end) for one in some), both)
-        inside = _ids(some) - _ids(closure)
+        inside = ids_inside(some) - ids_inside(closure)
         names = {op.name for one in some for op in one.walk() if op.kind == "op" and id(op) in inside}
         work = [one for one in step.work if one.launch is not None and id(one.launch) in inside]
         how = _how(names, work)
@@ -312,7 +304,7 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
     Forward's ops are found by their numbers, which backward's ops share. Backward may run on a thread of its own. An
     optimizer that backward itself calls, for each gradient that is ready, runs no closure.
     """
-    calling = [one for one in slices if not any(above.name.startswith(AUTOGRAD) for above in one.above())]
+    calling = [one for one in slices if not in_backward(one)]
     steps = Lengths(union((one.start, one.end) for one in calling))
     backward = step.named(lambda name: name.startswith(AUTOGRAD))
     backward = [op for op in backward if steps.between(op.start, op.start + 1)]

@@ -33,7 +33,7 @@ def uncompiled_flex(step: Step) -> dict[int, Op]:
             names[id(here)][op.name] += 1
     found: dict[int, Op] = {}
     for op in step.walk():
-        if op.parent is not None and (call := found.get(id(op.parent))) is not None:
+        if (call := found.get(id(op.parent))) is not None:
             found[id(op)] = call
         elif (op.kind == "op" and op.name.startswith(FLEX_ATTENTION)) or (
             region.get(id(op)) is op and _is_one_forward(names[id(op)])

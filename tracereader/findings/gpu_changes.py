@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
+from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -389,8 +390,7 @@ def fused_attention(case: Case) -> Proposal | None:
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
     groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
-    for of_all in runs:
-        run = [entry for entry in of_all if _flex_call(case, entry[0]) is None]
+    for run in ([entry for entry in some if _flex_call(case, entry[0]) is None] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
@@ -617,7 +617,7 @@ def _in_two_bytes(case: Case) -> Proposal | None:
                 us = one.flops / (reach * peaks.bf16) / 1e6
             moved_us = moving_us(one.bytes_moved or 0, peaks)
             us = max(us, moved_us / 2, SMALL_PRODUCT_US)
-            if op is not None and not _in_backward(op):
+            if op is not None and not in_backward(op):
                 us += moved_us  # the casts of its inputs read and write about as many bytes
         else:
             continue
@@ -635,10 +635,6 @@ def _in_two_bytes(case: Case) -> Proposal | None:
         assumed=True,
         title="use bf16 or fp16 on tensor cores",
     )
-
-
-def _in_backward(op: Op) -> bool:
-    return any(above.name.startswith(AUTOGRAD) for above in op.above())
 
 
 def _wide_type(one: GpuWork, op: Op | None) -> str:
@@ -697,7 +693,7 @@ def _by_shapes(case: Case) -> Proposal | None:
         for work, one, op in case.activities
         if one.family == "GEMM" and one.product and one.flops and op is not None
     ]
-    rows = {one.product.m for _, one, op in products if one.product.batch == 1 and not _in_backward(op)}
+    rows = {one.product.m for _, one, op in products if one.product.batch == 1 and not in_backward(op)}
     aligned = {name for name in {one.name for _, one, _ in products} if ALIGNED.search(name)}
     times, spent, odd = {}, 0.0, {}
     for work, one, op in products:
@@ -793,7 +789,7 @@ def _changes_layout(op: Op) -> str:
 
     Copies that autograd makes in backward are left out. No call of the program makes them.
     """
-    if any(one.name.startswith(AUTOGRAD) for one in op.above()):
+    if in_backward(op):
         return ""
     above = [one.name for one in op.above() if one.kind == "op"]
     if len(set(tensor.type for tensor in op.inputs.tensors)) > 1 or "aten::clone" not in above:
@@ -872,13 +868,14 @@ def _amount(copies: Sequence[GpuWork]) -> str:
 
 def _waiting_with(copies: Iterable[Op]) -> list[Op]:
     """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
-    found = {id(call): call for call in copies}
-    since: dict[int, tuple[Op, int]] = {}  # by id of the op around copies: that op, and the start of its first copy
-    for call in list(found.values()):
+    found: dict[int, Op] = {}
+    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
+    for call in sorted(copies, key=lambda call: call.start):
+        found[id(call)] = call
+        first.setdefault(id(call.parent), call)
+    for call in first.values():
         if (op := call.parent) is not None and op.kind == "op":
-            since[id(op)] = op, min(call.start, since.get(id(op), (op, call.start))[1])
-    for op, start in since.values():
-        found |= {id(one): one for one in op.children if one.start > start and is_wait(one)}
+            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
     return list(found.values())
 
 

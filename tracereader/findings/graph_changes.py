@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
+from tracereader.figures.autograd import in_backward
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.pace import PAUSE_US
 from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
@@ -103,35 +104,32 @@ def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence
         return []
     last = max(op.end for op in waits)
     first = min([op.start for op in waits] + _forward_of_nodes_before(case, step, last))
-    of_the_loss = [one for one in step.work if one.launch is not None and first <= one.launch.start <= last]
-    found, launches = [], 0
+    launched = (one for one in step.work if one.launch is not None and first <= one.launch.start <= last)
+    of_the_loss, found, launches = {id(one): one for one in launched}, [], 0
     for run in runs:
         kept = []
         for op, work in run:
             launches += len(work)
-            if op.start < first or (op.start > last and _is_in_backward(op)):
+            if op.start < first or (op.start > last and in_backward(op)):
                 kept.append((op, work))
             else:
-                of_the_loss += work
+                of_the_loss |= {id(one): one for one in work}
         if kept:
             found.append(kept)
-    if len({id(one) for one in of_the_loss}) > OF_THE_LOSS * launches:
-        return []
-    return [] if any(says(one).family in HEAVY for one in of_the_loss) else found
+    small = len(of_the_loss) <= OF_THE_LOSS * launches
+    return found if small and not any(says(one).family in HEAVY for one in of_the_loss.values()) else []
 
 
 def _forward_of_nodes_before(case: Case, step: Step, time: int) -> list[int]:
     """Return the starts (ns) of the forward ops of the backward nodes that begin before a time."""
-    found = []
-    for node in step.named(lambda name: name.startswith(AUTOGRAD)):
+    found, forward_of = [], case.trace.forward_of
+    for node in _nodes(step):
         if node.start < time:
-            keys = ((below.track, below.start) for below in node.walk())
-            found += [start for _, start in islice(filter(None, map(case.trace.forward_of.get, keys)), 1)]
+            tied = (key for below in node.walk() if (key := (below.track, below.start)) in forward_of)
+            if (key := next(tied, None)) is not None:
+                _, start = forward_of[key]
+                found.append(start)
     return found
-
-
-def _is_in_backward(op: Op) -> bool:
-    return any(above.name.startswith(AUTOGRAD) for above in (op, *op.above()))
 
 
 def _is_long(run: Run) -> bool:
@@ -153,10 +151,10 @@ def update_graph(case: Case) -> Proposal | None:
     for step in case.steps:
         if not _launch_many(_beside_backward(step)):
             continue
-        own = {id(one) for one in _outside_model(case, step)}
+        own = {id(one) for one in _work_beside_the_model(case, step)}
         since = _first_of_backward(step)
         sizes = step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))
-        if any(op.start >= since and not _is_in_backward(op) for op in sizes):
+        if any(op.start >= since and not in_backward(op) for op in sizes):
             return None
         for run in launches_between_waits(case.graph, step, labels(step, (OPTIMIZERS, LOADER))):
             for part in filter(_is_long, _without_pauses(run, own)):
@@ -219,11 +217,11 @@ def _beside_the_model(case: Case, step: Step) -> list[Op]:
 
     If autograd's events tie no backward to a forward, these are the outermost ops and calls after the last backward.
     """
-    end = max((op.end for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+    end = max((node.end for node in _nodes(step)), default=step.end)
     beside = _beside_backward(step)
     if not case.trace.forward_of or (not _launch_many(beside) and all(op.start >= end for op in beside)):
         return [op for op in beside if op.start >= end]
-    return [one.launch for one in _outside_model(case, step)]
+    return [one.launch for one in _work_beside_the_model(case, step)]
 
 
 def _beside_backward(step: Step) -> list[Op]:
@@ -238,7 +236,7 @@ def _launch_many(ops: Sequence[Op]) -> bool:
     return next(islice(work, MANY_LAUNCHES - 1, None), None) is not None
 
 
-def _outside_model(case: Case, step: Step) -> list[Work]:
+def _work_beside_the_model(case: Case, step: Step) -> list[Work]:
     """Return the activities that are launched after a backward has begun, by neither forward nor backward."""
     since, outside = _first_of_backward(step), case.outside_model(step)
     return [one for one in step.work if id(one) in outside and one.launch is not None and one.launch.start >= since]
@@ -246,7 +244,12 @@ def _outside_model(case: Case, step: Step) -> list[Work]:
 
 def _first_of_backward(step: Step) -> int:
     """Return the start (ns) of the first op of backward; the step's end without backward."""
-    return min((op.start for op in step.named(lambda name: name.startswith(AUTOGRAD))), default=step.end)
+    return min((node.start for node in _nodes(step)), default=step.end)
+
+
+def _nodes(step: Step) -> list[Op]:
+    """Return the records of autograd's engine of a step, one for each node of backward."""
+    return step.named(lambda name: name.startswith(AUTOGRAD))
 
 
 def _can_be_captured(case: Case) -> bool:

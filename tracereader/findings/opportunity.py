@@ -13,16 +13,16 @@ import msgspec
 
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys
-from tracereader.figures.autograd import outside_model
+from tracereader.figures.autograd import in_backward, outside_model
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
-from tracereader.figures.steps import ops_recorded
+from tracereader.figures.steps import ids_inside, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
 from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
-from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL
+from tracereader.trace.labels import INDUCTORS_CALL
 
 # A change is shown only if it saves more than this share of the step; see Opportunity.share.
 WORTH_SHOWING = 0.02
@@ -46,10 +46,10 @@ class Opportunity(msgspec.Struct, frozen=True, rename={"how": "try"}):
     unprofiled_*: the same times without the profiler, which makes the CPU's time longer; None if the run did not
     measure its step without the profiler. estimated_savings: the smallest and the largest share that the change may
     save without the profiler, which are no bounds: replayed at both ends of the estimate of recording.py, and widened
-    by REPLAY_ERROR; None if that step is known or the estimate does not matter
-    (Case.estimates_after). basis: `replay` if only times and dependencies of this trace are used, `bound` if a hardware
-    limit or a typical rate is assumed. how: one line on how to try it. kernels: the names of the typical step's GPU
-    activities that the change makes shorter or removes; empty if only CPU work changes.
+    by REPLAY_ERROR; None if that step is known or the estimate does not matter (Case.estimates_after). basis: `replay`
+    if only times and dependencies of this trace are used, `bound` if a hardware limit or a typical rate is assumed.
+    how: one line on how to try it. kernels: the names of the typical step's GPU activities that the change makes
+    shorter or removes; empty if only CPU work changes.
     """
 
     change: str
@@ -337,17 +337,17 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     def outside_model(self, step: Step) -> set[int]:
         """Return the ids of a step's activities that neither forward nor backward launches: see outside_model()."""
-        if id(step) not in self._outside_model:
-            self._outside_model[id(step)] = outside_model(self.trace, step)
-        return self._outside_model[id(step)]
+        if id(step) not in self._outside_by_step:
+            self._outside_by_step[id(step)] = outside_model(self.trace, step)
+        return self._outside_by_step[id(step)]
 
     @cached_property
-    def _outside_model(self) -> dict[int, set[int]]:
+    def _outside_by_step(self) -> dict[int, set[int]]:
         return {}
 
     def is_internal(self, op: Op) -> bool:
         """Return whether backward, or flex_attention that is not compiled, calls this op."""
-        return id(op) in self.in_flex or any(above.name.startswith(AUTOGRAD) for above in (op, *op.above()))
+        return id(op) in self.in_flex or in_backward(op)
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""
@@ -368,10 +368,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     def launched_in(self, *starts: str) -> set[int]:
         """Return the ids of the typical step's activities that are launched inside annotations with these prefixes."""
-        calls: set[int] = set()
-        for op in labels(self.step, starts):
-            if id(op) not in calls:  # else it lies in one before
-                calls.update(map(id, op.walk()))
+        calls = ids_inside(labels(self.step, starts))
         return {id(one) for one in self.step.work if one.launch is not None and id(one.launch) in calls}
 
     @cached_property

@@ -34,15 +34,7 @@ from tracereader.trace.document import (
     load,
 )
 from tracereader.trace.facts import RunFacts, of_other_steps
-from tracereader.trace.labels import (
-    AUTOGRAD,
-    LOADER,
-    MODULE,
-    OPTIMIZERS,
-    PHASES,
-    STEP,
-    annotation_of,
-)
+from tracereader.trace.labels import AUTOGRAD, LOADER, MODULE, OPTIMIZERS, PHASES, STEP, annotation_of
 from tracereader.trace.types import Inputs, inputs_of
 
 LATEST_NS = 2**62  # since 1970; the year 2116
