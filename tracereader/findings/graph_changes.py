@@ -83,7 +83,7 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
             return None
         how = "torch.cuda.make_graphed_callables(model, …), with the loss outside"
         names = listed(dict.fromkeys(map(waits_in, others[here])))
-        between = f"; {'beside copies of inputs, ' * copies}the CPU waits only around the loss, in {names}"
+        between = f"; {'apart from copies to the GPU, ' * copies}the CPU waits only around the loss, in {names}"
     if not (captured := _captured(runs, case.replayed)):
         return None
     return Proposal(

@@ -56,7 +56,7 @@ def show_others(out: Console, found: Sequence[Opportunity] | Refused) -> None:
     if isinstance(found, Refused) or len(found) < 2:
         return
     unit = unit_of([found[0].times_us[0]], ms_from=1e3)
-    more = "; --all has every reason" if len(found) > EXPLAINED else ""
+    more = "; --all shows every reason" if len(found) > EXPLAINED else ""
     out.print(f"[bold]other changes, each by itself{more}[/bold]")
     for number, one in enumerate(found[1:], 2):
         step = "the step without the profiler" if one.knows_unprofiled else "the step"
