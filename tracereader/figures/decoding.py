@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
+from operator import attrgetter
 
 import msgspec
 
@@ -38,6 +39,7 @@ TAKES_WEIGHTS = {
 CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
 # Ops that take a part of a tensor.
 TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
+_name = attrgetter("name")
 LOOKED_AT = 20_000  # activities of a step; shapes of a larger step are not compared
 
 
@@ -180,29 +182,31 @@ def same_in_all_steps(steps: Sequence[Step]) -> bool | None:
         return None
     if any(len(step.work) != len(first.work) for step in others):
         return False
-    names = _by_stream(first, [one.name for one in first.work])
-    if any(_by_stream(step, [one.name for one in step.work]) != names for step in others):
+    names = _by_stream(first, map(_name, first.work))
+    if any(_by_stream(step, map(_name, step.work)) != names for step in others):
         return False
     signature = _signature(first)
     return all(_signature(step) == signature for step in others[:: -(-len(others) // COMPARED)])
 
 
-def _by_stream(step: Step, values: Sequence) -> list:
-    """Return a value of each GPU activity, stream by stream.
+def _by_stream(step: Step, values: Iterable[Hashable]) -> Counter[tuple]:
+    """Return the values of each stream's GPU activities, and how many streams have these values in this order.
 
     The order of work on different streams differs by chance, and so may the streams that a step uses.
     """
     found: dict[tuple, list] = defaultdict(list)
     for one, value in zip(step.work, values, strict=True):
         found[one.track].append(value)
-    return sorted(found.values(), key=repr) if len(found) > 1 else list(found.values())
+    return Counter(map(tuple, found.values()))
 
 
-def _signature(step: Step) -> list:
-    found = []
+def _signature(step: Step) -> Counter[tuple]:
+    found, shapes = [], {}  # the shapes as text, which can be hashed; ops with equal inputs share one object
     for one, op in zip(step.work, step.asking, strict=True):
-        args = launch_args(one)
-        found.append((args.grid, args.bytes, op.inputs.recorded if op is not None else None))
+        args, inputs = launch_args(one), op.inputs if op is not None else None
+        if id(inputs) not in shapes:
+            shapes[id(inputs)] = repr(inputs.recorded) if inputs is not None else None
+        found.append((tuple(args.grid or ()), args.bytes, shapes[id(inputs)]))
     return _by_stream(step, found)
 
 
