@@ -81,7 +81,14 @@ def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:
 
 
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
-    """Return the time intervals of each phase, in order. They do not overlap."""
+    """Return the time intervals of each phase, in order. They do not overlap. The step keeps them."""
+    kept = vars(step)
+    if "spans_of_phases" not in kept:
+        kept["spans_of_phases"] = _found_spans(trace, step)
+    return kept["spans_of_phases"]
+
+
+def _found_spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))
     named = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
     labels = [op for op in named if op.kind == "label"]

@@ -147,7 +147,7 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def launches_graphs(self) -> bool:
         """Return whether the reported step launches CUDA graphs."""
-        return any(one.from_graph for one in self.gpu_work)
+        return any("GraphLaunch" in name for name in {one.launched_by for one in self.gpu_work})
 
     @property
     def graph_launches(self) -> int:

@@ -19,7 +19,7 @@ from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ids_inside, ops_recorded
 from tracereader.figures.uncompiled_flex import is_of_flex, uncompiled_flex
 from tracereader.findings.recording import cpu_shares, estimated_us, may_lengthen, recording_matters
-from tracereader.replay import Graph, cpu_factor, fused, with_cpu_speed, with_cpu_time, without_cpu_time
+from tracereader.replay import Graph, cpu_factor, fused, step_us_at, with_cpu_time, without_cpu_time
 from tracereader.replay.changes import launching_only
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.labels import INDUCTORS_CALL
@@ -129,6 +129,8 @@ def priced(
     scale = before / graph.replayed_us
     after = max(scale * graph.step_us() / proposal.shared, proposal.least_us)
     without = _without_profiler(proposal, unprofiled, before - after) if unprofiled else None
+    if after > before:
+        estimates = ()  # such a change is not shown: see is_worth_showing()
     ends = [1 - _without_profiler(proposal, one, before - after) / one.step_us for one in estimates]
     return Opportunity(
         change=name,
@@ -150,7 +152,7 @@ def priced(
 def _without_profiler(proposal: Proposal, unprofiled: "Unprofiled", saves_us: float) -> float:
     """Return the step's time after a change without the profiler (µs). saves_us: of the recorded step."""
     factor = 0.0 if proposal.unrecorded else unprofiled.factor
-    after = unprofiled.scale * with_cpu_speed(proposal.graph, factor).step_us() / proposal.shared
+    after = unprofiled.scale * step_us_at(proposal.graph, factor) / proposal.shared
     if proposal.unrecorded:
         after = max(after, unprofiled.step_us - saves_us)
     return max(after, proposal.least_us)
@@ -194,14 +196,14 @@ class Unprofiled(msgspec.Struct, frozen=True):
             return None
         factor = cpu_factor(graph, step_us, within)
         # Both times come from the same replay, so effects that it does not model affect them in the same proportion.
-        replayed = with_cpu_speed(graph, factor).step_us()
+        replayed = step_us_at(graph, factor)
         return cls(step_us, factor, step_us / replayed if replayed else 1.0)
 
     @classmethod
     def with_share(cls, graph: Graph, factor: float) -> "Unprofiled":
         """Return the step that needs this share of the recorded CPU time."""
         scale = graph.recorded_us / graph.replayed_us
-        return cls(scale * with_cpu_speed(graph, factor).step_us(), factor, scale)
+        return cls(scale * step_us_at(graph, factor), factor, scale)
 
 
 def labels(step: Step, starts: str | tuple[str, ...]) -> list[Op]:

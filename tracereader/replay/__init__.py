@@ -20,8 +20,9 @@ The changes (replay/changes.py):
 - cuda_graph(graph, runs): the launches of each run become one. Without runs it is those between two waits.
 - overlapped(graph, work): this GPU work runs on a stream of its own, and waits for it end one step later.
 - with_cpu_time(graph, [(track, ns, us), ...]): CPU time is added at these places.
-- with_cpu_speed(graph, factor): all CPU time is multiplied by the factor. cpu_factor(graph, us) returns the factor for
-  which the step takes a given time, for example the time without the profiler.
+- with_cpu_speed(graph, factor): all CPU time is multiplied by the factor. step_us_at(graph, factor) returns the step's
+  time then. cpu_factor(graph, us) returns the factor for which the step takes a given time, for example the time
+  without the profiler.
 
 replay/graph.py lists what is modelled. The replay was compared with steps recorded before and after a change on an H200
 (tests/test_replay.py). CUDA graphs are predicted within 10%, prefetched copies and the data loader of a GPU-bound step
@@ -36,6 +37,7 @@ from tracereader.replay.changes import (
     fused,
     overlapped,
     spans_of,
+    step_us_at,
     with_cpu_speed,
     with_cpu_time,
     with_durations,
@@ -59,6 +61,7 @@ __all__ = [
     "may_wait",
     "overlapped",
     "spans_of",
+    "step_us_at",
     "waits_of",
     "with_cpu_speed",
     "with_cpu_time",

@@ -5,6 +5,7 @@ is a median over them.
 """
 
 import bisect
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -42,7 +43,7 @@ def without_cpu_time(graph: Graph, spans: Spans) -> Graph:
         removed[track] = union([*earlier, *some])
         gone = minus(removed[track], earlier)  # no time is removed twice
         lengths, of_all = Lengths(gone), Lengths(removed[track])
-        times = [graph.at[node] for node in nodes]
+        times = graph.times.get(track, ())
         for place, cut in _cuts(times, gone):
             node, time = nodes[place], times[place]
             if node in returns:
@@ -287,12 +288,10 @@ def with_cpu_time(graph: Graph, added: Iterable[tuple[tuple, int, float]]) -> Gr
     added: (a thread's track, a time in ns, the additional time in µs). The time passes before the thread's first node
     at or after that point.
     """
-    lag, times = graph.lag[:], {}
+    lag = graph.lag[:]
     for track, time, us in added:
         nodes = graph.threads[track]
-        if track not in times:
-            times[track] = [graph.at[node] for node in nodes]
-        place = bisect.bisect_left(times[track], time)
+        place = bisect.bisect_left(graph.times[track], time)
         if place < len(nodes):
             lag[nodes[place]] += round(us * 1e3)
     return replace(graph, lag=lag)
@@ -334,12 +333,15 @@ def overlapped(graph: Graph, work: Iterable[Work]) -> Graph:
 
 def with_cpu_speed(graph: Graph, factor: float) -> Graph:
     """Return the graph in which all CPU time is multiplied by `factor`. GPU times and launch latencies stay."""
-    lag = graph.lag[:]
-    for nodes in graph.threads.values():
-        for node in nodes:
-            if time := lag[node]:
-                lag[node] = round(time * factor)
-    return replace(graph, lag=lag)
+    lags = zip(graph.lag, graph.on_cpu, strict=True)
+    return replace(graph, lag=array("q", [round(time * factor) if on_cpu and time else time for time, on_cpu in lags]))
+
+
+def step_us_at(graph: Graph, factor: float) -> float:
+    """Return the step's time (µs) if all CPU time is multiplied by `factor`. Each factor is replayed once."""
+    if factor not in graph.at_cpu_speed:
+        graph.at_cpu_speed[factor] = with_cpu_speed(graph, factor).step_us()
+    return graph.at_cpu_speed[factor]
 
 
 def cpu_factor(graph: Graph, step_us: float, within: float = 0.0) -> float:
@@ -350,7 +352,7 @@ def cpu_factor(graph: Graph, step_us: float, within: float = 0.0) -> float:
     longer than step_us. within: the search ends at a step that differs from step_us by at most this share.
     """
     low, high = 0, FACTORS
-    times = {low: with_cpu_speed(graph, 0.0).step_us(), high: graph.step_us()}
+    times = {low: step_us_at(graph, 0.0), high: graph.step_us()}
     if step_us >= times[high]:
         return 1.0
     if step_us <= times[low]:
@@ -364,7 +366,7 @@ def cpu_factor(graph: Graph, step_us: float, within: float = 0.0) -> float:
             share = (step_us - times[low]) / (times[high] - times[low]) if len(times) % 3 else 0.5
             middle = low + round(share * (high - low))
         middle = min(max(middle, low + 1), high - 1)
-        times[middle] = with_cpu_speed(graph, middle / FACTORS).step_us()
+        times[middle] = step_us_at(graph, middle / FACTORS)
         if abs(times[middle] - step_us) <= within * step_us:
             return middle / FACTORS
         low, high = (middle, high) if times[middle] < step_us else (low, middle)

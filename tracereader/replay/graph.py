@@ -113,6 +113,7 @@ class StepNodes(msgspec.Struct, frozen=True):
     start: int
     end: int
     work: tuple[int, ...]  # only of the busiest stream, because a stream of copies may run far ahead
+    firsts: tuple[int, ...]  # of `work`, those before which no other one lies on their streams: one of them starts first
 
 
 class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -132,6 +133,8 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     wait_lag: array
     steps: tuple[StepNodes, ...]
     threads: dict[tuple, array]  # by track, its nodes in order
+    times: dict[tuple, array]  # by track, the recorded starts of its nodes
+    on_cpu: bytes  # for each node, whether it is a point of a thread
     streams: dict[tuple, array]
     activity: dict[int, int]  # id(Work) -> its node
     returns: dict[int, int]  # id(Op) of a call that waits -> the node of its return
@@ -164,6 +167,11 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
                 op = op.parent
         return counts, outermost_of
 
+    @cached_property
+    def at_cpu_speed(self) -> dict[float, float]:
+        """The steps' times (µs) by the factor of the CPU time, for step_us_at()."""
+        return {}
+
     @property
     def cpu_us(self) -> float:
         """Return the time (µs) that a step's threads work, the mean of the steps. Waits for the GPU do not count."""
@@ -175,25 +183,24 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         calls = {id(one.launch): one.launch for one in self.trace.work if one.launch is not None}
         return sorted([call.start for call in calls.values()])
 
-    def times(self) -> tuple[list[int], list[int]]:
-        """Return the start and the end of each node (ns)."""
-        starts, ends = [], []
-        add_start, add_end = starts.append, ends.append
-        columns = (getattr(self, name) for name in COLUMNS)
-        for at, dur, before, lag, via, delay, wait, wait_lag in zip(*columns, strict=True):
+    def ends(self) -> list[int]:
+        """Return the end of each node (ns). A node starts by its `dur` earlier."""
+        ends: list[int] = []
+        add, at, durations = ends.append, self.at, self.dur
+        columns = (getattr(self, name) for name in COLUMNS if name != "at")
+        for dur, before, lag, via, delay, wait, wait_lag in zip(*columns, strict=True):
             if before >= 0:
                 start = ends[before] + lag
-                if lag < 0 and start < starts[before]:  # it overlaps the node before it, which has become shorter
-                    start = starts[before]
+                if lag < 0:  # it overlaps the node before it, which may have become shorter
+                    start = max(start, ends[before] - durations[before])
                 if via >= 0 and (other := ends[via] + delay) > start:
                     start = other
             else:
-                start = ends[via] + delay if via >= 0 else at
+                start = ends[via] + delay if via >= 0 else at[len(ends)]
             if wait >= 0 and (other := ends[wait] + wait_lag) > start:
                 start = other
-            add_start(start)
-            add_end(start + dur if dur else start)  # one number where both are the same
-        return starts, ends
+            add(start + dur if dur else start)  # one number where both are the same
+        return ends
 
     def step_us(self) -> float:
         """Return the step's time in the steady state (µs), the median of the times from step to step; see pace().
@@ -208,10 +215,10 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def lanes_us(self) -> tuple[float, float]:
         """Return the step's time on the CPU and on the GPU; see step_us()."""
-        (starts, ends), steps, aside = self.times(), self.steps, self.aside
-        on_cpu = pace([starts[step.start] for step in steps], ends[steps[-1].end])
-        works = [set(step.work) - aside or step.work for step in steps] if aside else [step.work for step in steps]
-        firsts = [min(map(starts.__getitem__, work)) for work in works]
+        ends, dur, steps, aside = self.ends(), self.dur, self.steps, self.aside
+        on_cpu = pace([ends[step.start] for step in steps], ends[steps[-1].end])  # points of a thread take no time
+        works = [set(step.work) - aside or step.work if aside else step.firsts for step in steps]
+        firsts = [min([ends[node] - dur[node] for node in work]) for work in works]
         on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)))
         return on_cpu / 1e3, on_gpu / 1e3
 
@@ -551,14 +558,20 @@ class _Builder:
         def renumbered(nodes: dict) -> dict:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
-        step_nodes = [
-            StepNodes(number[start], number[end], tuple([number[self.activity[id(one)]] for one in work]))
-            for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True)
-        ]
+        step_nodes, before = [], columns["before"]
+        for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True):
+            nodes = [number[self.activity[id(one)]] for one in work]
+            inside = set(nodes)
+            firsts = tuple([node for node in nodes if before[node] not in inside])
+            step_nodes.append(StepNodes(number[start], number[end], tuple(nodes), firsts))
+        at, threads = columns["at"], renumbered(self.threads)
+        on_threads = len(order) - len(self.activity)  # the points of threads come first
         return Graph(
             **columns,
             steps=tuple(step_nodes),
-            threads=renumbered(self.threads),
+            threads=threads,
+            times={track: array("q", map(at.__getitem__, nodes)) for track, nodes in threads.items()},
+            on_cpu=bytes([old < on_threads for old in order]),
             streams=renumbered(self.streams),
             activity={key: number[node] for key, node in self.activity.items()},
             returns={key: number[node] for key, (_, node) in self.calls.items()},
