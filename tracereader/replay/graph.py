@@ -113,7 +113,7 @@ class StepNodes(msgspec.Struct, frozen=True):
     start: int
     end: int
     work: tuple[int, ...]  # only of the busiest stream, because a stream of copies may run far ahead
-    firsts: tuple[int, ...]  # of `work`, those before which no other one lies on their streams: one of them starts first
+    firsts: tuple[int, ...]  # of `work`, the first one of each of its streams: one of them starts first
 
 
 class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
