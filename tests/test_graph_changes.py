@@ -1,8 +1,8 @@
-"""CUDA graphs of parts of a training step: the update after backward, and a model whose loss synchronizes.
+"""CUDA graphs of parts of a training step: the update after backward, and models whose program synchronizes.
 
 The traces are of small models on an H100, each with the changed step from the same process. Without the profiler the
 steps took: muon 15.1 to 17.5 ms, and 6.5 to 7.0 with a graph; ema 6.6 to 8.2 and 5.7 to 7.0; ctc 8.1 to 8.8 and 3.5 to
-3.8; masked 7.1 to 9.5 and 2.8 to 3.2.
+3.8; masked 7.1 to 9.5 and 2.8 to 3.2; gan 9.7 to 12.4 and 6.9 to 7.5; accum (4 passes) 23 to 29 and 7.1 to 7.9.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from raw_events import end, event, raw_steps
 from test_later_workloads import case_of, edited
-from test_opportunities import priced_changes, raw_events
+from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
-from tracereader.findings import graph_changes, made
+from tracereader.findings import gpu_changes, graph_changes, made
 from tracereader.replay import cuda_graph, graph_of
 from tracereader.replay.changes import GRAPH_GAP_US
 from tracereader.trace import read
@@ -50,6 +50,8 @@ def last_of_backward(events, mark):
     ("ema", "update_graph"),  # an average of the weights after the optimizer
     ("ctc", "cuda_graph"),  # the loss waits for the GPU in forward and in backward
     ("masked", "cuda_graph"),  # logits and targets are selected with a mask
+    ("gan", "cuda_graph"),  # the program reads losses between its three backward passes
+    ("accum", "cuda_graph"),  # four passes add up their gradients, and the program reads each loss
 ])  # fmt: skip
 def test_the_recorded_step_with_the_graph_is_near_the_predicted_one(name, change, capsys):
     one = priced_changes(file_of(name))[change]
@@ -109,16 +111,84 @@ def test_launches_between_the_waits_of_the_loss_stay(name, waiting):
 )
 def test_a_wait_inside_the_model_prevents_its_graphs(tmp_path, name, number, is_proposed):
     """Beside the waits of the loss, each step waits in this op."""
+    found = graph_changes.cuda_graph(case_of(edited(file_of("masked"), tmp_path, synchronized(name, number))))
+    assert (found is not None) == is_proposed
 
-    def wait(events):
+
+def passes_of(events, mark):
+    """Return the first node of each backward pass: those of a loss's own backward after another op of the program."""
+    nodes = [e for e in in_step(events, mark, "cpu_op") if e["name"].startswith(BACKWARD)]
+    others = [e for e in in_step(events, mark, "cpu_op") if e["tid"] == mark["tid"]]
+    found, before = [], None
+    for node in sorted(nodes, key=lambda e: e["ts"]):
+        if before is None or any(before["ts"] < e["ts"] < node["ts"] for e in others):
+            found.append(node)
+        before = node
+    return found
+
+
+@pytest.mark.parametrize(("name", "passes"), [("gan", 3), ("accum", 4), ("masked", 1)])
+def test_each_pass_costs_the_calls_of_its_graphs_and_its_loss(name, passes, monkeypatch):
+    events = raw_events(file_of(name))
+    assert {len(passes_of(events, mark)) for mark in raw_steps(events)} == {passes}
+    after = priced_changes(file_of(name))["cuda_graph"].step_us_after
+    monkeypatch.setattr(graph_changes, "PASS_LAUNCHES", 0)
+    less = after - priced_changes(file_of(name))["cuda_graph"].step_us_after
+    assert less == pytest.approx(passes * 100 * launch_quartile(events), rel=0.1)
+
+
+@pytest.mark.parametrize("file", [
+    *(file_of(name) for name in ("gan", "accum", "muon", "ema", "ctc", "masked")),
+    GRAPHS.parent / "small_train/mlp-eager.json.gz",
+], ids=lambda file: file.name)  # fmt: skip
+def test_gradients_that_add_up_need_tensors_of_their_own_before_the_graphs(file):
+    events = raw_events(file)
+    gives = [e for e in events if e.get("name") == f"{BACKWARD}torch::autograd::AccumulateGrad"]
+    adds = [e for e in events if e.get("name") == "aten::add_" and e.get("cat") == "cpu_op"]
+    adding = any(e["tid"] == one["tid"] and one["ts"] <= e["ts"] < end(one) for one in gives for e in adds)
+    assert ("issue 181723" in priced_changes(file)["cuda_graph"].how) is adding
+
+
+def synchronized(op_name, number):
+    """Return an edit that lets each step wait in one of its ops of a name."""
+
+    def edit(events):
         for step, mark in enumerate(raw_steps(events)):
-            ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == name]
+            ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == op_name]
             op = sorted(ops, key=lambda e: e["ts"])[number]
             call = event("cudaStreamSynchronize", "cuda_runtime", op["ts"] + 0.05, 0.05, correlation=10**8 + step)
             events.append(call | {"pid": op["pid"], "tid": op["tid"]})
 
-    found = graph_changes.cuda_graph(case_of(edited(file_of("masked"), tmp_path, wait)))
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("op", "number", "is_proposed"),
+    [
+        ("aten::randn_like", 0, True),  # between a backward and the generator's forward
+        ("aten::mean", 2, True),  # between a backward and the read of its loss
+        ("aten::conv2d", 5, False),  # in the second forward of the discriminator
+        ("aten::convolution_backward", 5, False),
+    ],
+)
+def test_only_waits_outside_forward_and_backward_leave_the_graphs_of_several_passes(tmp_path, op, number, is_proposed):
+    found = graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, synchronized(op, number))))
     assert (found is not None) == is_proposed
+    assert not found or re.search(r"; the CPU waits only outside forward and backward, in .*aten::item", found.evidence)
+
+
+def test_a_loss_that_launches_most_of_forward_and_backward_is_no_part_of_the_model(monkeypatch):
+    """A small policy of reinforcement learning: its loss computes distributions in Python."""
+    file = file_of("rl")
+    events = raw_events(file)
+    products = [e for e in events if e.get("cat") == "kernel" and re.search("gemm|cutlass|nvjet", e["name"])]
+    assert len(products) < 0.2 * sum(e.get("cat") == "kernel" for e in events)
+    before = priced_changes(file)
+    monkeypatch.setattr(gpu_changes, "LARGE_LOSS", 2)
+    after = priced_changes(file)
+    assert "cuda_graph" not in before and "cuda_graph" in after
+    fused = [found["fuse_pointwise"].saves_us for found in (before, after)]
+    assert 0 < fused[0] < 0.2 * fused[1]
 
 
 def with_cpu_work(events):

@@ -384,6 +384,7 @@ def compiled_us(name: str) -> float:
 def test_a_compiled_batch_norm_counts_as_several_calls(monkeypatch):
     """The CPU limits this step, so each call of a batch norm makes the predicted step longer."""
     name = "resnet/tf32"
+    monkeypatch.setattr(gpu_changes, "MOSTLY_BATCH_NORM", 2)  # otherwise no CPU time is saved
     events = raw_events(name)
     ops = [one["name"] for one in events if re.fullmatch("aten::cudnn_batch_norm(_backward)?", one.get("name", ""))]
     in_a_step = len(ops) / len(raw_steps(events))
@@ -505,15 +506,16 @@ def test_compiling_small_models_is_predicted_within_a_fifth(model):
 
 @pytest.mark.parametrize("model", ["mlp", "encoder"])
 def test_graphs_of_a_small_models_forward_and_backward_promise_less_for_each_parameter(model, monkeypatch):
-    """The function that replays the backward pass gives each parameter its gradient, which takes the CPU time."""
+    """What replays the graphs takes CPU time for each pass and for each gradient, and so does the loss."""
     file, graphed = (SMALL_TRAIN / f"{model}-{how}.json.gz" for how in ("eager", "graphed"))
     after = of_a_committed_trace(file)["cuda_graph"].step_us_after
-    monkeypatch.setattr(graph_changes, "CALLING_LAUNCHES", 0)
+    for launches in ("CALLING_LAUNCHES", "PASS_LAUNCHES"):
+        monkeypatch.setattr(graph_changes, launches, 0)
     without = priced_changes(file)["cuda_graph"].step_us_after
     events, measured_us = raw_events(file), raw_us(graphed)
-    more = 2 * gradients_in_a_step(events) * launch_quartile(events)
+    more = (100 + 2 * gradients_in_a_step(events)) * launch_quartile(events)
     assert after - without == pytest.approx(more, rel=0.15)
-    assert without < 0.7 * measured_us < after < measured_us
+    assert without < 0.7 * measured_us and after == pytest.approx(measured_us, rel=0.15)
 
 
 def test_a_pause_of_the_program_in_the_model_stays_when_it_is_compiled(tmp_path):

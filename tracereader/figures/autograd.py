@@ -9,7 +9,7 @@ from tracereader.figures.intervals import Intervals, Lengths, length, minus, uni
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import Op, Step, Trace
-from tracereader.trace.labels import AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
@@ -47,15 +47,42 @@ def outside_model(trace: Trace, step: Step) -> set[int]:
     Examples are an average of the weights that a loop updates, and a policy that acts without gradients. Empty if
     autograd's events tie no backward to a forward.
     """
+    inside = of_model(trace, step)
+    if not inside:
+        return set()
+    launched = zip(step.work, _launched_in(step, {FORWARD: inside}), strict=True)
+    return {id(one) for one, name in launched if name != FORWARD}
+
+
+def of_model(trace: Trace, step: Step) -> Intervals:
+    """Return the intervals of forward and backward, with what lies between a forward and its backward.
+
+    Empty if autograd's events tie no backward to a forward.
+    """
     spans = _spans(trace, step) if _is_tied(trace, step) else {}
     if not spans or not spans[BACKWARD] or not spans[FORWARD]:
-        return set()
+        return []
     # Between forward and backward, backward() makes the gradient of the loss.
     ordered = sorted((span, name) for name, some in spans.items() for span in some)
     between = [(one[1], two[0]) for (one, was), (two, then) in pairwise(ordered) if (was, then) == (FORWARD, BACKWARD)]
-    inside = union([*spans[FORWARD], *spans[BACKWARD], *between])
-    launched = zip(step.work, _launched_in(step, {FORWARD: inside}), strict=True)
-    return {id(one) for one, name in launched if name != FORWARD}
+    return union([*spans[FORWARD], *spans[BACKWARD], *between])
+
+
+def backward_begins(trace: Trace, step: Step) -> list[Op]:
+    """Return the first node of each backward pass of a step.
+
+    One node if autograd's events tie no backward to a forward, because they tell the passes apart.
+    """
+    nodes = sorted(step.named(lambda name: name.startswith(AUTOGRAD)), key=lambda op: op.start)
+    starts = [node.start for node in nodes]
+    begins = [start for start, _ in _spans(trace, step)[BACKWARD]] if _is_tied(trace, step) else starts[:1]
+    return [nodes[bisect.bisect_left(starts, begin)] for begin in begins if begin <= starts[-1]]
+
+
+def added_gradients(step: Step) -> list[Op]:
+    """Return the ops that add a gradient to an existing one, in order."""
+    calls = (op for call in step.named(ACCUMULATES.__eq__) for op in call.walk())
+    return sorted((op for op in calls if op.name == "aten::add_"), key=lambda op: op.start)
 
 
 def in_backward(op: Op) -> bool:

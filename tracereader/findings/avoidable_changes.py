@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import chain
 from statistics import median
 
+from tracereader.figures.autograd import added_gradients
 from tracereader.figures.avoidable import CUDNN_ATTENTION, cloned_inputs, planning, triangles
 from tracereader.figures.decoding import CASTS, expanded, expanded_by_inductor, weight_casts
 from tracereader.figures.gpu_work import GpuWork
@@ -18,7 +19,7 @@ from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.findings.training import MANY_NODES
 from tracereader.replay import spans_of, with_durations, without_cpu_time, without_ops, without_work
 from tracereader.trace import Op, Step
-from tracereader.trace.labels import ACCUMULATES, COMPILING, LOOKUP, ZEROES
+from tracereader.trace.labels import COMPILING, LOOKUP, ZEROES
 
 # The allocating calls of CUDA and HIP. Calls that end in Async allocate from a pool and are left out.
 ALLOCATES = {
@@ -282,9 +283,11 @@ def no_gradients(case: Case) -> Proposal | None:
     zeroed, typical = case.in_each_step(_zeroed)
     if len(typical) < MANY_ZEROED:
         return None
-    added, in_typical = case.in_each_step(_added)
+    added, in_typical = case.in_each_step(added_gradients)
     if not in_typical:
         return None
+    if case.summary.launches_graphs and len(in_typical) > len(typical):
+        return None  # a backward that a graph replays would overwrite the gradients of the one before
     # Of several backward passes in a step, only the first one would add to no gradients.
     in_typical = in_typical[: len(typical)]
     ops = [op for zeros, adds in zip(zeroed, added, strict=True) for op in (*zeros, *adds[: len(zeros)])]
@@ -322,12 +325,6 @@ def _zeroed(step: Step) -> list[Op]:
         (op for label in labels(step, ZEROES) for op in label.children if op.name == "aten::zero_"),
         key=lambda op: op.start,
     )
-
-
-def _added(step: Step) -> list[Op]:
-    """Return the ops that add a gradient to an existing one, in order."""
-    calls = (op for call in step.named(ACCUMULATES.__eq__) for op in call.walk())
-    return sorted((op for op in calls if op.name == "aten::add_"), key=lambda op: op.start)
 
 
 AVOIDABLE_CHANGES = (

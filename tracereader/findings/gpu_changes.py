@@ -1,5 +1,6 @@
 """Changes of the GPU's work: fusion, tensor cores, alignment, layout, copies, recomputation, block counts."""
 
+import bisect
 import math
 import re
 from collections import Counter, defaultdict
@@ -7,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
-from tracereader.figures.autograd import in_backward
+from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -33,6 +34,7 @@ from tracereader.replay import (
     without_work,
 )
 from tracereader.trace import Op, Step, Work
+from tracereader.trace.families import says
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import (
     ACCUMULATES,
@@ -99,7 +101,15 @@ COMPILED_CALL_LAUNCHES, CALLING_LAUNCHES = 8.5, 2
 # A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
 # batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
 # 4.3 (four recordings).
+BATCH_NORM = "batch_norm"  # in its ops' names
 BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+# If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
+# three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
+MOSTLY_BATCH_NORM = 0.5
+# A loss is large if it launches more than this share of forward and backward, and more than so many activities in each
+# pass. Losses of the recorded models launch up to 34 and 24%, and that of a small policy in reinforcement learning 58
+# and 72%.
+LARGE_LOSS, LOSS_LAUNCHES = 0.5, 35
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
@@ -134,6 +144,10 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         return None
     of_the_model = _of_the_model(case)
     fusable = [entry for entry in of_the_model if _is_fusable(entry)]
+    if saves_calls and _is_mostly_batch_norm(fusable):
+        saves_calls = False
+        if not case.could_gain(FUSABLE) or has_batch_norms_of_volumes(case):
+            return None
     compiled = sum(one.us for _, one, _ in fusable if _is_compiled(one))
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
@@ -258,12 +272,44 @@ def _more_kernels(op: Op, kernels: int) -> int:
     """Return how many more kernels a compiled op has. kernels: those that eager's op launches."""
     if NORM_BACKWARD.search(op.name):
         return max(0, NORM_BACKWARD_KERNELS - kernels)
-    return max(0, BATCH_NORM_KERNELS - kernels) if "batch_norm" in op.name else 0
+    return max(0, BATCH_NORM_KERNELS - kernels) if BATCH_NORM in op.name else 0
 
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
     """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it."""
     return any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE)))
+
+
+def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
+    us = sum(one.us for _, one, op in fusable if op is not None and BATCH_NORM in op.name)
+    return us >= MOSTLY_BATCH_NORM * sum(one.us for _, one, _ in fusable)
+
+
+def has_batch_norms_of_volumes(case: Case) -> bool:
+    """Return whether the typical step normalizes volumes over the batch, for which compiled code may be far slower.
+
+    Instance normalization calls the same ops, and is not meant: a compiled 3-D U-Net with it saved 18%.
+    """
+    calls = case.step.named(lambda name: BATCH_NORM in name)
+    of_volumes = (op for op in calls if len(op.inputs.dims_at(0) or ()) == 5 and not in_backward(op))
+    return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
+
+
+def of_a_large_loss(case: Case, step: Step) -> list[Work]:
+    """Return the loss's activities if the loss is large. Changes of the model leave such a loss alone.
+
+    The loss is what a step launches between the last heavy activity before a backward pass and the first one in it.
+    """
+    launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
+    heavy = [one.launch.start for one in launched if says(one).family in HEAVY]
+    found: list[Work] = []
+    begins = backward_begins(case.trace, step) if heavy else []
+    for begin in begins:
+        place = bisect.bisect_left(heavy, begin.start)
+        if 0 < place < len(heavy):
+            found += [one for one in launched if heavy[place - 1] < one.launch.start < heavy[place]]
+    of_model = len(step.work) - len(case.outside_model(step))
+    return found if len(found) > max(LOSS_LAUNCHES * len(begins), LARGE_LOSS * of_model) else []
 
 
 def _is_compiled(one: GpuWork) -> bool:
@@ -288,9 +334,10 @@ def _ops_of(chain: Sequence[Entry]) -> list[Op]:
 def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU.
 
-    An uncompiled flex_attention is left out: see compile_flex.
+    An uncompiled flex_attention is left out: see compile_flex. So is a large loss.
     """
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | case.outside_model(case.step)
+    not_the_models.update(map(id, of_a_large_loss(case, case.step)))
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
         (work, one, op)
@@ -887,7 +934,7 @@ def small_grids(case: Case) -> Proposal | None:
               default=0)  # fmt: skip
     if not sms or not case.could_gain(case.us_by_family):
         return None
-    times, spent, of_batch_norm, by_grid, batch_norms = {}, 0.0, 0.0, {}, []
+    times, spent, compiled, of_batch_norm, by_grid, batch_norms = {}, 0.0, 0.0, 0.0, {}, []
     for work, one, op in case.activities:
         # A kernel of a few µs ends before more blocks would help.
         if one.us < 10 or work.kind != "kernel" or one.family == "communication":
@@ -898,7 +945,9 @@ def small_grids(case: Case) -> Proposal | None:
         least = moving_us(one.bytes_moved or 0, case.peaks) if case.peaks else 0.0
         times[work] = min(one.us, max(one.us * blocks / sms, least, LEAST_KERNEL_US))
         spent += one.us
-        if op is not None and "batch_norm" in op.name:
+        if _is_compiled(one) and BATCH_NORM in one.name:
+            compiled += one.us
+        elif op is not None and BATCH_NORM in op.name:
             of_batch_norm += one.us
             batch_norms.append(op)
         by_grid.setdefault((one.name, blocks), []).append(one.us)
@@ -906,10 +955,14 @@ def small_grids(case: Case) -> Proposal | None:
         return None
     (name, blocks), _ = max(by_grid.items(), key=lambda entry: sum(entry[1]))
     how = "more rows, a larger batch, or another algorithm (split K, a split reduction)"
-    if 2 * of_batch_norm > spent:
+    if 2 * compiled > spent:
+        how = "another layout, or this op outside of torch.compile (torch.compiler.disable)"
+    elif 2 * of_batch_norm > spent:
         layout = _channels_last_layout(case, batch_norms)
-        how = f"{f'{layout[0]} or ' if layout else ''}torch.compile"
-        how += ", because these kernels of batch normalization have a block for each channel"
+        ways = [layout[0]] if layout else []
+        ways += [] if has_batch_norms_of_volumes(case) else ["torch.compile"]
+        how = f"{' or '.join(ways) or 'another layout'}, because these kernels of batch normalization have a block for "
+        how += "each channel"
     return Proposal(
         with_durations(case.graph, case.in_all_steps(times)),
         f"{counted(len(times), 'kernel')} with fewer blocks than half of the {sms} SMs: {duration(spent)} "

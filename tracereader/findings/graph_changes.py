@@ -2,14 +2,22 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from statistics import median_low
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
-from tracereader.figures.autograd import in_backward
+from tracereader.figures.autograd import added_gradients, backward_begins, in_backward, of_model
 from tracereader.figures.decoding import MANY_LAUNCHES
+from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import CALLING_LAUNCHES, HEAVY, OF_UNKNOWN_SIZE
+from tracereader.findings.gpu_changes import (
+    CALLING_LAUNCHES,
+    HEAVY,
+    OF_UNKNOWN_SIZE,
+    has_batch_norms_of_volumes,
+    of_a_large_loss,
+)
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
 from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations
@@ -21,6 +29,16 @@ from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, O
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
 OF_THE_LOSS = 0.25
+# make_graphed_callables returns the same tensors as gradients in each replay, and a parameter without a gradient keeps
+# them: the next replay overwrites them. On an H100, two backward passes and zero_grad(set_to_none=False) gave wrong
+# gradients; torch.compile raised an error. Both were right with zero gradients that were made before.
+OWN_GRADIENTS = (
+    "; backward adds to gradients here: set each .grad to torch.zeros_like(parameter) first and use "
+    "zero_grad(set_to_none=False), or they are wrong (pytorch issue 181723)"
+)
+# The CPU time of a forward and its backward beside their graphs' launches, in launches (Case.launch_us): the calls of
+# the graphs, and the loss. In seven recordings it was 60 to 290.
+PASS_LAUNCHES = 100
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -57,42 +75,71 @@ def cuda_graph(case: Case) -> Proposal | None:
 def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     """Return a proposal to replay forward and backward.
 
-    Only copies of inputs, or the loss, may wait between their launches. An optimizer counts its steps on the CPU, so it
-    cannot be captured without changes. Gradients leave a graph through autograd, which passes each one to its
-    parameter. What follows backward, such as clipping, stays, too. None with sparse gradients: no recorded program
-    shows that a graph can hold them.
+    Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. An
+    optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
+    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
+    sparse gradients: no recorded program shows that a graph can hold them.
     """
     if case.summary.training.has_sparse_gradients:
         return None
-    stays, accumulated = {}, []
+    stays = {}
     for step in case.steps:
-        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step)]
-        calls = step.named(ACCUMULATES.__eq__)
-        given = [op for op in calls if not any(below.work for below in op.walk())]
-        accumulated += [(op.track, op.start, op.us + CALLING_LAUNCHES * case.launch_us) for op in given]
+        loss = [one.launch for one in of_a_large_loss(case, step)]
+        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *loss]
     runs = _runs(case, stays)
     here = id(case.replayed)
     waits = {id(step): _waits_between(step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
+    inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
     how = 'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables'
+    if has_batch_norms_of_volumes(case):
+        how = "torch.cuda.make_graphed_callables"
     copies = len(others[here]) < len(waits[here])
     between = ONLY_COPIES if copies else NO_WAITS
-    if any(others.values()):
-        runs = {id(step): _beside_the_loss(case, step, others[id(step)], runs[id(step)]) for step in case.steps}
-        if not all(runs.values()):
-            return None
+    if any(inside.values()):
+        runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
         how = "torch.cuda.make_graphed_callables(model, …), with the loss outside"
+    if any(len(inside[key]) < len(some) for key, some in others.items()):
+        runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
+    if not all(runs.values()):
+        return None
+    if any(others.values()):
+        places = ["around the loss"] if inside[here] else []
+        places += ["outside forward and backward"] if len(inside[here]) < len(others[here]) else []
         names = listed(dict.fromkeys(map(waits_in, others[here])))
-        between = f"; {'apart from copies to the GPU, ' * copies}the CPU waits only around the loss, in {names}"
+        but = "apart from copies to the GPU, " if copies else ""
+        between = f"; {but}the CPU waits only {' and '.join(places)}, in {names}"
     if not (captured := _captured(runs, case.replayed)):
         return None
     return Proposal(
-        with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), accumulated),
+        with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), _beside_graphs(case)),
         _launches(len(captured), single, " in forward and backward", between),
-        how,
+        how + OWN_GRADIENTS * any(map(added_gradients, case.steps)),
         assumed=single,
         title="replay forward and backward as CUDA graphs",
     )
+
+
+def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
+    """Return the calls that wait in forward, in backward, or between the two; all where these are not known."""
+    inside = Lengths(of_model(case.trace, step))
+    return [op for op in waits if not inside.ends or inside.between(op.start, op.start + 1)]
+
+
+def _beside_graphs(case: Case) -> Iterator[tuple[tuple, int, float]]:
+    """Yield track, start (ns) and CPU time (µs) of what remains beside the graphs of forward and backward.
+
+    Among it are autograd's calls that give parameters their gradients. If some of them add to existing gradients, all
+    will: see OWN_GRADIENTS.
+    """
+    for step in case.steps:
+        for op in backward_begins(case.trace, step):
+            # Not at its start, at which the thread may have waited for another one.
+            yield op.track, op.start + 1, PASS_LAUNCHES * case.launch_us
+        adding = [next(op for op in add.above() if op.name == ACCUMULATES) for add in added_gradients(step)]
+        usual = median_low([op.us for op in adding]) if adding else 0.0
+        for op in step.named(ACCUMULATES.__eq__):
+            yield op.track, op.start, max(op.us, usual) + CALLING_LAUNCHES * case.launch_us
 
 
 def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
