@@ -38,8 +38,9 @@ ASSUMES = {
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
     f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
     f"to the GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
-    "in training, what follows backward and a loss that synchronizes stay as they are, and each parameter with a "
-    f"gradient takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's)",
+    "in training, what follows backward and a loss that synchronizes stay as they are, each parameter with a gradient "
+    f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
+    f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
     "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
     "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
@@ -61,8 +62,10 @@ ASSUMES = {
     "between the model's ops, a compiled call takes the CPU "
     f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "
     f"other op and for each parameter {gpu.CALLING_LAUNCHES} times as long, a batch norm is {gpu.BATCH_NORM_KERNELS} "
-    f"such calls, and the backward of a normalization {gpu.NORM_BACKWARD_KERNELS} unless eager launches more; the "
-    "launch of a CUDA graph takes less time, in proportion to its kernels",
+    "such calls (no CPU time is saved if batch norms take "
+    f"{gpu.MOSTLY_BATCH_NORM:.0%} or more of what can be fused), and the backward of a normalization "
+    f"{gpu.NORM_BACKWARD_KERNELS} unless eager launches more; the launch of a CUDA graph takes less time, in "
+    "proportion to its kernels",
     "fused_attention": f"{gpu.ATTENTION:.0%} of the data sheet's peak; a mask is causal, and half of the work; a call "
     f"takes the CPU {gpu.ATTENTION_CALL_US} µs, in training {gpu.TRAINED_ATTENTION_CALL_US} µs",
     "compile_flex": f"{gpu.ATTENTION:.0%} of the data sheet's peak; no pair of a query and a key is masked; a call "

@@ -15,6 +15,35 @@ def gpu_work(document):
     return [e for e in document["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
+def gradients(how, passes):
+    """Return the gradients of a small model after some steps that add up several passes.
+
+    They are added as the proposal of a CUDA graph for such a step says.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to("cuda")
+    inputs, called = torch.randn(passes, 8, 64, device="cuda"), model
+    if how == "graphed":
+        called = torch.cuda.make_graphed_callables(model, (inputs[0].clone(),))
+    elif how == "compiled":
+        called = torch.compile(model, mode="reduce-overhead")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        for one in inputs:
+            if how == "compiled":
+                torch.compiler.cudagraph_mark_step_begin()
+            called(one).square().mean().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("how", ["graphed", "compiled"])
+def test_gradients_of_several_replays_add_up_in_tensors_of_their_own(how, passes):
+    torch.testing.assert_close(gradients(how, passes), gradients("eager", passes), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("warmup", [(), ("--warmup",)])
 @pytest.mark.parametrize("compiled", [(), ("--compile",)])
 @pytest.mark.parametrize("script", list(LABELS))
