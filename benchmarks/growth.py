@@ -134,6 +134,29 @@ def optimizers(n: int) -> list[dict]:
     return events
 
 
+def passes(n: int) -> list[dict]:
+    """In a trace without steps; each forward and its backward launch five kernels, and a read of the loss follows."""
+    events = []
+    for k in range(n // 5):
+        at, thread = 100 * k, {"tid": 2}
+        events += [op("aten::mm", at, 8), *launched(5 * k, "sgemm", at + 1)]
+        events += [op("aten::mse_loss", at + 10, 8), *launched(5 * k + 1, "loss", at + 11)]
+        node = "autograd::engine::evaluate_function: "
+        events += [op(node + "MseLossBackward0", at + 20, 9, **thread), op("MseLossBackward0", at + 21, 7, **thread)]
+        events += [op(node + "MmBackward0", at + 30, 9, **thread), op("MmBackward0", at + 31, 7, **thread)]
+        events += [op(node + "torch::autograd::AccumulateGrad", at + 40, 9, **thread)]
+        events += [op("aten::add_", at + 41, 7, **thread), op("aten::item", at + 50, 9)]
+        for number, (ts, name) in enumerate([(at + 22, "loss"), (at + 32, "sgemm"), (at + 42, "add")], 2):
+            call, kernel = launched(5 * k + number, name, ts)
+            events += [call | thread, kernel]
+        for forward, backward, tie in ((at, at + 31, 2 * k), (at + 10, at + 21, 2 * k + 1)):
+            flow = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "id": tie}
+            events += [flow | {"ph": "s", "tid": 1, "ts": forward}]
+            events += [flow | {"ph": "f", "tid": 2, "ts": backward, "bp": "e"}]
+        events.append(op("cudaStreamSynchronize", at + 51, 5, "cuda_runtime"))
+    return events
+
+
 def masks(n: int) -> list[dict]:
     made = ("aten::ones", "aten::tril", "aten::mul", "aten::mul", "aten::mul")
     return [op(made[k % 5], 10 * k, 5) for k in range(n)] + list(launched(1, "k", 10 * n))
@@ -202,6 +225,7 @@ KINDS = {
     "launches times overheads (--json)": overheads_in_a_step,
     "overheads in each wait (--json)": overheads_in_every_wait,
     "backward and optimizers": optimizers,
+    "passes of forward and backward": passes,
     "masks made in a trace without steps": masks,
     "runs of equal products in one op": products_in_one_op,
     "memsets and kernels of one op": parts_of_one_op,

@@ -300,14 +300,16 @@ def of_a_large_loss(case: Case, step: Step) -> list[Work]:
 
     The loss is what a step launches between the last heavy activity before a backward pass and the first one in it.
     """
+    begins = backward_begins(case.trace, step)
     launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
-    heavy = [one.launch.start for one in launched if says(one).family in HEAVY]
+    starts = [one.launch.start for one in launched]
+    heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
     found: list[Work] = []
-    begins = backward_begins(case.trace, step) if heavy else []
     for begin in begins:
         place = bisect.bisect_left(heavy, begin.start)
         if 0 < place < len(heavy):
-            found += [one for one in launched if heavy[place - 1] < one.launch.start < heavy[place]]
+            first, last = heavy[place - 1 : place + 1]
+            found += launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
     of_model = len(step.work) - len(case.outside_model(step))
     return found if len(found) > max(LOSS_LAUNCHES * len(begins), LARGE_LOSS * of_model) else []
 
