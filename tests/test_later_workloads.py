@@ -251,7 +251,7 @@ def test_compiled_batch_norms_of_volumes_are_not_told_to_be_compiled():
     ]
     assert {e["name"].startswith("triton_red_fused") for e in slow} == {True}
     assert {math.prod(e["args"]["grid"]) for e in slow} == {26}
-    assert graph_changes.cuda_graph(eager).how == "torch.cuda.make_graphed_callables"
+    assert "torch.compile" not in graph_changes.cuda_graph(eager).how
 
 
 def small_copies(events):

@@ -29,6 +29,9 @@ from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, O
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
 OF_THE_LOSS = 0.25
+# Two calls of a graphed model and then one backward gave wrong gradients on an H100: the second call had overwritten
+# what the first one keeps for backward.
+CALLED_ONCE = "torch.cuda.make_graphed_callables if backward follows each call of the model"
 # make_graphed_callables returns the same tensors as gradients in each replay, and a parameter without a gradient keeps
 # them: the next replay overwrites them. On an H100, two backward passes and zero_grad(set_to_none=False) gave wrong
 # gradients; torch.compile raised an error. Both were right with zero gradients that were made before.
@@ -91,14 +94,16 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     waits = {id(step): _waits_between(step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
-    how = 'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables'
-    if has_batch_norms_of_volumes(case):
-        how = "torch.cuda.make_graphed_callables"
+    how = (
+        CALLED_ONCE
+        if has_batch_norms_of_volumes(case)
+        else f'torch.compile(model, mode="reduce-overhead"), or {CALLED_ONCE}'
+    )
     copies = len(others[here]) < len(waits[here])
     between = ONLY_COPIES if copies else NO_WAITS
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
-        how = "torch.cuda.make_graphed_callables(model, …), with the loss outside"
+        how = f"{CALLED_ONCE}, with the loss outside"
     if any(len(inside[key]) < len(some) for key, some in others.items()):
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
     if not all(runs.values()):
