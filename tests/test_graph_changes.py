@@ -16,6 +16,7 @@ from test_opportunities import launch_quartile, priced_changes, raw_events
 
 from tracereader import cli
 from tracereader.figures import summarize
+from tracereader.figures.autograd import added_gradients, backward_begins
 from tracereader.figures.side import Side
 from tracereader.findings import gpu_changes, graph_changes, made
 from tracereader.replay import cuda_graph, graph_of
@@ -179,16 +180,87 @@ def test_only_waits_outside_forward_and_backward_leave_the_graphs_of_several_pas
 
 def test_a_loss_that_launches_most_of_forward_and_backward_is_no_part_of_the_model(monkeypatch):
     """A small policy of reinforcement learning: its loss computes distributions in Python."""
-    file = file_of("rl")
-    events = raw_events(file)
+    events = raw_events(file_of("rl"))
     products = [e for e in events if e.get("cat") == "kernel" and re.search("gemm|cutlass|nvjet", e["name"])]
     assert len(products) < 0.2 * sum(e.get("cat") == "kernel" for e in events)
-    before = priced_changes(file)
+    case, before = case_of(file_of("rl")), priced_changes(file_of("rl"))
+    for step, mark in zip(case.steps, raw_steps(events), strict=True):
+        begins = [e["ts"] for e in passes_of(events, mark)]
+        loss = {id(one): one for one in gpu_changes.of_a_large_loss(case, step)}
+        assert len(begins) == 2 and len(loss) == 2 * 58
+        heavy = [e for e in in_step(events, mark, "cpu_op") if e["name"] in ("aten::addmm", "aten::mm")]
+        for begin in begins:
+            last = max(e["ts"] for e in heavy if e["ts"] < begin)
+            following = min(e["ts"] for e in heavy if e["ts"] > begin)
+            launches = [ts for ts in launches_in(events, mark) if last < ts < following]
+            assert 0 < len(launches) - 58 < 5, "those of the products' own ops"
     monkeypatch.setattr(gpu_changes, "LARGE_LOSS", 2)
-    after = priced_changes(file)
-    assert "cuda_graph" not in before and "cuda_graph" in after
-    fused = [found["fuse_pointwise"].saves_us for found in (before, after)]
+    assert not any(gpu_changes.of_a_large_loss(case, step) for step in case.steps)
+    fused = [found["fuse_pointwise"].saves_us for found in (before, priced_changes(file_of("rl")))]
     assert 0 < fused[0] < 0.2 * fused[1]
+
+
+def in_forward(events):
+    """Let each step wait before the first op that backward belongs to, as a part without gradients may."""
+    for step, mark in enumerate(raw_steps(events)):
+        op = min((e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::conv2d"), key=lambda e: e["ts"])
+        call = event("cudaStreamSynchronize", "cuda_runtime", op["ts"] - 0.2, 0.1, correlation=10**8 + step)
+        launch = {"correlation": 2 * 10**8 + step}
+        kernel = next(e for e in events if e.get("cat") == "kernel" and e["ts"] > op["ts"])
+        thread = {"pid": op["pid"], "tid": op["tid"]}
+        events += [
+            call | thread,
+            event("cudaLaunchKernel", "cuda_runtime", op["ts"] - 0.4, 0.1, **launch) | thread,
+            kernel | {"ts": op["ts"] - 0.3, "dur": 0.05, "args": kernel["args"] | launch},
+        ]
+
+
+def test_a_wait_before_the_first_backward_may_be_in_forward(tmp_path):
+    assert "cuda_graph" in priced_changes(file_of("gan"))
+    assert graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, in_forward))) is None
+
+
+def in_a_closure(events):
+    """Let an optimizer's mark reach from the second backward on, as one does that calls the model itself."""
+    for mark in raw_steps(events):
+        begins = passes_of(events, mark)[1]["ts"]
+        optimizer = next(e for e in in_step(events, mark, "user_annotation") if e["name"].startswith("Optimizer.step"))
+        until = end(optimizer)
+        optimizer |= {"ts": begins - 0.5, "dur": until - begins + 0.5}
+
+
+def gradients_of_gradients(events):
+    for e in events:
+        e["name"] = str(e.get("name")).replace("ConvolutionBackward0", "ConvolutionBackwardBackward0")
+
+
+@pytest.mark.parametrize("edit", [in_a_closure, gradients_of_gradients])
+def test_graphs_are_for_models_that_only_the_program_calls_and_that_are_differentiated_once(tmp_path, edit):
+    assert graph_changes.cuda_graph(case_of(edited(file_of("gan"), tmp_path, edit))) is None
+
+
+def kept_in_one_pass(events):
+    """Let each step of a single backward pass add to its gradients."""
+    for e in list(events):
+        if e.get("name") == "torch::autograd::AccumulateGrad":
+            events.append(e | {"name": "aten::add_", "ts": e["ts"] + 0.01, "dur": 0.1, "args": {}})
+
+
+def in_a_hook(events):
+    """Let an optimizer update each parameter as soon as its gradient is there."""
+    for e in list(events):
+        if e.get("name") == "torch::autograd::AccumulateGrad":
+            mark = e | {"cat": "user_annotation", "name": "Optimizer.step#SGD.step", "args": {}}
+            events.append(mark | {"ts": e["ts"] + 0.01, "dur": e["dur"] - 0.02})
+            events.append(e | {"name": "aten::add_", "ts": e["ts"] + 0.02, "dur": 0.1, "args": {}})
+
+
+def test_a_single_pass_has_no_gradients_to_add_to_and_an_optimizer_in_a_hook_adds_none(tmp_path):
+    case = case_of(edited(file_of("ema"), tmp_path, kept_in_one_pass))
+    assert "zero_grad(set_to_none=True)" in graph_changes.cuda_graph(case).how
+    case = case_of(edited(file_of("ema"), tmp_path, in_a_hook))
+    assert not any(map(added_gradients, case.steps))
+    assert {len(backward_begins(case.trace, step)) for step in case.steps} == {1}
 
 
 def with_cpu_work(events):

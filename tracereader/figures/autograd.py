@@ -9,7 +9,7 @@ from tracereader.figures.intervals import Intervals, Lengths, length, minus, uni
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
 from tracereader.figures.steps import outermost_named
 from tracereader.trace import Op, Step, Trace
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZERS, is_torchs_own
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
 
@@ -68,21 +68,35 @@ def of_model(trace: Trace, step: Step) -> Intervals:
     return union([*spans[FORWARD], *spans[BACKWARD], *between])
 
 
+def backward_nodes(step: Step) -> list[Op]:
+    """Return the engine's records of the nodes of backward, in the order of the ops: see Step.named()."""
+    return step.named(lambda name: name.startswith(AUTOGRAD))
+
+
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.
 
-    One node if autograd's events tie no backward to a forward, because they tell the passes apart.
+    The program's thread runs an op between two passes, at least the one that makes the gradient of a loss. If
+    autograd's events tie no backward to a forward, only one node is returned, because they show which threads are the
+    program's.
     """
-    nodes = sorted(step.named(lambda name: name.startswith(AUTOGRAD)), key=lambda op: op.start)
-    starts = [node.start for node in nodes]
-    begins = [start for start, _ in _spans(trace, step)[BACKWARD]] if _is_tied(trace, step) else starts[:1]
-    return [nodes[bisect.bisect_left(starts, begin)] for begin in begins if begin <= starts[-1]]
+    if not _is_tied(trace, step):
+        return sorted(backward_nodes(step), key=lambda op: op.start)[:1]
+    threads = {track for track, _ in trace.forward_of.values()}
+    found, is_running = [], False
+    for op in step.outermost:
+        if op.name.startswith(AUTOGRAD):
+            found += [] if is_running else [op]
+            is_running = True
+        elif op.kind == "op" and op.track in threads:
+            is_running = False
+    return found
 
 
 def added_gradients(step: Step) -> list[Op]:
-    """Return the ops that add a gradient to an existing one, in order."""
-    calls = (op for call in step.named(ACCUMULATES.__eq__) for op in call.walk())
-    return sorted((op for op in calls if op.name == "aten::add_"), key=lambda op: op.start)
+    """Return the ops that add a gradient to an existing one, in order. An optimizer in a hook is not meant."""
+    nodes = (op for call in step.named(ACCUMULATES.__eq__) for op in call.children if op.name == GIVES_GRADIENT)
+    return sorted((op for node in nodes for op in node.children if op.name == "aten::add_"), key=lambda op: op.start)
 
 
 def in_backward(op: Op) -> bool:
@@ -92,7 +106,7 @@ def in_backward(op: Op) -> bool:
 
 def _is_tied(trace: Trace, step: Step) -> bool:
     """Return whether the step has a backward, and the trace ties backwards to their forwards."""
-    return bool(trace.forward_of and step.named(lambda name: name.startswith(AUTOGRAD)))
+    return bool(trace.forward_of and backward_nodes(step))
 
 
 def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:

@@ -138,6 +138,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         return None  # equal grids alone show twice as many chains as there are
     if case.summary.training.has_sparse_gradients:
         return None  # a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0
+    if case.differentiates_twice:
+        return None
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
     saves_calls = case.trace.trains and not case.summary.launches_graphs and not _has_outputs_of_unknown_size(case)
     if not (saves_calls or case.summary.launches_graphs or case.could_gain(FUSABLE)):
@@ -169,7 +171,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if saves_calls:
         graph = _with_compiled_calls(case, of_the_model, eager, in_typical)
         saved_us = case.graph.cpu_us - graph.cpu_us
-    else:  # guards, which each part of a broken graph has, cost about as much as the removed ops
+    else:  # no CPU time is saved: guards, or the calls of compiled batch norms, cost about as much as the removed ops
         times = {}
         for (first, *rest), us in case.groups_in_all_steps(in_typical):
             times |= {first: us, **dict.fromkeys(rest, 0.0)}
@@ -290,7 +292,7 @@ def has_batch_norms_of_volumes(case: Case) -> bool:
 
     Instance normalization calls the same ops, and is not meant: a compiled 3-D U-Net with it saved 18%.
     """
-    calls = case.step.named(lambda name: BATCH_NORM in name)
+    calls = case.step.named(lambda name: name.startswith("aten::") and BATCH_NORM in name)
     of_volumes = (op for op in calls if len(op.inputs.dims_at(0) or ()) == 5 and not in_backward(op))
     return any(all(above.name != "aten::instance_norm" for above in op.above()) for op in of_volumes)
 
@@ -298,15 +300,14 @@ def has_batch_norms_of_volumes(case: Case) -> bool:
 def of_a_large_loss(case: Case, step: Step) -> list[Work]:
     """Return the loss's activities if the loss is large. Changes of the model leave such a loss alone.
 
-    The loss is what a step launches between the last heavy activity before a backward pass and the first one in it.
+    The loss is what a step launches between two heavy activities if a backward pass begins between the two.
     """
     begins = backward_begins(case.trace, step)
     launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
     starts = [one.launch.start for one in launched]
     heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
     found: list[Work] = []
-    for begin in begins:
-        place = bisect.bisect_left(heavy, begin.start)
+    for place in {bisect.bisect_left(heavy, begin.start) for begin in begins}:
         if 0 < place < len(heavy):
             first, last = heavy[place - 1 : place + 1]
             found += launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]

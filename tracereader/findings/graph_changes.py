@@ -5,9 +5,9 @@ from itertools import chain, islice
 from statistics import median_low
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
-from tracereader.figures.autograd import added_gradients, backward_begins, in_backward, of_model
+from tracereader.figures.autograd import added_gradients, backward_begins, backward_nodes, in_backward, of_model
 from tracereader.figures.decoding import MANY_LAUNCHES
-from tracereader.figures.intervals import Lengths
+from tracereader.figures.intervals import Lengths, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
 from tracereader.findings.finding import counted, duration, listed
@@ -39,6 +39,8 @@ OWN_GRADIENTS = (
     "; backward adds to gradients here: set each .grad to torch.zeros_like(parameter) first and use "
     "zero_grad(set_to_none=False), or they are wrong (pytorch issue 181723)"
 )
+# One backward pass has right gradients if they are None before.
+NO_GRADIENTS = "; use zero_grad(set_to_none=True) with them, or gradients are wrong (pytorch issue 181723)"
 # The CPU time of a forward and its backward beside their graphs' launches, in launches (Case.launch_us): the calls of
 # the graphs, and the loss. In seven recordings it was 60 to 290.
 PASS_LAUNCHES = 100
@@ -81,9 +83,11 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. An
     optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
     autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
-    sparse gradients: no recorded program shows that a graph can hold them.
+    sparse gradients: no recorded program shows that a graph can hold them. None if an optimizer calls the model itself.
     """
-    if case.summary.training.has_sparse_gradients:
+    if case.summary.training.has_sparse_gradients or case.differentiates_twice:
+        return None
+    if any(map(_has_backward_in_an_optimizer, case.steps)):
         return None
     stays = {}
     for step in case.steps:
@@ -109,9 +113,10 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     if not all(runs.values()):
         return None
     if any(others.values()):
-        places = ["around the loss"] if inside[here] else []
-        places += ["outside forward and backward"] if len(inside[here]) < len(others[here]) else []
-        names = listed(dict.fromkeys(map(waits_in, others[here])))
+        shown = next(key for key in (here, *others) if others[key])
+        places = ["around the loss"] if inside[shown] else []
+        places += ["outside forward and backward"] if len(inside[shown]) < len(others[shown]) else []
+        names = listed(dict.fromkeys(map(waits_in, others[shown])))
         but = "apart from copies to the GPU, " if copies else ""
         between = f"; {but}the CPU waits only {' and '.join(places)}, in {names}"
     if not (captured := _captured(runs, case.replayed)):
@@ -119,16 +124,33 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     return Proposal(
         with_cpu_time(as_cuda_graph(case.graph, chain(*runs.values())), _beside_graphs(case)),
         _launches(len(captured), single, " in forward and backward", between),
-        how + OWN_GRADIENTS * any(map(added_gradients, case.steps)),
+        how + _prepared_gradients(case),
         assumed=single,
         title="replay forward and backward as CUDA graphs",
     )
 
 
 def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
-    """Return the calls that wait in forward, in backward, or between the two; all where these are not known."""
-    inside = Lengths(of_model(case.trace, step))
-    return [op for op in waits if not inside.ends or inside.between(op.start, op.start + 1)]
+    """Return the calls that wait in forward, in backward, or between the two; all where these are not known.
+
+    Before the first backward that is not known, because forward may begin with parts that need no gradients.
+    """
+    since, inside = _first_of_backward(step), Lengths(of_model(case.trace, step))
+    return [op for op in waits if not inside.ends or op.start < since or inside.between(op.start, op.start + 1)]
+
+
+def _has_backward_in_an_optimizer(step: Step) -> bool:
+    """Return whether an optimizer calls a closure that runs backward. An optimizer in a hook of backward does not."""
+    marks = [(op.start, op.end) for op in labels(step, OPTIMIZER) if not in_backward(op)]
+    inside = Lengths(union(marks))
+    return any(inside.between(op.start, op.start + 1) for op in backward_nodes(step)) if marks else False
+
+
+def _prepared_gradients(case: Case) -> str:
+    """Return how the gradients have to be prepared if backward adds to existing ones; "" if it does not."""
+    if not any(map(added_gradients, case.steps)):
+        return ""
+    return OWN_GRADIENTS if any(len(backward_begins(case.trace, step)) > 1 for step in case.steps) else NO_GRADIENTS
 
 
 def _beside_graphs(case: Case) -> Iterator[tuple[tuple, int, float]]:
@@ -175,7 +197,7 @@ def _beside_the_loss(case: Case, step: Step, waits: Sequence[Op], runs: Sequence
 def _forward_of_nodes_before(case: Case, step: Step, time: int) -> list[int]:
     """Return the starts (ns) of the forward ops of the backward nodes that begin before a time."""
     found, forward_of = [], case.trace.forward_of
-    for node in _nodes(step):
+    for node in backward_nodes(step):
         if node.start < time:
             tied = (key for below in node.walk() if (key := (below.track, below.start)) in forward_of)
             if (key := next(tied, None)) is not None:
@@ -269,7 +291,7 @@ def _beside_the_model(case: Case, step: Step) -> list[Op]:
 
     If autograd's events tie no backward to a forward, these are the outermost ops and calls after the last backward.
     """
-    end = max((node.end for node in _nodes(step)), default=step.end)
+    end = max((node.end for node in backward_nodes(step)), default=step.end)
     beside = _beside_backward(step)
     if not case.trace.forward_of or (not _launch_many(beside) and all(op.start >= end for op in beside)):
         return [op for op in beside if op.start >= end]
@@ -296,12 +318,7 @@ def _work_beside_the_model(case: Case, step: Step) -> list[Work]:
 
 def _first_of_backward(step: Step) -> int:
     """Return the start (ns) of the first op of backward; the step's end without backward."""
-    return min((node.start for node in _nodes(step)), default=step.end)
-
-
-def _nodes(step: Step) -> list[Op]:
-    """Return the records of autograd's engine of a step, one for each node of backward."""
-    return step.named(lambda name: name.startswith(AUTOGRAD))
+    return min((node.start for node in backward_nodes(step)), default=step.end)
 
 
 def _can_be_captured(case: Case) -> bool:

@@ -347,6 +347,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def _outside_by_step(self) -> dict[int, set[int]]:
         return {}
 
+    @cached_property
+    def differentiates_twice(self) -> bool:
+        """Return whether gradients of gradients are computed, which neither torch.compile nor graphed callables can."""
+        return self.has(lambda name: "BackwardBackward" in name)
+
     def is_internal(self, op: Op) -> bool:
         """Return whether backward, or flex_attention that is not compiled, calls this op."""
         return id(op) in self.in_flex or in_backward(op)

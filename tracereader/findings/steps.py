@@ -295,7 +295,8 @@ def _largest_family(gpu: GpuTime, work: Sequence[GpuWork] = ()) -> str:
         moving = [one for one in work if one.family == "copy"]
         gathering = sum(one.us for one in moving if one.kind == "kernel" and GATHERING.search(one.name))
         noun += ", mostly gathers and scatters" * (2 * gathering > sum(one.us for one in moving))
-    return f"{us / gpu.busy_us:.0%} of the busy time is {noun}"
+    share = us / gpu.busy_us if gpu.busy_us else 0.0  # a trace may record activities of no length
+    return f"{share:.0%} of the busy time is {noun}"
 
 
 @finding(predicts=lambda name: f"at this size the step is {name}", needs_gpu=True)

@@ -136,7 +136,8 @@ def launching_only(graph: Graph, groups: Sequence[Collection[Work]]) -> list[lis
     """
     (launched, outermost_of), found = graph.launched, []
     of_groups = [{id(one.launch): one.launch for one in group if one.launch is not None} for group in groups]
-    roots = {outermost_of[key] for calls in of_groups for key in calls}
+    # A call outside of the replayed steps stays as it is.
+    roots = {outermost_of[key] for calls in of_groups for key in calls if key in outermost_of}
     for group, calls in zip(groups, of_groups, strict=True):
         below: dict[int, int] = defaultdict(int)  # id(Op) -> the group's activities in the call and in whole ops below
         for one in group:

@@ -184,7 +184,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         return sorted([call.start for call in calls.values()])
 
     def ends(self) -> list[int]:
-        """Return the end of each node (ns). A node starts by its `dur` earlier."""
+        """Return the end of each node (ns). Its start is its end minus its `dur`."""
         ends: list[int] = []
         add, at, durations = ends.append, self.at, self.dur
         columns = (getattr(self, name) for name in COLUMNS if name != "at")
