@@ -1,5 +1,6 @@
 """Traces that are odd but valid: annotations on several threads, steps of no length, a device without a number."""
 
+import gzip
 import json
 import signal
 from pathlib import Path
@@ -393,3 +394,25 @@ def test_a_launch_in_no_op_is_from_nothing_not_from_several_steps(written):
     work = [one for number in range(3) for one in launched(1000 * number + 10, number)]
     ours = summarize(read(written(event("aten::mm", "cpu_op", 1, 2), *steps, *work)))
     assert [one.asked_by for one in ours.kernels] == [""] and [one.asked_by for one in ours.gpu_work] == [""]
+
+
+def half_a_step_later(events):
+    marks = [one for one in events if str(one.get("name")).startswith("ProfilerStep#") and "dur" in one]
+    for mark in marks:
+        mark["ts"] += mark["dur"] / 2
+
+
+def of_no_length(events):
+    for one in events:
+        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            one["dur"] = 0
+
+
+@pytest.mark.parametrize("edit", [half_a_step_later, of_no_length])
+def test_steps_that_cut_an_optimizer_and_activities_of_no_length_are_read(tmp_path, capsys, edit):
+    path = Path(__file__).resolve().parent / "traces/h100/graphs/gan.json.gz"
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    edit(found["traceEvents"])
+    (tmp_path / "edited.json").write_text(json.dumps(found))
+    assert cli.main([str(tmp_path / "edited.json")]) == 0
+    assert "3 steps of" in capsys.readouterr().out
