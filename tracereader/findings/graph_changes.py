@@ -31,7 +31,7 @@ from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, O
 OF_THE_LOSS = 0.25
 # Two calls of a graphed model and then one backward gave wrong gradients on an H100: the second call had overwritten
 # what the first one keeps for backward.
-CALLED_ONCE = "torch.cuda.make_graphed_callables if backward follows each call of the model"
+CALLED_ONCE = "torch.cuda.make_graphed_callables if backward follows each call"
 # make_graphed_callables returns the same tensors as gradients in each replay, and a parameter without a gradient keeps
 # them: the next replay overwrites them. On an H100, two backward passes and zero_grad(set_to_none=False) gave wrong
 # gradients; torch.compile raised an error. Both were right with zero gradients that were made before.
@@ -107,7 +107,7 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     between = ONLY_COPIES if copies else NO_WAITS
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
-        how = f"{CALLED_ONCE}, with the loss outside"
+        how = "if backward follows each call, torch.cuda.make_graphed_callables without the loss"
     if any(len(inside[key]) < len(some) for key, some in others.items()):
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
     if not all(runs.values()):
