@@ -2,8 +2,10 @@
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import pairwise
+from typing import TypeVar
 
 from tracereader.figures.intervals import Intervals, Lengths, length, minus, union
 from tracereader.figures.places import OUTSIDE_PHASES, Place, phases
@@ -12,6 +14,20 @@ from tracereader.trace import Op, Step, Trace
 from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZERS, is_torchs_own
 
 FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "DataLoader"
+T = TypeVar("T")
+
+
+def _kept_by_step(function: Callable[[Trace, Step], T]) -> Callable[[Trace, Step], T]:
+    """Return the function with its result kept by the step, which belongs to one trace. Several changes ask for it."""
+
+    @wraps(function)
+    def kept(trace: Trace, step: Step) -> T:
+        results = vars(step)
+        if function.__name__ not in results:
+            results[function.__name__] = function(trace, step)
+        return results[function.__name__]
+
+    return kept
 
 
 def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
@@ -41,6 +57,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
 
 
+@_kept_by_step
 def outside_model(trace: Trace, step: Step) -> set[int]:
     """Return the ids of the GPU activities of a training step that neither forward nor backward launches.
 
@@ -73,6 +90,7 @@ def backward_nodes(step: Step) -> list[Op]:
     return step.named(lambda name: name.startswith(AUTOGRAD))
 
 
+@_kept_by_step
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.
 
@@ -121,15 +139,9 @@ def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:
         yield name
 
 
+@_kept_by_step
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
-    """Return the time intervals of each phase, in order. They do not overlap. The step keeps them."""
-    kept = vars(step)
-    if "spans_of_phases" not in kept:
-        kept["spans_of_phases"] = _found_spans(trace, step)
-    return kept["spans_of_phases"]
-
-
-def _found_spans(trace: Trace, step: Step) -> dict[str, Intervals]:
+    """Return the time intervals of each phase, in order. They do not overlap."""
     backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))
     named = outermost_named(step, lambda name: name.startswith((OPTIMIZERS, LOADER)))
     labels = [op for op in named if op.kind == "label"]

@@ -7,7 +7,7 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 
-from tracereader.figures.autograd import in_backward
+from tracereader.figures.autograd import backward_nodes, in_backward
 from tracereader.figures.intervals import Intervals, Lengths, gaps, joined, length, minus, union
 from tracereader.figures.places import Place
 from tracereader.figures.steps import graph_spans, ids_inside, outermost_named
@@ -306,8 +306,7 @@ def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:
     """
     calling = [one for one in slices if not in_backward(one)]
     steps = Lengths(union((one.start, one.end) for one in calling))
-    backward = step.named(lambda name: name.startswith(AUTOGRAD))
-    backward = [op for op in backward if steps.between(op.start, op.start + 1)]
+    backward = [op for op in backward_nodes(step) if steps.between(op.start, op.start + 1)]
     numbers = {_numbers_of(op).number for op in backward} - {-1}
     forward, pending = [], list(calling) if numbers else []
     while pending:

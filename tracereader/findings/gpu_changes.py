@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
-from tracereader.figures.autograd import backward_begins, in_backward
+from tracereader.figures.autograd import backward_begins, backward_nodes, in_backward, outside_model
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -38,7 +38,6 @@ from tracereader.trace.families import says
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import (
     ACCUMULATES,
-    AUTOGRAD,
     DDPS_FORWARD,
     FLEX_ATTENTION,
     INDUCTORS_CALL,
@@ -101,14 +100,14 @@ COMPILED_CALL_LAUNCHES, CALLING_LAUNCHES = 8.5, 2
 # A compiled normalization has more kernels than eager's, because its sums over the batch are kernels of their own. A
 # batch norm has 3.1 in training, and its backward 3.8 (ResNet-50, ResNet-152). The backward of a layer norm has 1.8 to
 # 4.3 (four recordings).
-BATCH_NORM = "batch_norm"  # in its ops' names
 BATCH_NORM_KERNELS, NORM_BACKWARD_KERNELS = 3, 4
+BATCH_NORM = "batch_norm"  # in its ops' names
 # If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
 # three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
 MOSTLY_BATCH_NORM = 0.5
 # A loss is large if it launches more than this share of forward and backward, and more than so many activities in each
-# pass. Losses of the recorded models launch up to 34 and 24%, and that of a small policy in reinforcement learning 58
-# and 72%.
+# pass. The losses of recorded models launch at most 29% (29 activities), or at most 71 activities (5%), and that of a
+# small policy in reinforcement learning 72% (58).
 LARGE_LOSS, LOSS_LAUNCHES = 0.5, 35
 NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 # What torch.compile of a model leaves as it is: other parts of the step, and a part of the model that is compiled.
@@ -311,7 +310,7 @@ def of_a_large_loss(case: Case, step: Step) -> list[Work]:
         if 0 < place < len(heavy):
             first, last = heavy[place - 1 : place + 1]
             found += launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
-    of_model = len(step.work) - len(case.outside_model(step))
+    of_model = len(step.work) - len(outside_model(case.trace, step))
     return found if len(found) > max(LOSS_LAUNCHES * len(begins), LARGE_LOSS * of_model) else []
 
 
@@ -339,7 +338,7 @@ def _of_the_model(case: Case) -> list[Entry]:
 
     An uncompiled flex_attention is left out: see compile_flex. So is a large loss.
     """
-    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | case.outside_model(case.step)
+    not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
     not_the_models.update(map(id, of_a_large_loss(case, case.step)))
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
@@ -493,7 +492,7 @@ def compile_flex(case: Case) -> Proposal | None:
     groups_in_all_steps = case.groups_in_all_steps(groups)
     calls = {id(call): call for work, _ in groups_in_all_steps if (call := _flex_call(case, work[0])) is not None}
     # A forward runs parts of autograd's engine to find its backward. Without that, the engine's thread waits in it.
-    engines = {op.track for op in case.step.named(lambda name: name.startswith(AUTOGRAD))}
+    engines = {op.track for op in backward_nodes(case.step)}
     spans = [
         (track, call.start, call.end)
         for call in calls.values()

@@ -5,9 +5,16 @@ from itertools import chain, islice
 from statistics import median_low
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
-from tracereader.figures.autograd import added_gradients, backward_begins, backward_nodes, in_backward, of_model
+from tracereader.figures.autograd import (
+    added_gradients,
+    backward_begins,
+    backward_nodes,
+    in_backward,
+    of_model,
+    outside_model,
+)
 from tracereader.figures.decoding import MANY_LAUNCHES
-from tracereader.figures.intervals import Lengths, union
+from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
 from tracereader.findings.finding import counted, duration, listed
@@ -40,7 +47,7 @@ OWN_GRADIENTS = (
     "zero_grad(set_to_none=False), or they are wrong (pytorch issue 181723)"
 )
 # One backward pass has right gradients if they are None before.
-NO_GRADIENTS = "; use zero_grad(set_to_none=True) with them, or gradients are wrong (pytorch issue 181723)"
+NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (pytorch issue 181723)"
 # The CPU time of a forward and its backward beside their graphs' launches, in launches (Case.launch_us): the calls of
 # the graphs, and the loss. In seven recordings it was 60 to 290.
 PASS_LAUNCHES = 100
@@ -85,9 +92,12 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
     sparse gradients: no recorded program shows that a graph can hold them. None if an optimizer calls the model itself.
     """
-    if case.summary.training.has_sparse_gradients or case.differentiates_twice:
-        return None
-    if any(map(_has_backward_in_an_optimizer, case.steps)):
+    training = case.summary.training
+    if (
+        training.has_sparse_gradients
+        or case.differentiates_twice
+        or any(one.backward_us for one in training.optimizers)
+    ):
         return None
     stays = {}
     for step in case.steps:
@@ -98,11 +108,8 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
     waits = {id(step): _waits_between(step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
-    how = (
-        CALLED_ONCE
-        if has_batch_norms_of_volumes(case)
-        else f'torch.compile(model, mode="reduce-overhead"), or {CALLED_ONCE}'
-    )
+    compiled = "" if has_batch_norms_of_volumes(case) else 'torch.compile(model, mode="reduce-overhead"), or '
+    how = compiled + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
     between = ONLY_COPIES if copies else NO_WAITS
     if any(inside.values()):
@@ -139,13 +146,6 @@ def _inside_the_model(case: Case, step: Step, waits: Sequence[Op]) -> list[Op]:
     return [op for op in waits if not inside.ends or op.start < since or inside.between(op.start, op.start + 1)]
 
 
-def _has_backward_in_an_optimizer(step: Step) -> bool:
-    """Return whether an optimizer calls a closure that runs backward. An optimizer in a hook of backward does not."""
-    marks = [(op.start, op.end) for op in labels(step, OPTIMIZER) if not in_backward(op)]
-    inside = Lengths(union(marks))
-    return any(inside.between(op.start, op.start + 1) for op in backward_nodes(step)) if marks else False
-
-
 def _prepared_gradients(case: Case) -> str:
     """Return how the gradients have to be prepared if backward adds to existing ones; "" if it does not."""
     if not any(map(added_gradients, case.steps)):
@@ -156,8 +156,8 @@ def _prepared_gradients(case: Case) -> str:
 def _beside_graphs(case: Case) -> Iterator[tuple[tuple, int, float]]:
     """Yield track, start (ns) and CPU time (µs) of what remains beside the graphs of forward and backward.
 
-    Among it are autograd's calls that give parameters their gradients. If some of them add to existing gradients, all
-    will: see OWN_GRADIENTS.
+    Among it are autograd's calls that give parameters their gradients. If some of them add to existing gradients, each
+    counts as if it did: see OWN_GRADIENTS.
     """
     for step in case.steps:
         for op in backward_begins(case.trace, step):
@@ -312,7 +312,7 @@ def _launch_many(ops: Sequence[Op]) -> bool:
 
 def _work_beside_the_model(case: Case, step: Step) -> list[Work]:
     """Return the activities that are launched after a backward has begun, by neither forward nor backward."""
-    since, outside = _first_of_backward(step), case.outside_model(step)
+    since, outside = _first_of_backward(step), outside_model(case.trace, step)
     return [one for one in step.work if id(one) in outside and one.launch is not None and one.launch.start >= since]
 
 

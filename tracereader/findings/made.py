@@ -82,8 +82,8 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 def _cuda_graph(before: Side, after: Side) -> bool:
     """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
     of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
-    replayed = share_in_graphs(after) * len(after.summary.gpu_work)
-    mostly = 2 * replayed > len(after.summary.gpu_work) - of_optimizers
+    work = after.summary.gpu_work
+    mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
     if graphs_launched(before) or not mostly or _update_graph(before, after):
         return False
     compiled = _newly_compiled(before, after) and _same_products(before, after)

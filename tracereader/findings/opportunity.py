@@ -13,7 +13,7 @@ import msgspec
 
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys
-from tracereader.figures.autograd import in_backward, outside_model
+from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ids_inside, ops_recorded
@@ -337,19 +337,9 @@ class Case(msgspec.Struct, frozen=True, dict=True):
                 found |= uncompiled_flex(step)
         return found
 
-    def outside_model(self, step: Step) -> set[int]:
-        """Return the ids of a step's activities that neither forward nor backward launches: see outside_model()."""
-        if id(step) not in self._outside_by_step:
-            self._outside_by_step[id(step)] = outside_model(self.trace, step)
-        return self._outside_by_step[id(step)]
-
-    @cached_property
-    def _outside_by_step(self) -> dict[int, set[int]]:
-        return {}
-
     @cached_property
     def differentiates_twice(self) -> bool:
-        """Return whether gradients of gradients are computed, which neither torch.compile nor graphed callables can."""
+        """Return whether gradients of gradients are computed. torch.compile and graphed callables cannot do that."""
         return self.has(lambda name: "BackwardBackward" in name)
 
     def is_internal(self, op: Op) -> bool:
