@@ -38,6 +38,7 @@ ASSUMES = {
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
     f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
     f"to the GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
+    "if the CPU waits in the model for a value or a copied index, these waits are dropped first; "
     "in training, what follows backward and a loss that synchronizes stay as they are, each parameter with a gradient "
     f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
     f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",

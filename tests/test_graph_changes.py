@@ -2,7 +2,10 @@
 
 The traces are of small models on an H100, each with the changed step from the same process. Without the profiler the
 steps took: muon 15.1 to 17.5 ms, and 6.5 to 7.0 with a graph; ema 6.6 to 8.2 and 5.7 to 7.0; ctc 8.1 to 8.8 and 3.5 to
-3.8; masked 7.1 to 9.5 and 2.8 to 3.2; gan 9.7 to 12.4 and 6.9 to 7.5; accum (4 passes) 23 to 29 and 7.1 to 7.9.
+3.8; masked 7.1 to 9.5 and 2.8 to 3.2; gan 9.7 to 12.4 and 6.9 to 7.5; accum (4 passes) 23 to 29 and 7.1 to 7.9; lstm
+4.8 to 5.2 and 1.6 to 1.7. With graphs, and without the synchronizations in the model: item 4.6 to 5.4 and 1.3 to 1.9;
+item_compile 5.4 to 6.6 and 2.0 to 2.5; index 5.7 to 6.9 and 2.3 to 2.5; padded (GPT-2 of Hugging Face) 18.7 to 21.0 and
+3.9 to 4.0; inference 2.6 to 2.9 and 0.28.
 """
 
 import json
@@ -10,6 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from raw_events import end, event, raw_steps
 from test_later_workloads import case_of, edited
 from test_opportunities import launch_quartile, priced_changes, raw_events
@@ -24,6 +28,7 @@ from tracereader.replay.changes import GRAPH_GAP_US
 from tracereader.trace import read
 
 GRAPHS = Path(__file__).resolve().parent / "traces/h100/graphs"
+SYNCS = ROOT / "traces/reference/nvidia-h200/changes/syncs/item.json.gz"
 BACKWARD = "autograd::engine::evaluate_function: "
 
 
@@ -53,6 +58,11 @@ def last_of_backward(events, mark):
     ("masked", "cuda_graph"),  # logits and targets are selected with a mask
     ("gan", "cuda_graph"),  # the program reads losses between its three backward passes
     ("accum", "cuda_graph"),  # four passes add up their gradients, and the program reads each loss
+    ("lstm", "cuda_graph"),
+    ("item", "cuda_graph"),  # each block reads a maximum and compares it on the CPU
+    ("item_compile", "cuda_graph"),  # the same model, compiled: each read breaks its graph
+    ("index", "cuda_graph"),  # an index tensor lies on the CPU
+    ("padded", "cuda_graph"),  # the library checks whether the attention mask has a zero
 ])  # fmt: skip
 def test_the_recorded_step_with_the_graph_is_near_the_predicted_one(name, change, capsys):
     one = priced_changes(file_of(name))[change]
@@ -126,6 +136,84 @@ def passes_of(events, mark):
             found.append(node)
         before = node
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "times"),
+    [
+        ("item", "aten::item", 3),
+        ("item_compile", "aten::item", 3),
+        ("index", "aten::index", 2),
+        ("index", "aten::_index_put_impl_", 2),
+        ("padded", "aten::is_nonzero", 2),
+        ("inference", "aten::item", 8),
+    ],
+)
+def test_synchronizations_in_the_model_are_dropped_before_its_graphs(name, op, times):
+    events = raw_events(file_of(name))
+    for mark in raw_steps(events):
+        waits = [e for e in in_step(events, mark, "cuda_runtime") if "Synchronize" in e["name"]]
+        ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == op]
+        assert sum(any(one["ts"] <= e["ts"] < end(one) for one in ops) for e in waits) == times
+    proposed = priced_changes(file_of(name))["cuda_graph"]
+    assert (proposed.title, proposed.basis) == ("drop synchronizations, then use CUDA graphs", "bound")
+    assert f"{op} {times} times" in proposed.evidence
+    assert ("keep the index tensors on the GPU" in proposed.how) == (name == "index")
+    assert ("torch.where instead of if" in proposed.how) == (name != "index")
+
+
+def as_another_op(events):
+    """Let an op of which nothing is known read the values."""
+    for e in events:
+        if e.get("name") == "aten::item":
+            e["name"] = "aten::multinomial"
+
+
+def as_a_size(events):
+    for mark in raw_steps(events):
+        for e in in_step(events, mark, "cpu_op"):
+            if e["name"] == "aten::item":
+                events.append(e | {"name": "aten::nonzero", "ts": e["ts"] - 0.01, "dur": e["dur"] + 0.02})
+
+
+def as_copies(us):
+    """Return an edit that lets the program copy tensors to the CPU, in this time (µs), instead of reading values."""
+
+    def edit(events):
+        names = {"aten::item": "aten::to", "aten::_local_scalar_dense": "aten::copy_"}
+        for e in events:
+            e["name"] = names.get(e.get("name"), e.get("name"))
+            if "DtoH" in str(e["name"]):
+                e["dur"] = us
+
+    return edit
+
+
+def untied(events):
+    """Leave out what ties backward to forward."""
+    events[:] = [e for e in events if e.get("cat") != "fwdbwd"]
+
+
+@pytest.mark.parametrize("edit", [as_another_op, as_a_size, as_copies(11), untied])
+def test_synchronizations_that_may_be_needed_stay(tmp_path, edit):
+    assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, edit))) is None
+    assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
+
+
+def test_what_a_program_reads_outside_its_model_stays():
+    """A policy acts without gradients before the first forward. Ops that read tokens or results are in no model."""
+    assert "cuda_graph" not in priced_changes(file_of("rl"))
+    eager = [e for e in raw_events(SYNCS) if e.get("name") == "aten::item"]
+    assert eager and "cuda_graph" not in priced_changes(SYNCS)
+
+
+def test_rnns_are_not_told_to_be_compiled(monkeypatch):
+    """Dynamo does not capture nn.LSTM. Without the profiler, a compiled model with it took 12.9 ms instead of 10.7."""
+    found = priced_changes(file_of("lstm"))
+    assert "fuse_pointwise" not in found and "torch.compile" not in found["cuda_graph"].how
+    monkeypatch.setattr(gpu_changes, "RNNS", ())
+    found = priced_changes(file_of("lstm"))
+    assert "fuse_pointwise" in found and "torch.compile" in found["cuda_graph"].how
 
 
 @pytest.mark.parametrize(("name", "passes"), [("gan", 3), ("accum", 4), ("masked", 1)])

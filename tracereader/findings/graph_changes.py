@@ -1,8 +1,11 @@
 """Changes that replay launches as CUDA graphs."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from statistics import median_low
+
+import msgspec
 
 from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.autograd import (
@@ -16,22 +19,24 @@ from tracereader.figures.autograd import (
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
-from tracereader.findings.cpu_changes import ONE_CALL_US, copied, waits_in
+from tracereader.figures.training import asking
+from tracereader.findings.cpu_changes import ONE_CALL_US, READ_A_VALUE, copied, waits_in
 from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.gpu_changes import (
     CALLING_LAUNCHES,
     HEAVY,
     OF_UNKNOWN_SIZE,
     has_batch_norms_of_volumes,
+    has_rnns,
     of_a_large_loss,
 )
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
-from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations
+from tracereader.replay import is_wait, may_wait, waits_of, with_cpu_time, with_durations, without_ops, without_waits
 from tracereader.replay.changes import Run, launches_between_waits
 from tracereader.trace import Op, Step, Work
 from tracereader.trace.families import says
-from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS
+from tracereader.trace.labels import ACCUMULATES, AUTOGRAD, LOADER, OPTIMIZER, OPTIMIZERS, REGION
 
 # At most this share of the launches of forward and backward is the loss's. In a small model, cross entropy of logits
 # that a mask selects launches 15%.
@@ -51,6 +56,12 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 # The CPU time of a forward and its backward beside their graphs' launches, in launches (Case.launch_us): the calls of
 # the graphs, and the loss. In seven recordings it was 60 to 290.
 PASS_LAUNCHES = 100
+# Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
+INDEXES = ("aten::index", "aten::_index_put_impl_")
+# Ops that move a tensor to another device.
+MOVES = ("aten::to", "aten::_to_copy", "aten::copy_")
+# A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
+VALUE_US = 10
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -66,31 +77,51 @@ def cuda_graph(case: Case) -> Proposal | None:
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
     if case.trace.trains:
-        return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case, single)
+        return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
-        return None if single else _graphs_between_reads(case, waits)
+        if single:
+            return None
+        if found := _graphs_between_reads(case, waits):
+            return found
+        here = list(_waits_before_a_launch(case, case.steps))
+        if summary.chosen.launches < MANY_LAUNCHES or not all(map(_is_in_compiled_model, filter(_reads_a_value, here))):
+            return None  # what an eager program reads may be its result
+        return _without_waits(case, here, _graph_of_step)
     if summary.chosen.launches < MANY_LAUNCHES:
         return None if single else _small_graph(case)
+    return _graph_of_step(case)
+
+
+def _graph_of_step(case: Case) -> Proposal | None:
+    """Return a proposal to replay all launches of a step."""
     runs = _runs(case)
     captured = _captured(runs, case.replayed)
     if not captured:
         return None
-    copies = any(_copies_input(case, op) for op in _waits_between(case.replayed, captured))
+    copies = any(_copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
+    single = len(case.steps) == 1
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
         _launches(len(captured), single, between=ONLY_COPIES if copies else NO_WAITS),
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph',
+        _compiled(case) + "torch.cuda.graph",
         assumed=single,
     )
 
 
-def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
+def _compiled(case: Case) -> str:
+    """Return how torch.compile makes graphs of a model, as the first of two ways; "" if it does not."""
+    eager = has_batch_norms_of_volumes(case) or has_rnns(case)
+    return "" if eager else 'torch.compile(model, mode="reduce-overhead"), or '
+
+
+def _graphs_of_training(case: Case) -> Proposal | None:
     """Return a proposal to replay forward and backward.
 
-    Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. An
-    optimizer counts its steps on the CPU, so it cannot be captured without changes. Gradients leave a graph through
-    autograd, which passes each one to its parameter. What follows backward, such as clipping, stays, too. None with
-    sparse gradients: no recorded program shows that a graph can hold them. None if an optimizer calls the model itself.
+    Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. The
+    proposal drops other waits if it can. An optimizer counts its steps on the CPU, so it cannot be captured without
+    changes. Gradients leave a graph through autograd, which passes each one to its parameter. What follows backward,
+    such as clipping, stays, too. None with sparse gradients: no recorded program shows that a graph can hold them. None
+    if an optimizer calls the model itself.
     """
     training = case.summary.training
     if (
@@ -99,21 +130,25 @@ def _graphs_of_training(case: Case, single: bool) -> Proposal | None:
         or any(one.backward_us for one in training.optimizers)
     ):
         return None
-    stays = {}
+    single, stays = len(case.steps) == 1, {}
     for step in case.steps:
         loss = [one.launch for one in of_a_large_loss(case, step)]
         stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *loss]
     runs = _runs(case, stays)
     here = id(case.replayed)
-    waits = {id(step): _waits_between(step, _captured(runs, step)) for step in case.steps}
+    waits = {id(step): _waits_between(case, step, _captured(runs, step)) for step in case.steps}
     others = {key: [op for op in some if not _copies_input(case, op)] for key, some in waits.items()}
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
-    compiled = "" if has_batch_norms_of_volumes(case) else 'torch.compile(model, mode="reduce-overhead"), or '
-    how = compiled + CALLED_ONCE
+    how = _compiled(case) + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
     between = ONLY_COPIES if copies else NO_WAITS
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
+        if not single and not all(runs.values()):
+            surely = {id(step): Lengths(of_model(case.trace, step)) for step in case.steps}
+            if any(not surely[key].between(op.start, op.start + 1) for key, some in inside.items() for op in some):
+                return None
+            return _without_waits(case, list(chain(*inside.values())), _graphs_of_training)
         how = "if backward follows each call, torch.cuda.make_graphed_callables without the loss"
     if any(len(inside[key]) < len(some) for key, some in others.items()):
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
@@ -279,11 +314,11 @@ def _captured(runs: dict[int, list[Run]], step: Step) -> list[Work]:
     return [one for run in runs[id(step)] for _, work in run for one in work]
 
 
-def _waits_between(step: Step, captured: Iterable[Work]) -> list[Op]:
-    """Return the calls of a step that wait between the launches of these activities."""
+def _waits_between(case: Case, step: Step, captured: Iterable[Work]) -> list[Op]:
+    """Return the calls of a step that wait between the launches of these activities, if they are not dropped."""
     launches = [one.launch.start for one in captured if one.launch is not None] or [step.end]
     first, last = min(launches), max(launches)
-    return [op for op in waits_of(step) if first < op.start < last]
+    return [op for op in waits_of(step) if first < op.start < last and not case.graph.is_gone(op)]
 
 
 def _beside_the_model(case: Case, step: Step) -> list[Op]:
@@ -412,7 +447,72 @@ def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
 
 def _copies_input(case: Case, call: Op) -> bool:
     """Return whether a call waits for a copy of the program's to the GPU."""
-    return is_wait(call) and not case.is_internal(call) and any("HtoD" in one.name for one in copied(call))
+    if not is_wait(call) or case.is_internal(call) or asking(call).startswith(INDEXES):
+        return False
+    return any("HtoD" in one.name for one in copied(call))
+
+
+def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], Proposal | None]) -> Proposal | None:
+    """Return a proposal to drop these waits of the replayed steps, and then to use CUDA graphs.
+
+    None if the trace does not show how the program can drop each of them. What a value decides is not recorded.
+    proposed: returns the proposal for the case without these waits.
+    """
+    ways = {id(op): _how_to_drop(op) for op in waits}
+    if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
+        return None
+    copies = filter(None, (_around(op, (*READ_A_VALUE, *MOVES)) for op in waits))
+    graph = without_ops(without_waits(case.graph, waits), copies)
+    found = proposed(Case(case.trace, case.summary, graph))
+    if found is None:
+        return None
+    here = [op for op in waits if case.replayed.start <= op.start < case.replayed.end] or waits
+    names = Counter(waits_in(_around(op, MOVES) or op) for op in here)
+    each = listed(f"{name} {counted(times, 'time')}" for name, times in names.most_common(3))
+    first = listed(dict.fromkeys(ways[id(op)] for op in here))
+    launches, _, _ = found.evidence.removesuffix(NO_WAITS).partition("; ")
+    return msgspec.structs.replace(
+        found,
+        evidence=f"between {launches}, the CPU waits in {each}",
+        how=f"{first}; then {found.how}",
+        assumed=True,
+        title="drop synchronizations, then use CUDA graphs",
+    )
+
+
+def _how_to_drop(call: Op) -> str | None:
+    """Return how the program can do without a wait; None if the trace does not show a way."""
+    if waits_in(call) == call.name:
+        return "drop torch.cuda.synchronize() and the like"
+    some = copied(call)
+    if asking(call).startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
+        return "keep the index tensors on the GPU"
+    if _reads_a_value(call):
+        return "if these values decide no shapes, keep them on the GPU (torch.where instead of if)"
+    return None
+
+
+def _reads_a_value(call: Op) -> bool:
+    """Return whether the program waits here for a copy of one or a few values to the CPU."""
+    if asking(call).startswith(READ_A_VALUE):
+        return True
+    some = copied(call) if asking(call).startswith(MOVES) else []
+    return bool(some) and all("DtoH" in one.name and one.us < VALUE_US for one in some)
+
+
+def _is_in_compiled_model(call: Op) -> bool:
+    """Return whether a model that was passed to torch.compile makes this call."""
+    return any(above.name.startswith(REGION) for above in call.above())
+
+
+def _around(call: Op, names: tuple[str, ...]) -> Op | None:
+    """Return the outermost of the ops with these names that are right around a call."""
+    found = None
+    for op in call.above():
+        if op.kind != "op" or not op.name.startswith(names):
+            break
+        found = op
+    return found
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:

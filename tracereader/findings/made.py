@@ -86,7 +86,7 @@ def _cuda_graph(before: Side, after: Side) -> bool:
     mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
     if graphs_launched(before) or not mostly or _update_graph(before, after):
         return False
-    compiled = _newly_compiled(before, after) and _same_products(before, after)
+    compiled = _compiled(after) and _same_products(before, after)
     return compiled or share_kept(before, after) >= ALMOST
 
 
