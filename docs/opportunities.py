@@ -9,6 +9,7 @@ from pathlib import Path
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
+from tracereader.findings import debugging_changes as debugging
 from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import graph_changes as graphs
 from tracereader.findings import made, rank_changes
@@ -38,7 +39,8 @@ ASSUMES = {
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
     f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
     f"to the GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
-    "if the CPU waits in the model for a value or a copied index, these waits are dropped first; "
+    "if the CPU waits in the model for a value or a copied index, these waits are dropped first; if only recorded "
+    "shapes differ, inputs are padded first, and a step takes at least as long as the GPU is busy in the longest one; "
     "in training, what follows backward and a loss that synchronizes stay as they are, each parameter with a gradient "
     f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
     f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
@@ -50,6 +52,8 @@ ASSUMES = {
     f"{cpu.FOREACH_TENSOR_LAUNCHES}), or {cpu.FUSED_OPTIMIZER_US:,} µs ({cpu.FOREACH_OPTIMIZER_US:,} µs) if the number "
     "is unknown; it takes the GPU twice as long as the loop's costliest kind of kernel",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
+    "anomaly_detection": "forward takes as long as with its tracebacks",
+    "blocking": f"a launch takes the CPU at most {debugging.LAUNCH_US} µs",
     "no_gradients": "backward gives each gradient its tensor without a copy",
     "no_autograd": f"autograd takes the CPU {avoidable.NODE_LAUNCHES} times as long as a launch (the lower quartile of "
     "the step's) for each op that it records; no backward follows outside the trace",

@@ -3,9 +3,9 @@
 The traces are of small models on an H100, each with the changed step from the same process. Without the profiler the
 steps took: muon 15.1 to 17.5 ms, and 6.5 to 7.0 with a graph; ema 6.6 to 8.2 and 5.7 to 7.0; ctc 8.1 to 8.8 and 3.5 to
 3.8; masked 7.1 to 9.5 and 2.8 to 3.2; gan 9.7 to 12.4 and 6.9 to 7.5; accum (4 passes) 23 to 29 and 7.1 to 7.9; lstm
-4.8 to 5.2 and 1.6 to 1.7. With graphs, and without the synchronizations in the model: item 4.6 to 5.4 and 1.3 to 1.9;
-item_compile 5.4 to 6.6 and 2.0 to 2.5; index 5.7 to 6.9 and 2.3 to 2.5; padded (GPT-2 of Hugging Face) 18.7 to 21.0 and
-3.9 to 4.0; inference 2.6 to 2.9 and 0.28.
+4.8 to 5.2 and 1.6 to 1.7; lengths 7.7 to 8.5, and 2.9 to 3.0 with padded batches. With graphs, and without the
+synchronizations in the model: item 4.6 to 5.4 and 1.3 to 1.9; item_compile 5.4 to 6.6 and 2.0 to 2.5; index 5.7 to 6.9
+and 2.3 to 2.5; padded (GPT-2 of Hugging Face) 18.7 to 21.0 and 3.9 to 4.0; inference 2.6 to 2.9 and 0.28.
 """
 
 import json
@@ -63,6 +63,7 @@ def last_of_backward(events, mark):
     ("item_compile", "cuda_graph"),  # the same model, compiled: each read breaks its graph
     ("index", "cuda_graph"),  # an index tensor lies on the CPU
     ("padded", "cuda_graph"),  # the library checks whether the attention mask has a zero
+    ("lengths", "cuda_graph"),  # each batch has another length
 ])  # fmt: skip
 def test_the_recorded_step_with_the_graph_is_near_the_predicted_one(name, change, capsys):
     one = priced_changes(file_of(name))[change]
@@ -198,6 +199,40 @@ def untied(events):
 def test_synchronizations_that_may_be_needed_stay(tmp_path, edit):
     assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, edit))) is None
     assert graph_changes.cuda_graph(case_of(edited(file_of("item"), tmp_path, as_copies(2))))
+
+
+def with_another_op(events):
+    op = next(e for e in in_step(events, raw_steps(events)[1], "cpu_op") if e["name"] == "aten::gelu")
+    events.append(op | {"name": "aten::relu", "dur": 0.1})
+
+
+def with_a_size(events):
+    for mark in raw_steps(events):
+        op = next(e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::gelu")
+        events.append(op | {"name": "aten::nonzero", "dur": 0.1})
+
+
+def without_shapes(events):
+    for e in events:
+        e.get("args", {}).pop("Input Dims", None)
+
+
+@pytest.mark.parametrize("edit", [with_another_op, with_a_size, without_shapes])
+def test_inputs_are_padded_only_if_steps_differ_in_nothing_but_recorded_shapes(tmp_path, edit):
+    events = raw_events(file_of("lengths"))
+    shapes = [
+        [e["args"]["Input Dims"] for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::mm"]
+        for mark in raw_steps(events)
+    ]
+    assert len(set(map(repr, shapes))) == len(shapes) == 3 and len(set(map(len, shapes))) == 1
+    assert priced_changes(file_of("lengths"))["cuda_graph"].title == "pad to fixed shapes, then use CUDA graphs"
+    assert graph_changes.cuda_graph(case_of(edited(file_of("lengths"), tmp_path, edit))) is None
+
+
+def test_a_padded_step_takes_as_long_as_the_longest_one():
+    case = case_of(file_of("lengths"))
+    longest = max(one.gpu_busy_us for one in case.summary.steps)
+    assert graph_changes.cuda_graph(case).least_us == longest
 
 
 def test_what_a_program_reads_outside_its_model_stays():

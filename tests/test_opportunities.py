@@ -1162,7 +1162,7 @@ def test_a_cuda_graph_of_training_ends_with_backward(name):
     ("before", "captured", "between"),
     [
         ("aten::linear", 22, ", no synchronization between them"),
-        ("aten::layer_norm", 22, ", the CPU waits in cudaDeviceSynchronize 1 time"),
+        ("aten::layer_norm", 22, ", the CPU waits in cudaDeviceSynchronize once"),
         ("aten::ones_like", 21, "; the CPU waits only around the loss, in cudaDeviceSynchronize"),
         ("aten::item", 22, ", no synchronization between them"),
     ],

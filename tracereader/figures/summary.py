@@ -11,6 +11,7 @@ from tracereader.figures.captures import Captures, captures
 from tracereader.figures.compiled import Compiled, compiled
 from tracereader.figures.counters import Counters, counters
 from tracereader.figures.cpu import Cpu
+from tracereader.figures.debugging import Debugging, debugging
 from tracereader.figures.decoding import (
     Decoding,
     Unneeded,
@@ -117,6 +118,7 @@ class Summary(msgspec.Struct, frozen=True):
     cpu: Cpu
     places: Places
     training: Training
+    debugging: Debugging
     attention: Attention
     llm: LanguageModel
     compiled: Compiled
@@ -237,6 +239,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         cpu=Cpu(trace, step, layers),
         places=Places(by_label(step), by_phase(trace, step), *by_module(trace, step)),
         training=training(trace, step),
+        debugging=debugging(trace, step),
         attention=Attention(unfused(step), hidden_copies(step), mask_made(trace, step), cast_products(step)),
         llm=LanguageModel(
             decoding=decoding(trace, lanes, usual_busy_us(facts[left_out:])),

@@ -7,6 +7,7 @@ from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_time import python_in
 from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
@@ -88,6 +89,7 @@ def remove_sync(case: Case) -> Proposal | None:
         for op in _waits(case)
         if not any("Pageable -> Device" in one.name for one in copied(op))
         and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
+        and not (case.summary.debugging.checked_gradients and in_backward(op))
     ]
     if not calls:
         return None

@@ -19,9 +19,10 @@ from tracereader.figures.autograd import (
 from tracereader.figures.decoding import MANY_LAUNCHES
 from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
+from tracereader.figures.sizes import MATMULS
 from tracereader.figures.training import asking
 from tracereader.findings.cpu_changes import ONE_CALL_US, READ_A_VALUE, copied, waits_in
-from tracereader.findings.finding import counted, duration, listed
+from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import (
     CALLING_LAUNCHES,
     HEAVY,
@@ -70,12 +71,14 @@ ONLY_COPIES = "; only copies of inputs synchronize between them"
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
     single = len(case.steps) == 1  # whether other steps make the same launches is not known
-    if not (summary.llm.same_in_all_steps or single) or summary.chosen.launches < 2 or not _can_be_captured(case):
+    if summary.chosen.launches < 2 or not _can_be_captured(case):
         return None
     if case.growing_keys is not None:
         return None  # a graph is of one number of keys: see static_cache
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
+    if not (summary.llm.same_in_all_steps or single):
+        return _with_fixed_shapes(case) if summary.chosen.launches >= MANY_LAUNCHES else None
     if case.trace.trains:
         return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
@@ -106,6 +109,39 @@ def _graph_of_step(case: Case) -> Proposal | None:
         _compiled(case) + "torch.cuda.graph",
         assumed=single,
     )
+
+
+def _with_fixed_shapes(case: Case) -> Proposal | None:
+    """Return a proposal to pad inputs, and then to use CUDA graphs, for steps that differ only in recorded shapes.
+
+    Padded steps take at least as long as the GPU is busy in the longest one. None if shapes depend on results.
+    """
+    step, *others = case.steps
+    if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        return None
+    ops, shapes = _ops_and_shapes(step)
+    found = [_ops_and_shapes(other) for other in others]
+    if any(other != ops for other, _ in found) or all(other == shapes for _, other in found):
+        return None
+    proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
+    if proposal is None or (not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None)):
+        return None
+    return msgspec.structs.replace(
+        proposal,
+        evidence="all steps call the same ops, but with different shapes, so that the graph of one step does not fit "
+        "the next one",
+        how=f"pad inputs to one shape or to a few, for example with pad_to_multiple_of; then {proposal.how}",
+        assumed=True,
+        title="pad to fixed shapes, then use CUDA graphs",
+        least_us=max(one.gpu_busy_us for one in case.summary.steps),
+    )
+
+
+def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
+    """Return how often a step calls each op, and each matrix product with its recorded shapes."""
+    ops = [op for op in step.walk() if op.kind == "op"]
+    shapes = Counter(f"{op.name} {op.inputs.recorded}" for op in ops if op.name in MATMULS)
+    return Counter(op.name for op in ops), shapes
 
 
 def _compiled(case: Case) -> str:
@@ -468,7 +504,7 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
         return None
     here = [op for op in waits if case.replayed.start <= op.start < case.replayed.end] or waits
     names = Counter(waits_in(_around(op, MOVES) or op) for op in here)
-    each = listed(f"{name} {counted(times, 'time')}" for name, times in names.most_common(3))
+    each = listed(f"{name} {how_often(times)}" for name, times in names.most_common(3))
     first = listed(dict.fromkeys(ways[id(op)] for op in here))
     launches, _, _ = found.evidence.removesuffix(NO_WAITS).partition("; ")
     return msgspec.structs.replace(
@@ -493,7 +529,9 @@ def _how_to_drop(call: Op) -> str | None:
 
 
 def _reads_a_value(call: Op) -> bool:
-    """Return whether the program waits here for a copy of one or a few values to the CPU."""
+    """Return whether the model waits here for a copy of one or a few values to the CPU."""
+    if in_backward(call):
+        return False  # anomaly detection does
     if asking(call).startswith(READ_A_VALUE):
         return True
     some = copied(call) if asking(call).startswith(MOVES) else []

@@ -80,14 +80,13 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
+    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or as many products."""
     of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
     work = after.summary.gpu_work
     mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
     if graphs_launched(before) or not mostly or _update_graph(before, after):
         return False
-    compiled = _compiled(after) and _same_products(before, after)
-    return compiled or share_kept(before, after) >= ALMOST
+    return _same_products(before, after) or share_kept(before, after) >= ALMOST
 
 
 def _update_graph(before: Side, after: Side) -> bool:
@@ -338,6 +337,18 @@ def _no_autograd(before: Side, after: Side) -> bool:
     return was >= MANY_NODES and not now and _same_heavy(before, after) and _by_calls(before, after)
 
 
+def _anomaly_detection(before: Side, after: Side) -> bool:
+    """Backward checks gradients for NaN only in the first trace. Products, convolutions and attention are the same."""
+    was, now = (side.summary.debugging.checked_gradients for side in (before, after))
+    return was > 0 == now and _same_heavy(before, after) and _by_calls(before, after)
+
+
+def _blocking(before: Side, after: Side) -> bool:
+    """Launches wait for their kernels only in the first trace, and the kernels are about the same."""
+    was, now = (side.summary.debugging.blocking_launches for side in (before, after))
+    return was > 0 == now and _the_same_work(before, after)
+
+
 def _recompile(before: Side, after: Side) -> bool:
     """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
     was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
@@ -518,6 +529,8 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "recompile": _recompile,
     "no_gradients": _no_gradients,
     "no_autograd": _no_autograd,
+    "anomaly_detection": _anomaly_detection,
+    "blocking": _blocking,
     "keep_parameters": _keep_parameters,
     "keep_buffers": _keep_buffers,
     "reduce_once": _reduce_once,

@@ -8,6 +8,7 @@ from tracereader import progress
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
+from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
 from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
@@ -15,7 +16,7 @@ from tracereader.findings.parallel_changes import PARALLEL_CHANGES
 from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
-CHANGES = GRAPH_CHANGES + CPU_CHANGES + GPU_CHANGES + PARALLEL_CHANGES + AVOIDABLE_CHANGES
+CHANGES = GRAPH_CHANGES + CPU_CHANGES + GPU_CHANGES + PARALLEL_CHANGES + AVOIDABLE_CHANGES + DEBUGGING_CHANGES
 
 
 def opportunities(

@@ -1,0 +1,59 @@
+"""Modes for debugging that are on in a step: autograd's anomaly detection, and launches that block."""
+
+import msgspec
+
+from tracereader.figures.autograd import backward_nodes
+from tracereader.trace import Op, Step, Trace
+
+# What anomaly detection calls for each gradient (torch/csrc/autograd/engine.cpp). A program's own hook cannot call the
+# second op.
+CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::item")
+# Launch calls that block return after their kernels have ended. With CUDA_LAUNCH_BLOCKING=1 on an H100, all 675 of a
+# recording did, and 7 of 675 without it. Nearly all of at least so many have to.
+MANY_LAUNCHES, NEARLY_ALL = 20, 0.95
+LAUNCHES = "LaunchKernel"  # in the calls' names, of the runtime and of the driver
+
+
+class Debugging(msgspec.Struct, frozen=True):
+    """Modes for debugging in the reported step; 0 if they are off.
+
+    checked_gradients: the number of gradients that anomaly detection checks for NaN. blocking_launches: the number of
+    launch calls that return when their kernel has ended.
+    """
+
+    checked_gradients: int
+    blocking_launches: int
+
+
+def debugging(trace: Trace, step: Step) -> Debugging:
+    """Return the modes for debugging that are on in a step."""
+    checks = gradient_checks(step) if CHECKS[1] in trace.op_names else []
+    return Debugging(len(checks) // len(CHECKS), len(blocking_launches(step)))
+
+
+def gradient_checks(step: Step) -> list[Op]:
+    """Return the ops with which anomaly detection looks for NaN in gradients: three in a row for each gradient."""
+    found = []
+    for node in backward_nodes(step):
+        ops = [op for op in node.children if op.kind == "op"]
+        for place, op in enumerate(ops):
+            if op.name == CHECKS[0] and tuple(one.name for one in ops[place : place + len(CHECKS)]) == CHECKS:
+                found += ops[place : place + len(CHECKS)]
+    return found
+
+
+def blocking_launches(step: Step) -> list[Op]:
+    """Return a step's calls that launch a kernel and wait for its end, if nearly all of them do; else none."""
+    found, others = [], 0
+    for one in step.work:
+        call = one.launch
+        if call is None or LAUNCHES not in call.name:
+            continue
+        if call.start <= one.start and one.end <= call.end:
+            found.append(call)
+        else:
+            others += 1
+            if others >= MANY_LAUNCHES and others > len(found):
+                return []
+    total = len(found) + others
+    return found if total >= MANY_LAUNCHES and len(found) >= NEARLY_ALL * total else []

@@ -1,0 +1,43 @@
+"""Changes that turn off a mode for debugging, which makes a program slow without changing its results."""
+
+from tracereader.figures.debugging import blocking_launches, gradient_checks
+from tracereader.findings.finding import counted, duration
+from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.replay import without_cpu_time, without_ops
+
+# A launch call that does not block, while the profiler records: 5 to 10 µs in traces of H100s and H200s.
+LAUNCH_US = 10
+
+
+def anomaly_detection(case: Case) -> Proposal | None:
+    checked = case.summary.debugging.checked_gradients
+    if not checked:
+        return None
+    return Proposal(
+        without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]),
+        f"backward checks {counted(checked, 'gradient')} for NaN and waits for each result, because anomaly detection "
+        "is on; it also records a traceback for each op of forward, which this saving leaves out",
+        "torch.autograd.set_detect_anomaly(False), and no torch.autograd.detect_anomaly()",
+    )
+
+
+def blocking(case: Case) -> Proposal | None:
+    if not case.summary.debugging.blocking_launches:
+        return None
+    calls, here = case.in_each_step(blocking_launches)
+    left = round(LAUNCH_US * 1e3)
+    return Proposal(
+        without_cpu_time(
+            case.graph, [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]
+        ),
+        f"each launch of a kernel returns only when the kernel has ended: {counted(len(here), 'launch', 'launches')}, "
+        f"{duration(sum(op.us for op in here))} of CPU time",
+        "unset CUDA_LAUNCH_BLOCKING (or HIP_LAUNCH_BLOCKING) in the program's environment",
+        assumed=True,
+    )
+
+
+DEBUGGING_CHANGES = (
+    Change("anomaly_detection", "turn anomaly detection off", anomaly_detection),
+    Change("blocking", "do not wait for each kernel", blocking),
+)
