@@ -494,7 +494,8 @@ def fused_attention(case: Case) -> Proposal | None:
         + ("; scaled_dot_product_attention falls back to them" if falls_back else ""),
         "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
         if falls_back
-        else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)",
+        else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …), or need_weights=False for "
+        "nn.MultiheadAttention",
         assumed=True,
     )
 

@@ -524,7 +524,7 @@ def _how_to_drop(call: Op) -> str | None:
     if asking(call).startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
         return "keep the index tensors on the GPU"
     if _reads_a_value(call):
-        return "if these values decide no shapes, keep them on the GPU (torch.where instead of if)"
+        return f"if the value of {asking(call)} decides no shapes, keep it on the GPU (torch.where instead of if)"
     return None
 
 
