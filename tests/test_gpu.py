@@ -44,27 +44,6 @@ def test_gradients_of_several_replays_add_up_in_tensors_of_their_own(how, passes
     torch.testing.assert_close(gradients(how, passes), gradients("eager", passes), rtol=1e-3, atol=1e-5)
 
 
-class Selected(torch.nn.Module):
-    """A product of selected columns. The index tensor lies on the given device."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.index, self.linear = torch.arange(0, 64, 2, device=device), torch.nn.Linear(32, 1)
-
-    def forward(self, x):
-        return self.linear(x[:, self.index])
-
-
-def test_a_graph_needs_its_index_tensors_on_the_gpu():
-    x = torch.randn(8, 64, device="cuda")
-    torch.manual_seed(0)
-    model = Selected("cuda").to("cuda")
-    expected = model(x)
-    torch.testing.assert_close(torch.cuda.make_graphed_callables(model, (x.clone(),))(x), expected)
-    with pytest.raises(RuntimeError):
-        torch.cuda.make_graphed_callables(Selected("cpu").to("cuda"), (x.clone(),))
-
-
 def test_a_graphed_lstm_has_the_gradients_of_the_eager_one():
     found = []
     x = torch.randn(4, 16, 32, device="cuda")

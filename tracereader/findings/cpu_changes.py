@@ -135,8 +135,9 @@ def fused_optimizer(case: Case) -> Proposal | None:
     groups, spans, added = [], [], []
     fuses = {f"{OPTIMIZER}{one.name}.step": one.faster == "fused" for one in loops}
     for step in case.steps:
-        took = [_optimizer_us(case, step, fused) for fused in (False, True)]
-        for label in labels(step, tuple(fuses)):
+        updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
+        took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
+        for label in updating:
             if label.name not in fuses:
                 continue
             work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)

@@ -30,7 +30,7 @@ def blocking(case: Case) -> Proposal | None:
         without_cpu_time(
             case.graph, [(op.track, op.start + left, op.end) for some in calls for op in some if op.dur > left]
         ),
-        f"each launch of a kernel returns only when the kernel has ended: {counted(len(here), 'launch', 'launches')}, "
+        f"{counted(len(here), 'launch', 'launches')} of a step return only when their kernel has ended: "
         f"{duration(sum(op.us for op in here))} of CPU time",
         "unset CUDA_LAUNCH_BLOCKING (or HIP_LAUNCH_BLOCKING) in the program's environment",
         assumed=True,

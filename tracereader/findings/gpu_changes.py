@@ -191,7 +191,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     how = "torch.compile(model)"
     if in_loss := _share_in_the_loss(case, chains):
         part = "all" if round(in_loss, 2) == 1 else f"{in_loss:.0%}"
-        how = f"torch.compile the model and the loss; {part} of the saved GPU time is in the loss"
+        what = "the loss, too" if compiled else "the model and the loss"
+        how = f"torch.compile {what}; {part} of the saved GPU time is in the loss"
     regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
     regions = [one for one in regions if id(one) not in case.in_flex]
     if regions:

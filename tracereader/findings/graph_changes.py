@@ -59,10 +59,12 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 PASS_LAUNCHES = 100
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
+READS_A_TRUTH = "aten::is_nonzero"
 # Ops that move a tensor to another device.
 MOVES = ("aten::to", "aten::_to_copy", "aten::copy_")
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
+WITHOUT_WAITS = "drop synchronizations, then use CUDA graphs"
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -105,7 +107,7 @@ def _graph_of_step(case: Case) -> Proposal | None:
     single = len(case.steps) == 1
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
-        _launches(len(captured), single, between=ONLY_COPIES if copies else NO_WAITS),
+        _launches(len(captured), single, between=ONLY_COPIES if copies else _no_waits(case)),
         _compiled(case) + "torch.cuda.graph",
         assumed=single,
     )
@@ -114,10 +116,12 @@ def _graph_of_step(case: Case) -> Proposal | None:
 def _with_fixed_shapes(case: Case) -> Proposal | None:
     """Return a proposal to pad inputs, and then to use CUDA graphs, for steps that differ only in recorded shapes.
 
-    Padded steps take at least as long as the GPU is busy in the longest one. None if shapes depend on results.
+    Padded steps take at least as long as the GPU is busy in the longest one. None if shapes may depend on results.
     """
     step, *others = case.steps
     if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        return None
+    if any(_reads_a_number(case, step) for step in case.steps):
         return None
     ops, shapes = _ops_and_shapes(step)
     found = [_ops_and_shapes(other) for other in others]
@@ -126,14 +130,24 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
     if proposal is None or (not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None)):
         return None
+    _, _, waits = proposal.evidence.partition(", the CPU waits in ") if proposal.title == WITHOUT_WAITS else ("",) * 3
     return msgspec.structs.replace(
         proposal,
         evidence="all steps call the same ops, but with different shapes, so that the graph of one step does not fit "
-        "the next one",
+        "the next one" + (f"; the CPU waits in {waits}" if waits else ""),
         how=f"pad inputs to one shape or to a few, for example with pad_to_multiple_of; then {proposal.how}",
         assumed=True,
         title="pad to fixed shapes, then use CUDA graphs",
-        least_us=max(one.gpu_busy_us for one in case.summary.steps),
+        least_us=max(one.gpu_busy_us for one in case.summary.steps[len(case.summary.left_out) :]),
+    )
+
+
+def _reads_a_number(case: Case, step: Step) -> bool:
+    """Return whether the model reads values that may be sizes. aten::is_nonzero reads only true or false."""
+    inside = Lengths(of_model(case.trace, step))
+    return any(
+        _reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) and inside.between(op.start, op.start + 1)
+        for op in waits_of(step)
     )
 
 
@@ -177,7 +191,7 @@ def _graphs_of_training(case: Case) -> Proposal | None:
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
     how = _compiled(case) + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
-    between = ONLY_COPIES if copies else NO_WAITS
+    between = ONLY_COPIES if copies else _no_waits(case)
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
         if not single and not all(runs.values()):
@@ -437,6 +451,11 @@ def _long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[R
     return found, captured, graphs
 
 
+def _no_waits(case: Case) -> str:
+    """Return that nothing synchronizes between the launches, if they do not wait for their kernels themselves."""
+    return "" if case.summary.debugging.blocking_launches else NO_WAITS
+
+
 def _launches(launches: int, single: bool = False, where: str = "", between: str = NO_WAITS) -> str:
     """Return the evidence for a graph. between: what synchronizes between the launches."""
     if single:
@@ -502,27 +521,30 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     found = proposed(Case(case.trace, case.summary, graph))
     if found is None:
         return None
-    here = [op for op in waits if case.replayed.start <= op.start < case.replayed.end] or waits
+    by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
+    here = next(filter(None, by_step))
+    times = sum(map(bool, by_step[1:]))
+    seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
     names = Counter(waits_in(_around(op, MOVES) or op) for op in here)
     each = listed(f"{name} {how_often(times)}" for name, times in names.most_common(3))
     first = listed(dict.fromkeys(ways[id(op)] for op in here))
     launches, _, _ = found.evidence.removesuffix(NO_WAITS).partition("; ")
     return msgspec.structs.replace(
         found,
-        evidence=f"between {launches}, the CPU waits in {each}",
+        evidence=f"between {launches}, the CPU waits in {each}{seldom}",
         how=f"{first}; then {found.how}",
         assumed=True,
-        title="drop synchronizations, then use CUDA graphs",
+        title=WITHOUT_WAITS,
     )
 
 
 def _how_to_drop(call: Op) -> str | None:
     """Return how the program can do without a wait; None if the trace does not show a way."""
-    if waits_in(call) == call.name:
-        return "drop torch.cuda.synchronize() and the like"
+    if waits_in(call) == call.name and "DeviceSynchronize" in call.name:
+        return "drop torch.cuda.synchronize()"  # a stream's or an event's may be for a copy that is needed
     some = copied(call)
     if asking(call).startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
-        return "keep the index tensors on the GPU"
+        return "keep index tensors, and values that indexing writes, on the GPU"
     if _reads_a_value(call):
         return f"if the value of {asking(call)} decides no shapes, keep it on the GPU (torch.where instead of if)"
     return None

@@ -80,13 +80,13 @@ def checked(before: Side, proposed: Sequence[Opportunity], after: Side) -> Check
 
 
 def _cuda_graph(before: Side, after: Side) -> bool:
-    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or as many products."""
+    """Graphs launch most of the second step without its optimizer: nearly all old kernels, or compiled ones."""
     of_optimizers = sum(one.launches for one in after.summary.training.optimizers)
     work = after.summary.gpu_work
     mostly = 2 * sum(one.from_graph for one in work) > len(work) - of_optimizers
     if graphs_launched(before) or not mostly or _update_graph(before, after):
         return False
-    return _same_products(before, after) or share_kept(before, after) >= ALMOST
+    return (_compiled(after) and _same_products_as_long(before, after)) or share_kept(before, after) >= ALMOST
 
 
 def _update_graph(before: Side, after: Side) -> bool:
@@ -446,6 +446,12 @@ def _same_products(before: Side, after: Side) -> bool:
         return calls[0] == calls[1]
     kernels = [[sum(one.family == name for one in side.summary.gpu_work) for name in HEAVY] for side in (before, after)]
     return kernels[0] == kernels[1]
+
+
+def _same_products_as_long(before: Side, after: Side) -> bool:
+    """Return whether products, convolutions and attention are equally many, and take about as long in both steps."""
+    us = [sum(side.summary.by_family[name] for name in HEAVY) for side in (before, after)]
+    return 0 < max(us) <= 2 * min(us) and _same_products(before, after)
 
 
 def _compiled(side: Side) -> bool:
