@@ -300,6 +300,32 @@ def test_graphs_of_another_model_are_not_what_was_proposed(before, after, capsys
     assert "proposed it" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("op", "is_proposed"),
+    [("aten::mul_", True), ("aten::_fused_adamw_", True), ("aten::gelu", False), ("GeluBackward0", False)],
+)
+def test_steps_may_differ_outside_forward_and_backward(tmp_path, op, is_proposed):
+    """One of the steps launches another kernel: in the average of the weights, the optimizer, or the model."""
+
+    def another_kernel(events):
+        mark = raw_steps(events)[1]
+        around = next(e for e in in_step(events, mark, "cpu_op") if e["name"] == op)
+        calls = {
+            e["args"]["correlation"]
+            for e in in_step(events, mark, "cuda_runtime", "cuda_driver")
+            if e["tid"] == around["tid"] and around["ts"] <= e["ts"] < end(around)
+        }
+        kernel = next(e for e in events if e.get("cat") == "kernel" and e["args"]["correlation"] in calls)
+        kernel["name"] = "another_kernel"
+
+    before = graph_changes.cuda_graph(case_of(file_of("ema"))).evidence
+    case = case_of(edited(file_of("ema"), tmp_path, another_kernel))
+    assert not case.summary.llm.same_in_all_steps
+    found = graph_changes.cuda_graph(case)
+    assert (found is not None) is is_proposed
+    assert not found or (found.evidence == before and found.title == "replay forward and backward as CUDA graphs")
+
+
 def test_what_a_program_reads_outside_its_model_stays():
     """A policy acts without gradients before the first forward. Ops that read tokens or results are in no model."""
     assert "cuda_graph" not in priced_changes(file_of("rl"))

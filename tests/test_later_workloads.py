@@ -613,3 +613,14 @@ def test_an_optimizer_is_only_told_to_use_what_torch_offers_for_its_gradients(
         assert cli.main([str(file), "--only", "patterns"]) == 0
         named = "With foreach=True one launch updates many of them" in " ".join(capsys.readouterr().out.split())
         assert named == (way is not None)
+
+
+def test_a_layer_that_calls_the_products_itself_may_be_multihead_attention(tmp_path):
+    """Other programs call torch.matmul, which calls torch.bmm. nn.MultiheadAttention calls torch.bmm itself."""
+
+    def without_matmul(events):
+        events[:] = [one for one in events if one.get("name") != "aten::matmul"]
+
+    file = TESTS / "attention_naive.json.gz"
+    assert "need_weights" not in priced_changes(file)["fused_attention"].how
+    assert "need_weights=False" in priced_changes(edited(file, tmp_path, without_matmul))["fused_attention"].how

@@ -464,6 +464,12 @@ def _flops_of_one(name: str) -> int:
     return TRANSCENDENTAL if any(word in name for word in COSTLY) else OTHER
 
 
+def _is_of_the_layer(op: Op) -> bool:
+    """Return whether this product may be nn.MultiheadAttention's, which calls torch.bmm or torch.baddbmm itself."""
+    calls = op.name in ("aten::bmm", "aten::baddbmm") and not in_backward(op)
+    return calls and all(above.name not in ("aten::matmul", "aten::einsum", SDPA_MATH) for above in op.above())
+
+
 def fused_attention(case: Case) -> Proposal | None:
     """Return a proposal to replace the scores' products and softmax by one kernel, and their backward by another."""
     if not case.summary.attention.unfused:
@@ -471,7 +477,7 @@ def fused_attention(case: Case) -> Proposal | None:
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
-    groups, before, forward, backward, falls_back = [], 0.0, 0, 0, False
+    groups, before, forward, backward, falls_back, by_layer = [], 0.0, 0, 0, False, False
     for run in ([entry for entry in some if _flex_call(case, entry[0]) is None] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
@@ -483,6 +489,7 @@ def fused_attention(case: Case) -> Proposal | None:
             groups.append(([work for work, _, _ in run], us))
             before, forward, backward = before + spent, forward + softmaxes, backward + gradients
             falls_back |= any(above.name == SDPA_MATH for _, _, op in run if op is not None for above in op.above())
+            by_layer |= any(_is_of_the_layer(op) for _, _, op in run if op is not None)
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
@@ -495,8 +502,8 @@ def fused_attention(case: Case) -> Proposal | None:
         + ("; scaled_dot_product_attention falls back to them" if falls_back else ""),
         "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
         if falls_back
-        else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …), or need_weights=False for "
-        "nn.MultiheadAttention",
+        else "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)"
+        + ", or nn.MultiheadAttention with need_weights=False" * by_layer,
         assumed=True,
     )
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from statistics import median_low
 
@@ -16,7 +17,7 @@ from tracereader.figures.autograd import (
     of_model,
     outside_model,
 )
-from tracereader.figures.decoding import MANY_LAUNCHES
+from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.sizes import MATMULS
@@ -80,7 +81,9 @@ def cuda_graph(case: Case) -> Proposal | None:
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
     if not (summary.llm.same_in_all_steps or single):
-        return _with_fixed_shapes(case) if summary.chosen.launches >= MANY_LAUNCHES else None
+        if summary.chosen.launches < MANY_LAUNCHES:
+            return None
+        return _graphs_of_the_same_model(case) or _with_fixed_shapes(case)
     if case.trace.trains:
         return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case)
     if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
@@ -111,6 +114,17 @@ def _graph_of_step(case: Case) -> Proposal | None:
         _compiled(case) + "torch.cuda.graph",
         assumed=single,
     )
+
+
+def _graphs_of_the_same_model(case: Case) -> Proposal | None:
+    """Return a proposal to replay forward and backward if only these are the same in all steps."""
+    if not case.trace.trains:
+        return None
+    of_model = []
+    for step in case.steps:
+        outside = outside_model(case.trace, step)
+        of_model.append(msgspec.structs.replace(step, work=tuple(one for one in step.work if id(one) not in outside)))
+    return _graphs_of_training(case, only_model=True) if same_in_all_steps(of_model) else None
 
 
 def _with_fixed_shapes(case: Case) -> Proposal | None:
@@ -164,8 +178,8 @@ def _compiled(case: Case) -> str:
     return "" if eager else 'torch.compile(model, mode="reduce-overhead"), or '
 
 
-def _graphs_of_training(case: Case) -> Proposal | None:
-    """Return a proposal to replay forward and backward.
+def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None:
+    """Return a proposal to replay forward and backward. only_model: what is launched before forward stays as it is.
 
     Only copies of inputs, the loss, and what lies outside forward and backward may wait between their launches. The
     proposal drops other waits if it can. An optimizer counts its steps on the CPU, so it cannot be captured without
@@ -182,8 +196,10 @@ def _graphs_of_training(case: Case) -> Proposal | None:
         return None
     single, stays = len(case.steps) == 1, {}
     for step in case.steps:
-        loss = [one.launch for one in of_a_large_loss(case, step)]
-        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *loss]
+        beside = {id(one) for one in of_a_large_loss(case, step)}
+        beside |= outside_model(case.trace, step) if only_model else set()
+        calls = [one.launch for one in step.work if id(one) in beside and one.launch is not None]
+        stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *calls]
     runs = _runs(case, stays)
     here = id(case.replayed)
     waits = {id(step): _waits_between(case, step, _captured(runs, step)) for step in case.steps}
@@ -198,7 +214,8 @@ def _graphs_of_training(case: Case) -> Proposal | None:
             surely = {id(step): Lengths(of_model(case.trace, step)) for step in case.steps}
             if any(not surely[key].between(op.start, op.start + 1) for key, some in inside.items() for op in some):
                 return None
-            return _without_waits(case, list(chain(*inside.values())), _graphs_of_training)
+            proposed = partial(_graphs_of_training, only_model=only_model)
+            return _without_waits(case, list(chain(*inside.values())), proposed)
         how = "if backward follows each call, torch.cuda.make_graphed_callables without the loss"
     if any(len(inside[key]) < len(some) for key, some in others.items()):
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
