@@ -147,9 +147,8 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     _, _, waits = proposal.evidence.partition(", the CPU waits in ") if proposal.title == WITHOUT_WAITS else ("",) * 3
     return msgspec.structs.replace(
         proposal,
-        evidence="all steps call the same ops, but with different shapes, so that the graph of one step does not fit "
-        "the next one" + (f"; the CPU waits in {waits}" if waits else ""),
-        how=f"pad inputs to one shape or to a few, for example with pad_to_multiple_of; then {proposal.how}",
+        evidence="all steps call the same ops, with different shapes" + (waits and f"; the CPU waits in {waits}"),
+        how=f"pad inputs to one shape or to a few (pad_to_multiple_of); then {proposal.how}",
         assumed=True,
         title="pad to fixed shapes, then use CUDA graphs",
         least_us=max(one.gpu_busy_us for one in case.summary.steps[len(case.summary.left_out) :]),
@@ -563,7 +562,8 @@ def _how_to_drop(call: Op) -> str | None:
     if asking(call).startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
         return "keep index tensors, and values that indexing writes, on the GPU"
     if _reads_a_value(call):
-        return f"if the value of {asking(call)} decides no shapes, keep it on the GPU (torch.where instead of if)"
+        unless = "" if asking(call).startswith(READS_A_TRUTH) else " if it decides no shapes"
+        return f"keep the value of {asking(call)} on the GPU{unless} (torch.where instead of if)"
     return None
 
 
