@@ -65,7 +65,6 @@ READS_A_TRUTH = "aten::is_nonzero"
 MOVES = ("aten::to", "aten::_to_copy", "aten::copy_")
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
-WITHOUT_WAITS = "drop synchronizations, then use CUDA graphs"
 # What synchronizes between the launches of a graph.
 NO_WAITS = ", no synchronization between them"
 ONLY_COPIES = "; only copies of inputs synchronize between them"
@@ -110,7 +109,7 @@ def _graph_of_step(case: Case) -> Proposal | None:
     single = len(case.steps) == 1
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
-        _launches(len(captured), single, between=ONLY_COPIES if copies else _no_waits(case)),
+        _launches(len(captured), single, between=_between(case, copies)),
         _compiled(case) + "torch.cuda.graph",
         assumed=single,
     )
@@ -135,8 +134,9 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     step, *others = case.steps
     if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
         return None
-    if any(_reads_a_number(case, step) for step in case.steps):
-        return None
+    waits = [op for one in case.steps for op in _waits_in_the_model(case, one)]
+    if any(_reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) for op in waits):
+        return None  # the number may be a size
     ops, shapes = _ops_and_shapes(step)
     found = [_ops_and_shapes(other) for other in others]
     if any(other != ops for other, _ in found) or all(other == shapes for _, other in found):
@@ -144,10 +144,10 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
     if proposal is None or (not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None)):
         return None
-    _, _, waits = proposal.evidence.partition(", the CPU waits in ") if proposal.title == WITHOUT_WAITS else ("",) * 3
     return msgspec.structs.replace(
         proposal,
-        evidence="all steps call the same ops, with different shapes" + (waits and f"; the CPU waits in {waits}"),
+        evidence="all steps call the same ops, with different shapes"
+        + (f"; {_counted_waits(case, waits)}" if waits else ""),
         how=f"pad inputs to one shape or to a few (pad_to_multiple_of); then {proposal.how}",
         assumed=True,
         title="pad to fixed shapes, then use CUDA graphs",
@@ -155,13 +155,10 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     )
 
 
-def _reads_a_number(case: Case, step: Step) -> bool:
-    """Return whether the model reads values that may be sizes. aten::is_nonzero reads only true or false."""
+def _waits_in_the_model(case: Case, step: Step) -> list[Op]:
+    """Return the calls that wait in forward or backward, without copies of inputs."""
     inside = Lengths(of_model(case.trace, step))
-    return any(
-        _reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) and inside.between(op.start, op.start + 1)
-        for op in waits_of(step)
-    )
+    return [op for op in waits_of(step) if inside.between(op.start, op.start + 1) and not _copies_input(case, op)]
 
 
 def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
@@ -206,7 +203,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
     inside = {id(step): _inside_the_model(case, step, others[id(step)]) for step in case.steps}
     how = _compiled(case) + CALLED_ONCE
     copies = len(others[here]) < len(waits[here])
-    between = ONLY_COPIES if copies else _no_waits(case)
+    between = _between(case, copies)
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
         if not single and not all(runs.values()):
@@ -220,7 +217,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
         runs = {key: list(filter(_is_long, some)) for key, some in runs.items()}
     if not all(runs.values()):
         return None
-    if any(others.values()):
+    if any(others.values()) and not case.graph.gone:
         shown = next(key for key in (here, *others) if others[key])
         places = ["around the loss"] if inside[shown] else []
         places += ["outside forward and backward"] if len(inside[shown]) < len(others[shown]) else []
@@ -467,9 +464,15 @@ def _long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[R
     return found, captured, graphs
 
 
-def _no_waits(case: Case) -> str:
-    """Return that nothing synchronizes between the launches, if they do not wait for their kernels themselves."""
-    return "" if case.summary.debugging.blocking_launches else NO_WAITS
+def _between(case: Case, copies: bool) -> str:
+    """Return what synchronizes between the launches of a graph.
+
+    Nothing is said if other waits are dropped, or if the launches wait for their kernels themselves. copies: whether
+    inputs are copied there.
+    """
+    if case.graph.gone or (case.summary.debugging.blocking_launches and not copies):
+        return ""
+    return ONLY_COPIES if copies else NO_WAITS
 
 
 def _launches(launches: int, single: bool = False, where: str = "", between: str = NO_WAITS) -> str:
@@ -537,21 +540,23 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     found = proposed(Case(case.trace, case.summary, graph))
     if found is None:
         return None
-    by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
-    here = next(filter(None, by_step))
-    times = sum(map(bool, by_step[1:]))
-    seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
-    names = Counter(waits_in(_around(op, MOVES) or op) for op in here)
-    each = listed(f"{name} {how_often(times)}" for name, times in names.most_common(3))
-    first = listed(dict.fromkeys(ways[id(op)] for op in here))
-    launches, _, _ = found.evidence.removesuffix(NO_WAITS).partition("; ")
+    first = listed(dict.fromkeys(ways.values()))
     return msgspec.structs.replace(
         found,
-        evidence=f"between {launches}, the CPU waits in {each}{seldom}",
+        evidence=f"between {found.evidence}, {_counted_waits(case, waits)}",
         how=f"{first}; then {found.how}",
         assumed=True,
-        title=WITHOUT_WAITS,
+        title="drop synchronizations, then use CUDA graphs",
     )
+
+
+def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
+    """Return where the CPU waits in these calls of the replayed steps, and how often in one of these steps."""
+    by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
+    names = Counter(waits_in(_around(op, MOVES) or op) for op in next(filter(None, by_step)))
+    times = sum(map(bool, by_step[1:]))
+    seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
+    return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
 
 
 def _how_to_drop(call: Op) -> str | None:
