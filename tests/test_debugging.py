@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from raw_events import end, raw_steps
+from test_graph_changes import in_step
 from test_later_workloads import case_of, edited
 from test_opportunities import priced_changes, raw_events
 
@@ -23,11 +24,6 @@ def file_of(name):
     return DEBUGGING / f"{name}.json.gz"
 
 
-def in_first_step(events, *categories):
-    mark = raw_steps(events)[0]
-    return [e for e in events if e.get("cat") in categories and mark["ts"] <= e["ts"] < end(mark)]
-
-
 @pytest.mark.parametrize(("name", "change"), [("anomaly", "anomaly_detection"), ("blocking", "blocking")])
 def test_the_mode_is_proposed_to_be_turned_off_and_the_comparison_sees_it(name, change, capsys):
     one = priced_changes(file_of(name))[change]
@@ -40,7 +36,8 @@ def test_the_mode_is_proposed_to_be_turned_off_and_the_comparison_sees_it(name, 
 
 
 def test_anomaly_detection_checks_each_gradient():
-    ops = in_first_step(raw_events(file_of("anomaly")), "cpu_op")
+    events = raw_events(file_of("anomaly"))
+    ops = in_step(events, raw_steps(events)[0], "cpu_op")
     nodes = [e for e in ops if e["name"].startswith("autograd::engine::evaluate_function")]
     checks = [e for e in ops if e["name"] == "aten::_is_any_true"]
     in_nodes = [e for e in checks if any(one["tid"] == e["tid"] and one["ts"] <= e["ts"] < end(one) for one in nodes)]
@@ -51,7 +48,8 @@ def test_anomaly_detection_checks_each_gradient():
 
 
 def test_the_waits_of_anomaly_detection_are_not_told_to_be_the_programs():
-    waits = [e for e in in_first_step(raw_events(file_of("anomaly")), "cuda_runtime") if "Synchronize" in e["name"]]
+    events = raw_events(file_of("anomaly"))
+    waits = [e for e in in_step(events, raw_steps(events)[0], "cuda_runtime") if "Synchronize" in e["name"]]
     assert len(waits) > 50
     assert not {"remove_sync", "cuda_graph", "fuse_pointwise"} & set(priced_changes(file_of("anomaly")))
 

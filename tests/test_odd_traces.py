@@ -1,12 +1,12 @@
 """Traces that are odd but valid: annotations on several threads, steps of no length, a device without a number."""
 
-import gzip
 import json
 import signal
 from pathlib import Path
 
 import pytest
 from raw_events import event
+from test_later_workloads import edited
 
 from tracereader import cli, interrupts, machine
 from tracereader.figures import summarize
@@ -420,8 +420,5 @@ def without_an_update(events):
 )
 def test_steps_that_cut_an_optimizer_and_activities_of_no_length_are_read(tmp_path, capsys, edit, name):
     path = Path(__file__).resolve().parent / f"traces/h100/graphs/{name}.json.gz"
-    found = json.loads(gzip.decompress(path.read_bytes()))
-    edit(found["traceEvents"])
-    (tmp_path / "edited.json").write_text(json.dumps(found))
-    assert cli.main([str(tmp_path / "edited.json")]) == 0
+    assert cli.main([str(edited(path, tmp_path, edit))]) == 0
     assert "3 steps of" in capsys.readouterr().out

@@ -17,7 +17,7 @@ FORWARD, BACKWARD, OPTIMIZER, LOADING = "forward", "backward", "optimizer", "Dat
 T = TypeVar("T")
 
 
-def _kept_by_step(function: Callable[[Trace, Step], T]) -> Callable[[Trace, Step], T]:
+def kept_by_step(function: Callable[[Trace, Step], T]) -> Callable[[Trace, Step], T]:
     """Return the function with its result kept by the step, which belongs to one trace. Several changes ask for it."""
 
     @wraps(function)
@@ -57,7 +57,7 @@ def by_phase(trace: Trace, step: Step) -> tuple[Place, ...]:
     return tuple(Place(name, us, gpu[name] / 1e3, pieces[name]) for name, us in cpu.items())
 
 
-@_kept_by_step
+@kept_by_step
 def outside_model(trace: Trace, step: Step) -> set[int]:
     """Return the ids of the GPU activities of a training step that neither forward nor backward launches.
 
@@ -90,7 +90,7 @@ def backward_nodes(step: Step) -> list[Op]:
     return step.named(lambda name: name.startswith(AUTOGRAD))
 
 
-@_kept_by_step
+@kept_by_step
 def backward_begins(trace: Trace, step: Step) -> list[Op]:
     """Return the first node of each backward pass of a step.
 
@@ -139,7 +139,7 @@ def _launched_in(step: Step, spans: dict[str, Intervals]) -> Iterator[str]:
         yield name
 
 
-@_kept_by_step
+@kept_by_step
 def _spans(trace: Trace, step: Step) -> dict[str, Intervals]:
     """Return the time intervals of each phase, in order. They do not overlap."""
     backward = outermost_named(step, lambda name: name.startswith(AUTOGRAD))

@@ -10,7 +10,7 @@ from tracereader.trace import Op, Step, Trace
 CHECKS = ("aten::isnan", "aten::_is_any_true", "aten::item")
 # Launch calls that block return after their kernels have ended. With CUDA_LAUNCH_BLOCKING=1 on an H100, all 675 of a
 # recording did, and 7 of 675 without it. Nearly all of at least so many have to.
-MANY_LAUNCHES, NEARLY_ALL = 20, 0.95
+LEAST_LAUNCHES, NEARLY_ALL = 20, 0.95
 LAUNCHES = "LaunchKernel"  # in the calls' names, of the runtime and of the driver
 
 
@@ -44,7 +44,7 @@ def gradient_checks(step: Step) -> list[Op]:
 
 def blocking_launches(step: Step) -> list[Op]:
     """Return a step's calls that launch a kernel and wait for its end, if nearly all of them do; else none."""
-    found, others = [], 0
+    found, others, most = [], 0, (1 - NEARLY_ALL) * len(step.work)
     for one in step.work:
         call = one.launch
         if call is None or LAUNCHES not in call.name:
@@ -53,7 +53,7 @@ def blocking_launches(step: Step) -> list[Op]:
             found.append(call)
         else:
             others += 1
-            if others >= MANY_LAUNCHES and others > len(found):
+            if others > most:
                 return []
     total = len(found) + others
-    return found if total >= MANY_LAUNCHES and len(found) >= NEARLY_ALL * total else []
+    return found if total >= LEAST_LAUNCHES and len(found) >= NEARLY_ALL * total else []

@@ -97,7 +97,9 @@ def remove_sync(case: Case) -> Proposal | None:
     once = {id(copying(op)): waits_in(op) for op in waits_of(case.replayed) if id(op) in ids}
     names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
-    read = {id(op): op for op in map(_waits_only, calls) if op is not None}.values()
+    # Ops that do nothing but wait: aten::item, or nonzero in mask indexing.
+    around = (outermost_around(op, (*READ_A_VALUE, SELECTS)) for op in calls)
+    read = {id(op): op for op in around if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
     by_program = [op for op in calls if waits_in(op) == op.name]
     how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
@@ -118,11 +120,11 @@ def waits_in(call: Op) -> str:
     return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
 
-def _waits_only(call: Op) -> Op | None:
-    """Return the op that does nothing but wait in this call (aten::item, or nonzero in mask indexing); else None."""
+def outermost_around(call: Op, names: tuple[str, ...]) -> Op | None:
+    """Return the outermost of the ops with these names that are right around a call; None without any."""
     found = None
     for op in call.above():
-        if op.kind != "op" or not op.name.startswith((*READ_A_VALUE, SELECTS)):
+        if op.kind != "op" or not op.name.startswith(names):
             break
         found = op
     return found

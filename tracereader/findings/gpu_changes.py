@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 
 from tracereader.figures.attention import SDPA
-from tracereader.figures.autograd import backward_begins, backward_nodes, in_backward, outside_model
+from tracereader.figures.autograd import backward_begins, backward_nodes, in_backward, kept_by_step, outside_model
 from tracereader.figures.avoidable import SDPA_MATH
 from tracereader.figures.decoding import expanded
 from tracereader.figures.gpu_work import GpuWork
@@ -33,7 +33,7 @@ from tracereader.replay import (
     without_waits,
     without_work,
 )
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
 from tracereader.trace.kernel_names import decode, short
 from tracereader.trace.labels import (
@@ -206,7 +206,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
 
 def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) -> float:
     """Return the share of the chains' saved GPU time that is in the loss; 0 if it is small, or little of the step."""
-    loss = set(map(id, _of_the_loss(case, case.step)))
+    loss = set(map(id, _of_the_loss(case.trace, case.step)))
     saved = [(sum(one.us for _, one, _ in chain) - us, chain) for chain, us in chains]
     in_loss = sum(us for us, chain in saved if all(id(work) in loss for work, _, _ in chain))
     share = in_loss / (sum(us for us, _ in saved) or 1)
@@ -324,15 +324,16 @@ def has_rnns(case: Case) -> bool:
 
 def of_a_large_loss(case: Case, step: Step) -> list[Work]:
     """Return the loss's activities if the loss is large. Changes of the model leave such a loss alone."""
-    found = _of_the_loss(case, step)
+    found = _of_the_loss(case.trace, step)
     of_model = len(step.work) - len(outside_model(case.trace, step))
     least = LOSS_LAUNCHES * len(backward_begins(case.trace, step))
     return found if len(found) > max(least, LARGE_LOSS * of_model) else []
 
 
-def _of_the_loss(case: Case, step: Step) -> list[Work]:
+@kept_by_step
+def _of_the_loss(trace: Trace, step: Step) -> list[Work]:
     """Return what a step launches between two heavy activities if a backward pass begins between the two."""
-    begins = backward_begins(case.trace, step)
+    begins = backward_begins(trace, step)
     launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
     starts = [one.launch.start for one in launched]
     heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]

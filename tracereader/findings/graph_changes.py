@@ -22,7 +22,7 @@ from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.sizes import MATMULS
 from tracereader.figures.training import asking
-from tracereader.findings.cpu_changes import ONE_CALL_US, READ_A_VALUE, copied, waits_in
+from tracereader.findings.cpu_changes import ONE_CALL_US, READ_A_VALUE, copied, outermost_around, waits_in
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import (
     CALLING_LAUNCHES,
@@ -79,24 +79,23 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None  # a graph is of one number of keys: see static_cache
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
+    many = summary.chosen.launches >= MANY_LAUNCHES
     if not (summary.llm.same_in_all_steps or single):
-        if summary.chosen.launches < MANY_LAUNCHES:
-            return None
-        return _graphs_of_the_same_model(case) or _with_fixed_shapes(case)
+        return (_graphs_of_the_same_model(case) or _with_fixed_shapes(case)) if many else None
     if case.trace.trains:
-        return None if summary.chosen.launches < MANY_LAUNCHES else _graphs_of_training(case)
-    if waits := list(_waits_before_a_launch(case, case.trace.steps[len(summary.left_out) :])):
+        return _graphs_of_training(case) if many else None
+    if waits := list(_waits_before_a_launch(case, _counted_steps(case))):
         if single:
             return None
         if found := _graphs_between_reads(case, waits):
             return found
         here = list(_waits_before_a_launch(case, case.steps))
-        if summary.chosen.launches < MANY_LAUNCHES or not all(map(_is_in_compiled_model, filter(_reads_a_value, here))):
+        if not many or not all(map(_is_in_compiled_model, filter(_reads_a_value, here))):
             return None  # what an eager program reads may be its result
         return _without_waits(case, here, _graph_of_step)
-    if summary.chosen.launches < MANY_LAUNCHES:
-        return None if single else _small_graph(case)
-    return _graph_of_step(case)
+    if many:
+        return _graph_of_step(case)
+    return None if single else _small_graph(case)
 
 
 def _graph_of_step(case: Case) -> Proposal | None:
@@ -120,7 +119,7 @@ def _graphs_of_the_same_model(case: Case) -> Proposal | None:
     if not case.trace.trains:
         return None
     of_model = []
-    for step in case.steps:
+    for step in _counted_steps(case):
         outside = outside_model(case.trace, step)
         of_model.append(msgspec.structs.replace(step, work=tuple(one for one in step.work if id(one) not in outside)))
     return _graphs_of_training(case, only_model=True) if same_in_all_steps(of_model) else None
@@ -131,18 +130,20 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
 
     Padded steps take at least as long as the GPU is busy in the longest one. None if shapes may depend on results.
     """
-    step, *others = case.steps
+    step, *others = _counted_steps(case)
     if any(op.kind == "op" for op in step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
         return None
-    waits = [op for one in case.steps for op in _waits_in_the_model(case, one)]
+    waits = [op for one in case.steps for op in _in_the_model(case, one, waits_of(one)) if not _copies_input(case, op)]
     if any(_reads_a_value(op) and not asking(op).startswith(READS_A_TRUTH) for op in waits):
         return None  # the number may be a size
     ops, shapes = _ops_and_shapes(step)
     found = [_ops_and_shapes(other) for other in others]
     if any(other != ops for other, _ in found) or all(other == shapes for _, other in found):
         return None
+    if not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None):
+        return None
     proposal = _graphs_of_training(case) if case.trace.trains else _graph_of_step(case)
-    if proposal is None or (not case.trace.trains and next(_waits_before_a_launch(case, case.steps), None)):
+    if proposal is None:
         return None
     return msgspec.structs.replace(
         proposal,
@@ -155,10 +156,15 @@ def _with_fixed_shapes(case: Case) -> Proposal | None:
     )
 
 
-def _waits_in_the_model(case: Case, step: Step) -> list[Op]:
-    """Return the calls that wait in forward or backward, without copies of inputs."""
+def _counted_steps(case: Case) -> Sequence[Step]:
+    """Return all steps of the trace that count, also those that are not replayed."""
+    return case.trace.steps[len(case.summary.left_out) :]
+
+
+def _in_the_model(case: Case, step: Step, calls: Iterable[Op]) -> list[Op]:
+    """Return the calls in forward, in backward, or between the two; none where these are not known."""
     inside = Lengths(of_model(case.trace, step))
-    return [op for op in waits_of(step) if inside.between(op.start, op.start + 1) and not _copies_input(case, op)]
+    return [op for op in calls if inside.between(op.start, op.start + 1)]
 
 
 def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
@@ -207,8 +213,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
     if any(inside.values()):
         runs = {id(step): _beside_the_loss(case, step, inside[id(step)], runs[id(step)]) for step in case.steps}
         if not single and not all(runs.values()):
-            surely = {id(step): Lengths(of_model(case.trace, step)) for step in case.steps}
-            if any(not surely[key].between(op.start, op.start + 1) for key, some in inside.items() for op in some):
+            if any(_in_the_model(case, step, inside[id(step)]) != inside[id(step)] for step in case.steps):
                 return None
             proposed = partial(_graphs_of_training, only_model=only_model)
             return _without_waits(case, list(chain(*inside.values())), proposed)
@@ -521,9 +526,8 @@ def _waits_before_a_launch(case: Case, steps: Sequence[Step]) -> Iterator[Op]:
 
 def _copies_input(case: Case, call: Op) -> bool:
     """Return whether a call waits for a copy of the program's to the GPU."""
-    if not is_wait(call) or case.is_internal(call) or asking(call).startswith(INDEXES):
-        return False
-    return any("HtoD" in one.name for one in copied(call))
+    copies = is_wait(call) and any("HtoD" in one.name for one in copied(call))
+    return copies and not case.is_internal(call) and not asking(call).startswith(INDEXES)
 
 
 def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], Proposal | None]) -> Proposal | None:
@@ -535,7 +539,7 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     ways = {id(op): _how_to_drop(op) for op in waits}
     if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
         return None
-    copies = filter(None, (_around(op, (*READ_A_VALUE, *MOVES)) for op in waits))
+    copies = filter(None, (outermost_around(op, (*READ_A_VALUE, *MOVES)) for op in waits))
     graph = without_ops(without_waits(case.graph, waits), copies)
     found = proposed(Case(case.trace, case.summary, graph))
     if found is None:
@@ -553,7 +557,7 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
 def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     """Return where the CPU waits in these calls of the replayed steps, and how often in one of these steps."""
     by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
-    names = Counter(waits_in(_around(op, MOVES) or op) for op in next(filter(None, by_step)))
+    names = Counter(waits_in(outermost_around(op, MOVES) or op) for op in next(filter(None, by_step)))
     times = sum(map(bool, by_step[1:]))
     seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
     return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
@@ -563,12 +567,12 @@ def _how_to_drop(call: Op) -> str | None:
     """Return how the program can do without a wait; None if the trace does not show a way."""
     if waits_in(call) == call.name and "DeviceSynchronize" in call.name:
         return "drop torch.cuda.synchronize()"  # a stream's or an event's may be for a copy that is needed
-    some = copied(call)
-    if asking(call).startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
+    name, some = asking(call), copied(call)
+    if name.startswith(INDEXES) and some and all("HtoD" in one.name for one in some):
         return "keep index tensors, and values that indexing writes, on the GPU"
     if _reads_a_value(call):
-        unless = "" if asking(call).startswith(READS_A_TRUTH) else " if it decides no shapes"
-        return f"keep the value of {asking(call)} on the GPU{unless} (torch.where instead of if)"
+        unless = "" if name.startswith(READS_A_TRUTH) else " if it decides no shapes"
+        return f"keep the value of {name} on the GPU{unless} (torch.where instead of if)"
     return None
 
 
@@ -585,16 +589,6 @@ def _reads_a_value(call: Op) -> bool:
 def _is_in_compiled_model(call: Op) -> bool:
     """Return whether a model that was passed to torch.compile makes this call."""
     return any(above.name.startswith(REGION) for above in call.above())
-
-
-def _around(call: Op, names: tuple[str, ...]) -> Op | None:
-    """Return the outermost of the ops with these names that are right around a call."""
-    found = None
-    for op in call.above():
-        if op.kind != "op" or not op.name.startswith(names):
-            break
-        found = op
-    return found
 
 
 def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
