@@ -44,7 +44,10 @@ MACHINES = {"H200": "nvidia-h200", "CPU": "cpu"}
 CONSOLE = re.compile(
     r"(```console\n\$ (uv run read-trace|cat|sed -n) ([^\n]*(?:traces/reference|tests/traces)[^\n]*)\n)(.*?)(```)", re.S
 )
-TABLES_MADE = r"cheatsheet|verdicts|part1|part2|tables|training|changes|(?:rank-)?predictions|unprofiled|climb-\w+"
+TABLES_MADE = (
+    r"cheatsheet|verdicts|part1|part2|tables|training|(?:cpu-only-)?changes|(?:rank-|cpu-only-)?predictions|unprofiled"
+    r"|climb-\w+"
+)
 MADE = re.compile(rf"(<!-- ({TABLES_MADE}) -->\n)(.*?)(<!-- end -->)", re.S)
 VALUE = re.compile(r"(<!-- =([\w-]+) -->)(.*?)(<!-- = -->)", re.S)
 
@@ -361,6 +364,8 @@ def refreshed(text: str) -> str:
         "training": training,
         "changes": opportunities.changes,
         "predictions": opportunities.predictions,
+        "cpu-only-changes": opportunities.cpu_only_changes,
+        "cpu-only-predictions": opportunities.cpu_only_predictions,
         "unprofiled": opportunities.unprofiled,
         "rank-predictions": opportunities.rank_predictions,
         **{name: lambda name=name: climb.table(name) for name in climb.CLIMBS},

@@ -3,12 +3,14 @@
 docs/make.py makes the tables of docs/opportunities.md of this, from the reference traces.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import cpu_changes as cpu
+from tracereader.findings import cpu_only_changes as cpu_only
 from tracereader.findings import debugging_changes as debugging
 from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import graph_changes as graphs
@@ -54,6 +56,7 @@ ASSUMES = {
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "anomaly_detection": "forward takes as long as with its tracebacks",
     "blocking": f"a launch takes the CPU at most {debugging.LAUNCH_US} µs",
+    "filled_memory": "no op reads memory that was never written",
     "no_gradients": "backward gives each gradient its tensor without a copy",
     "no_autograd": f"autograd takes the CPU {avoidable.NODE_LAUNCHES} times as long as a launch (the lower quartile of "
     "the step's) for each op that it records; no backward follows outside the trace",
@@ -106,6 +109,16 @@ ASSUMES = {
     "skip_guards": f"{avoidable.GUARDS_LEFT:.0%} of a cache lookup is left; inputs fulfil the guards in every step",
 }
 
+# The same for programs that use no GPU.
+CPU_ONLY_ASSUMES = {
+    "fused_optimizer": "the fused optimizer takes "
+    + ", ".join(f"{share:.0%} of the time ({name})" for name, share in cpu_only.FUSED_SHARE.items())
+    + ": it reads and writes each tensor less often",
+    "fused_attention": "the fused kernel takes as long as the two products; in backward, too. With fewer than "
+    f"{cpu_only.LEAST_KEYS} keys ({cpu_only.LEAST_KEYS_IN_TRAINING} in training) it is not proposed",
+    "data_loader": "a worker takes as long for a batch as the main process, on an idle core",
+} | {name: ASSUMES[name] for name in ("mask_once", "recompile", "skip_guards", "anomaly_detection", "filled_memory")}
+
 # Steps before and after a change, of the recorded pairs and of the ladder's climbs.
 PAIRS = (
     *((f"{CHANGED}/{before}", f"{CHANGED}/{after}") for before, after in (
@@ -153,6 +166,17 @@ PAIRS = (
         ("eager", "compile"), ("eager_forloop", "eager_fused"), ("eager", "eager_fused"), ("eager_checkpoint", "eager"),
         ("eager_loader2_workers0", "eager"),
     )),
+)  # fmt: skip
+
+# The same of programs that use no GPU.
+CPU_ONLY = "../../tests/traces/cpu"
+CPU_ONLY_PAIRS = tuple(
+    (f"{CPU_ONLY}/{before}", f"{CPU_ONLY}/{after}")
+    for before, after in (
+        ("attention_naive", "attention_sdpa"), ("attention_trained_naive", "attention_trained_sdpa"),
+        ("adamw_forloop", "adamw_fused"), ("anomaly_on", "anomaly_off"), ("mask_each_step", "mask_once"),
+        ("loader_inline", "loader_worker"),
+    )
 )  # fmt: skip
 
 CHANGES_H200, LADDER = "nvidia-h200/changes/", "nvidia-h200/"
@@ -248,6 +272,8 @@ def _run(name: str) -> tuple[compare.Side, tuple[Opportunity, ...]]:
 
 def shown(name: str) -> str:
     """A trace as the table names it: its folder and the run."""
+    if name.startswith(CPU_ONLY):
+        return name.removeprefix(f"{CPU_ONLY}/")
     folder, _, run = name.removeprefix(f"{CHANGED}/").partition("/") if name.startswith(CHANGED) else ("", "", "")
     if run:
         return f"{folder}/{run}"
@@ -265,14 +291,33 @@ def changes() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cpu_only_changes() -> str:
+    """The changes of a program that uses no GPU, and what each assumes."""
+    lines = ["| id in `--json` | change | assumes |", "|---|---|---|"]
+    lines += [f"| `{one.name}` | {one.title} | {CPU_ONLY_ASSUMES[one.name]} |" for one in cpu_only.CPU_ONLY_CHANGES]
+    return "\n".join(lines) + "\n"
+
+
 def predictions() -> str:
+    """Every pair, and the reasons of those that are off."""
+    rows, off = _predicted(PAIRS)
+    return "\n".join([*rows, "", "Where a prediction is off by more than 30%:", "", *off]) + "\n"
+
+
+def cpu_only_predictions() -> str:
+    """Every pair of a program that uses no GPU."""
+    rows, _ = _predicted(CPU_ONLY_PAIRS)
+    return "\n".join(rows) + "\n"
+
+
+def _predicted(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
     """Every pair: recorded, predicted and measured, also without the profiler; the reasons of those that are off."""
     heads = ("before → after", "proposed", "recorded", "predicted", "measured", "ratio", *(
         f"{what}, without the profiler" for what in ("step", "predicted", "measured", "ratio")
     ))  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     off = []
-    for before, after in PAIRS:
+    for before, after in pairs:
         side, proposed = _run(before)
         measured = _run(after)[0].summary.recorded_step_us
         found = made.checked(side, proposed, _run(after)[0])
@@ -295,7 +340,7 @@ def predictions() -> str:
             lines.append(f"| {pair} | {' | '.join(cells)} |")
         if ratio is not None and not WITHIN[0] <= ratio <= WITHIN[1]:
             off.append(f"- {pair} ({ratio:.2f}): {WHY.get((before, after), 'no reason is known yet.')}")
-    return "\n".join([*lines, "", "Where a prediction is off by more than 30%:", "", *off]) + "\n"
+    return lines, off
 
 
 def _without_profiler(one: Opportunity, measured: float | None) -> tuple[str, str, str, str]:

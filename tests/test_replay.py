@@ -486,8 +486,8 @@ def test_work_launched_before_the_recording_is_replayed(made):
 
 
 def test_a_refusal_gives_its_reason(made):
-    cpu_only = [op(10, 20), op(40, 20)]
-    assert graph_of(made(cpu_only)) == Refused(Reason.NO_GPU_WORK)
+    no_records = [op(10, 20), call(12, 1), op(40, 20)]
+    assert graph_of(made(no_records)) == Refused(Reason.NO_GPU_WORK)
     no_launches = [op(10, 20), kernel(12, 5, 1), kernel(20, 5, 2)]
     assert graph_of(made([step(0, 5, 90)], no_launches)) == Refused(Reason.NO_LAUNCHES)
 

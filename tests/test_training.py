@@ -217,6 +217,9 @@ def test_the_wait_for_the_loader(tmp_path, capsys):
     assert ours.training.loading.us == pytest.approx(waits[0]["dur"])
     assert ours.training.loading.share == pytest.approx(waits[0]["dur"] / step["dur"])
     assert cli.main([str(tmp_path / "a.json")]) == 0
+    told = capsys.readouterr().out
+    assert "prepare batches ahead" in told and "a step that waits for the DataLoader" not in told
+    assert cli.main([str(tmp_path / "a.json"), "--only", "patterns"]) == 0
     assert "a step that waits for the DataLoader" in capsys.readouterr().out
 
 

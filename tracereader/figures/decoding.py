@@ -14,6 +14,7 @@ from tracereader.figures.gpu_work import GpuWork, launch_args
 from tracereader.figures.hardware import Peaks, common_peaks, peak_tflops
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.facts import ModelFacts
+from tracereader.trace.types import dtype_of
 
 # Ops that write an expanded tensor out, and ops that are attention or its first product.
 WRITES_OUT = ("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten")
@@ -36,6 +37,8 @@ TAKES_WEIGHTS = {
     "aten::addmm": (1, (0, 2)),
     **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"), (0, (1, 2))),
 }
+# The types of weights that are not quantized.
+FLOATS = ("bf16", "fp16", "fp32", "fp64")
 CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
 # Ops that take a part of a tensor.
 TAKES_A_PART = ("aten::select", "aten::slice", "aten::index")
@@ -278,10 +281,16 @@ def weight_casts(step: Step) -> list[tuple[Op, list[Work]]]:
 
 
 def _cast_below(op: Op) -> list[Work]:
-    """Return the work that an aten::to launches to convert its input; empty if it moves the input to another device."""
+    """Return the work that an aten::to launches to convert its input to another floating-point type.
+
+    Empty if it moves the input to another device. Quantized weights are left out: they are stored in few bytes.
+    """
     copies = [copy for child in op.children if child.name == "aten::_to_copy" for copy in child.children]
     types = [copy.inputs.types for copy in copies if copy.name == "aten::copy_"]
     if not types or any(len(some) < 2 or some[0] == some[1] for some in types):
+        return []
+    sources = [dtype_of(some[1]) for some in types]
+    if any(source is not None and source.name not in FLOATS for source in sources):
         return []
     return [one for one in _copies(op) if one.kind == "kernel"]
 

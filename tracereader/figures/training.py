@@ -24,6 +24,8 @@ UNNUMBERED = tuple(f"aten::{name}" for name in MAKING)
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 FOREACH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 TAKING_SPARSE = ("SGD", "Adagrad")
+# An optimizer with complex parameters calls this op. Its fused form refuses them.
+OF_COMPLEX_NUMBERS = "aten::view_as_real"
 # The number of points of the memory curve over the step.
 POINTS = 60
 _start = attrgetter("start")
@@ -262,7 +264,7 @@ def _optimizers(step: Step, idle: Intervals | None, sparse: bool) -> tuple[Optim
             OptimizerCost(
                 name=name,
                 how=how,
-                faster="" if sparse and name in TAKING_SPARSE else _faster(name, how),
+                faster="" if sparse and name in TAKING_SPARSE else _faster(name, how, OF_COMPLEX_NUMBERS in names),
                 cpu_us=length(own) / 1e3,
                 launches=len({id(one.launch) for one in work}),
                 gpu_us=sum(one.us for one in work),
@@ -291,11 +293,11 @@ def _how(ops: Collection[str], work: Sequence[Work]) -> str:
     return "for-loop" if ops or work else ""
 
 
-def _faster(name: str, how: str) -> str:
+def _faster(name: str, how: str, complex_numbers: bool) -> str:
     """Return how torch could run an optimizer with fewer launches: fused, foreach, or ""."""
-    if how in ("for-loop", "foreach") and name in FUSED_OPTIMIZERS:
+    if how in ("for-loop", "foreach") and name in FUSED_OPTIMIZERS and not complex_numbers:
         return "fused"
-    return "foreach" if how == "for-loop" and name in FOREACH_OPTIMIZERS else ""
+    return "foreach" if how == "for-loop" and name in (*FUSED_OPTIMIZERS, *FOREACH_OPTIMIZERS) else ""
 
 
 def _closure(slices: Sequence[Op], step: Step) -> tuple[list[Op], list[Op]]:

@@ -66,24 +66,34 @@ def unfused(step: Step) -> tuple[Unfused, ...]:
 
 
 def _on_the_cpu(step: Step) -> tuple[Unfused, ...]:
-    """Return it by the ops' order: a softmax whose nearest products on both sides are batched ones."""
-    found, product_before, softmaxes, between = [], None, [], 0.0
+    return tuple(
+        Unfused(sum(map(self_us, between)), 0, first.us + last.us, None) for first, between, last in on_the_cpu(step)
+    )
+
+
+def on_the_cpu(step: Step) -> list[tuple[Op, list[Op], Op]]:
+    """Return each attention that is not fused, for a step without GPU work: its two products and the ops between them.
+
+    The order of the ops decides: a softmax whose nearest products on both sides are batched ones. The ops between them
+    include those that they call.
+    """
+    found, product_before, between = [], None, []
     for op in step.walk():
         if op.kind != "op":
             continue
         if op.name in MATMULS:
+            softmaxes = [one for one in between if one.name == SOFTMAX]
             if (
                 len(softmaxes) == 1
                 and op.name in BATCHED
                 and op.track == product_before.track
                 and _may_attend(product_before, softmaxes[0], op)
             ):
-                found.append(Unfused(between, 0, product_before.us + op.us, None))
-            product_before, softmaxes, between = op if op.name in BATCHED else None, [], 0.0
+                found.append((product_before, between, op))
+            product_before, between = op if op.name in BATCHED else None, []
         elif product_before is not None and op.start >= product_before.end:
-            softmaxes += [op] if op.name == SOFTMAX else []
-            between += self_us(op)
-    return tuple(found)
+            between.append(op)
+    return found
 
 
 def _is_softmax(one: Work, op: Op | None) -> bool:

@@ -103,7 +103,7 @@ def mask_once(case: Case) -> Proposal | None:
     if not case.has(("aten::tril", "aten::triu").__contains__):
         return None
     made, typical = case.in_each_step(lambda step: [op for group in triangles(step, in_sdpa=False) for op in group])
-    if len(made) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
+    if len(case.trace.steps) < 2 or not all(triangles(step, in_sdpa=False) for step in case.trace.steps):
         return None
     return Proposal(
         without_ops(case.graph, [op for some in made for op in some]),

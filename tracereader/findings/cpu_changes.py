@@ -196,12 +196,17 @@ def data_loader(case: Case) -> Proposal | None:
         without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, READY_BATCH_US) for op in waits]
     )
     single = any("SingleProcess" in op.name for op in waits)
+    options = "num_workers=8, pin_memory=True"
+    least_us = 0.0
+    if not case.trace.work:  # the workers share the cores with the model, and one worker takes as long for a batch
+        options, least_us = "num_workers=1 or more", loading.us if single else 0.0
     return Proposal(
         graph,
         f"the step waits {duration(loading.us)} for the DataLoader" + (", which has no workers" if single else ""),
-        "DataLoader(…, num_workers=8, pin_memory=True, persistent_workers=True)" if single
+        f"DataLoader(…, {options}, persistent_workers=True){', if cores are idle' * bool(least_us)}" if single
         else "more workers, a larger prefetch_factor, or less work for each sample",
         assumed=True,
+        least_us=least_us,
     )  # fmt: skip
 
 

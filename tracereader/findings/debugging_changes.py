@@ -1,6 +1,6 @@
 """Changes that turn off a mode for debugging, which makes a program slow without changing its results."""
 
-from tracereader.figures.debugging import blocking_launches, gradient_checks
+from tracereader.figures.debugging import blocking_launches, fills_of_new_memory, gradient_checks
 from tracereader.findings.finding import counted, duration
 from tracereader.findings.opportunity import Case, Change, Proposal
 from tracereader.replay import without_cpu_time, without_ops
@@ -13,10 +13,13 @@ def anomaly_detection(case: Case) -> Proposal | None:
     checked = case.summary.debugging.checked_gradients
     if not checked:
         return None
+    seen = f"backward checks {counted(checked, 'gradient')} for NaN"
+    if case.trace.work:
+        seen += " and waits for each result"
     return Proposal(
         without_ops(case.graph, [op for step in case.steps for op in gradient_checks(step)]),
-        f"backward checks {counted(checked, 'gradient')} for NaN and waits for each result, because anomaly detection "
-        "is on; it also records a traceback for each op of forward, which this saving leaves out",
+        f"{seen}, because anomaly detection is on; it also records a traceback for each op of forward, which this "
+        "saving leaves out",
         "torch.autograd.set_detect_anomaly(False), and no torch.autograd.detect_anomaly()",
     )
 
@@ -37,7 +40,23 @@ def blocking(case: Case) -> Proposal | None:
     )
 
 
+def filled_memory(case: Case) -> Proposal | None:
+    if not case.summary.debugging.filled_tensors:
+        return None
+    fills, here = case.in_each_step(fills_of_new_memory)
+    work = [one for op in here for call in op.walk() for one in call.work]
+    on_gpu = f" and {duration(sum(one.us for one in work))} of GPU time" * bool(work)
+    return Proposal(
+        without_ops(case.graph, [op for some in fills for op in some]),
+        f"{counted(len(here), 'new tensor is', 'new tensors are')} filled before ops write to them, because "
+        f"deterministic algorithms are on: {duration(sum(op.us for op in here))} of CPU time{on_gpu}",
+        "torch.utils.deterministic.fill_uninitialized_memory = False, if no op reads memory that was never written; "
+        "results stay deterministic",
+    )
+
+
 DEBUGGING_CHANGES = (
     Change("anomaly_detection", "turn anomaly detection off", anomaly_detection),
     Change("blocking", "do not wait for each kernel", blocking),
+    Change("filled_memory", "leave new memory unfilled", filled_memory),
 )

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tracereader.figures.attention import ATTENTION
 from tracereader.figures.autograd import BACKWARD, FORWARD
 from tracereader.figures.avoidable import CUDNN_ATTENTION
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
+from tracereader.figures.unfused import BATCHED
 from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import (
@@ -32,7 +34,7 @@ from tracereader.findings.gpu_changes import UNALIGNED
 from tracereader.findings.opportunity import Opportunity
 from tracereader.findings.ops import with_cpu_tensors
 from tracereader.findings.training import MANY_NODES
-from tracereader.trace.labels import LOOKUP, REDUCERS_CALLS
+from tracereader.trace.labels import AUTOGRAD, INDUCTORS_CALL, LOOKUP, REDUCERS_CALLS
 
 # If at most this share remains, the work counts as gone.
 LEFT = 0.5
@@ -164,8 +166,10 @@ def _fuse_pointwise(before: Side, after: Side) -> bool:
 
 
 def _fused_attention(before: Side, after: Side) -> bool:
-    """Softmaxes between batched products are gone, and attention kernels of as many queries and keys are new."""
+    """Softmaxes between batched products are gone, and fused attention of as many queries and keys is new."""
     gone = len(before.summary.attention.unfused) > len(after.summary.attention.unfused)
+    if not _on_the_gpu(before, after):
+        return gone and _same_on_the_cpu(before, after, fused=True)
     were, fused = (
         [one for one in side.summary.gpu_work if one.family == "attention" and one.attention]
         for side in (before, after)
@@ -311,7 +315,8 @@ def _skip_guards(before: Side, after: Side) -> bool:
     was, now = (
         sum(call.us for call in side.summary.cpu.chain if call.name.startswith(LOOKUP)) for side in (before, after)
     )
-    return 0 < now <= LEFT * was and _by_calls(before, after) and share_in_common(before, after) == 1
+    same = share_in_common(before, after) == 1 and _same_heavy(before, after)
+    return 0 < now <= LEFT * was and _by_calls(before, after) and same
 
 
 def _allocator(before: Side, after: Side) -> bool:
@@ -349,10 +354,16 @@ def _blocking(before: Side, after: Side) -> bool:
     return was > 0 == now and _the_same_work(before, after)
 
 
+def _filled_memory(before: Side, after: Side) -> bool:
+    """New tensors are filled only in the first trace. Products, convolutions and attention are the same."""
+    was, now = (side.summary.debugging.filled_tensors for side in (before, after))
+    return was > 0 == now and _same_heavy(before, after) and _by_calls(before, after)
+
+
 def _recompile(before: Side, after: Side) -> bool:
     """torch.compile compiles in the first trace's steps and does not compile in the second one's."""
     was, now = (sum(len(one.compiled) for one in side.summary.steps) for side in (before, after))
-    return bool(was) and not now and share_in_common(before, after) >= ALMOST
+    return bool(was) and not now and share_in_common(before, after) >= ALMOST and _same_heavy(before, after)
 
 
 def _no_recompute(before: Side, after: Side) -> bool:
@@ -421,8 +432,10 @@ def _same_heavy(before: Side, after: Side) -> bool:
     """Return whether kernels of the same names have most of the time of matrix products and other heavy work.
 
     Heavy work is products, convolutions, attention and communication. The result is False if Inductor wrote kernels of
-    only one of the two steps.
+    only one of the two steps. Without GPU work the ops are compared.
     """
+    if not _on_the_gpu(before, after):
+        return _same_on_the_cpu(before, after)
     times = []
     for side in (before, after):
         times.append(Counter())
@@ -433,6 +446,32 @@ def _same_heavy(before: Side, after: Side) -> bool:
     same = all(us >= ALMOST * some.total() for us, some in zip(shared, times, strict=True))
     kernels = [sum(one.family in HEAVY for one in side.summary.gpu_work) for side in (before, after)]
     return same and min(kernels) >= ALMOST * max(kernels) and _compiled(before) == _compiled(after)
+
+
+def _on_the_gpu(before: Side, after: Side) -> bool:
+    return before.summary.has_gpu_work or after.summary.has_gpu_work
+
+
+def _same_on_the_cpu(before: Side, after: Side, fused: bool = False) -> bool:
+    """Return whether two steps without GPU work compute equally large products and attention by as many ops.
+
+    The sizes are compared if they are recorded. fused: whether fused attention replaces the batched products of a
+    softmax's scores. A backward pass, or Inductor's code, in only one of the steps is a difference.
+    """
+    names = (*PRODUCTS, *CONVOLUTIONS, *ATTENTION)
+    calls = [Counter({name: side.ops[name] for name in names}) for side in (before, after)]
+    sizes = [Counter((one.product, one.attention) for one in side.summary.cpu.work if one.product or one.attention)
+             for side in (before, after)]  # fmt: skip
+    parts = [[any(name.startswith(part) for name in side.ops) for part in (AUTOGRAD, INDUCTORS_CALL)]
+             for side in (before, after)]  # fmt: skip
+    if parts[0] != parts[1]:
+        return False
+    if not fused:
+        return calls[0] == calls[1] and sizes[0] == sizes[1]
+    scores = {(one.batch, one.m, one.n) for one, _ in sizes[0] - sizes[1] if one}
+    attends = {(one.batch * one.heads, one.queries, one.keys) for _, one in sizes[1] - sizes[0] if one}
+    gone, new = +(calls[0] - calls[1]), +(calls[1] - calls[0])
+    return bool(new) and gone.keys() <= {*BATCHED} and new.keys() <= {*ATTENTION} and attends <= scores
 
 
 def _same_products(before: Side, after: Side) -> bool:
@@ -537,6 +576,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "no_autograd": _no_autograd,
     "anomaly_detection": _anomaly_detection,
     "blocking": _blocking,
+    "filled_memory": _filled_memory,
     "keep_parameters": _keep_parameters,
     "keep_buffers": _keep_buffers,
     "reduce_once": _reduce_once,

@@ -8,6 +8,7 @@ from tracereader import progress
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
+from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
@@ -40,8 +41,9 @@ def each_priced(case: Case, show: Callable[[str], None] = progress.nowhere) -> l
     """
     unprofiled = Unprofiled.of(case.graph, case.summary.unprofiled_step_us)
     found = []
-    for number, change in enumerate(CHANGES, 1):
-        show(f"replaying the steps with changes: {number} of {len(CHANGES)}")
+    changes = CHANGES if case.trace.work else CPU_ONLY_CHANGES
+    for number, change in enumerate(changes, 1):
+        show(f"replaying the steps with changes: {number} of {len(changes)}")
         proposal = change.propose(case)
         if proposal is None:
             continue

@@ -78,6 +78,9 @@ AMONG_LAST = 64
 NOBODY = -1
 COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
+# In the names of launches, and of the ops of libraries for GPUs: Apple's, NVIDIA's and AMD's. An LSTM on the CPU calls
+# aten::cudnn_is_acceptable.
+OF_A_GPU = ("Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_")
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -89,7 +92,7 @@ class Reason(Enum):
 
     NO_GPU_WORK = "the trace has no GPU work"
     NO_LAUNCHES = "most of the GPU work has no launch call in the trace"
-    NO_CPU_SLICES = "a step with GPU work has no slice on the CPU"
+    NO_CPU_SLICES = "a step has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
     NOT_REPRODUCED = "the replay of the unchanged trace does not reproduce the recorded step"
     NOT_READ = "the trace of a rank cannot be read again on this machine"
@@ -220,9 +223,11 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def lanes_us(self) -> tuple[float, float]:
-        """Return the step's time on the CPU and on the GPU; see step_us()."""
+        """Return the step's time on the CPU and on the GPU, which is 0 without GPU work; see step_us()."""
         ends, dur, steps, aside = self.ends(), self.dur, self.steps, self.aside
         on_cpu = pace([ends[step.start] for step in steps], ends[steps[-1].end])  # points of a thread take no time
+        if not self.activity:
+            return on_cpu / 1e3, 0.0
         works = [set(step.work) - aside or step.work if aside else step.firsts for step in steps]
         firsts = [min([ends[node] - dur[node] for node in work]) for work in works]
         on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)))
@@ -233,28 +238,44 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
     """Return the graph of the recorded steps, or a Refused with the reason why there is none.
 
     around: of a long trace, replay only the steps around this one. They are replayed if they reproduce the recorded
-    step; otherwise, or for None, all steps are. recorded_us: the recorded step's time, if it is known already.
+    step; otherwise, or for None, all steps are. Of a program that uses no GPU, only this step is replayed (for None,
+    the typical one). recorded_us: the recorded step's time, if it is known already.
     """
-    launched = sum(one.launch is not None for one in trace.work)
-    if not any(step.work for step in trace.steps):
-        return Refused(Reason.NO_GPU_WORK if not trace.work else Reason.NO_LAUNCHES)
-    if 2 * launched < len(trace.work):
-        return Refused(Reason.NO_LAUNCHES)
-    if any(step.work and not step.roots for step in trace.steps):
+    if not trace.work:
+        if not runs_on_the_cpu(trace):
+            return Refused(Reason.NO_GPU_WORK)
+        parts = [replace(trace, steps=(around or typical(trace),), outside=())]
+    else:
+        launched = sum(one.launch is not None for one in trace.work)
+        if not any(step.work for step in trace.steps) or 2 * launched < len(trace.work):
+            return Refused(Reason.NO_LAUNCHES)
+        parts = [trace]
+    if any((step.work or not trace.work) and not step.roots for step in parts[0].steps):
         return Refused(Reason.NO_CPU_SLICES)
     if recorded_us is None:
         recorded_us = recorded_step_us(trace, typical(trace))
     if recorded_us <= 0:
         return Refused(Reason.NO_TIME)
-    part = _steps_near(trace, around, recorded_us) if around is not None else trace
-    for replayed in (part, trace) if part is not trace else (trace,):
-        graph = _Builder(replayed, recorded_us).built()
+    if trace.work and around is not None and (near := _steps_near(trace, around, recorded_us)) is not trace:
+        parts.insert(0, near)
+    for part in parts:
+        graph = _Builder(part, recorded_us).built()
         replayed_us = graph.step_us()
         off = replayed_us / recorded_us
         if abs(off - 1) <= TOLERANCE:
             force_setattr(graph, "replayed_us", replayed_us)  # a copy would replay the steps again
             return graph
     return Refused(Reason.NOT_REPRODUCED, off)
+
+
+def runs_on_the_cpu(trace: Trace) -> bool:
+    """Return whether nothing in the trace belongs to a GPU: no work, no device, no launch, no op of a GPU's library.
+
+    A recording of the CPU's activities alone shows no kernels of a program that uses a GPU.
+    """
+    if trace.work or trace.device_properties:
+        return False
+    return not any(part in name for name in trace.op_names for part in OF_A_GPU)
 
 
 def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
@@ -338,7 +359,7 @@ class _Builder:
         self.recorded = _Recorded(trace)
 
     def built(self) -> Graph:
-        steps = working_steps(self.trace, typical(self.trace))
+        steps = working_steps(self.trace, typical(self.trace)) if self.trace.work else self.trace.steps
         marks = self._add_threads(steps)
         self._add_activities()
         for call, node in self.calls.values():
@@ -565,7 +586,8 @@ class _Builder:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
         step_nodes, before = [], columns["before"]
-        for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True):
+        works = on_busiest_stream(steps) if self.trace.work else [()] * len(steps)
+        for work, (start, end) in zip(works, marks, strict=True):
             nodes = [number[self.activity[id(one)]] for one in work]
             inside = set(nodes)
             firsts = tuple([node for node in nodes if before[node] not in inside])

@@ -22,7 +22,7 @@ SECTIONS = {
     one.name: one
     for one in (
         Section("short", brief=True),
-        Section("try", brief=True, needs_gpu=True),
+        Section("try", brief=True),
         Section("gpu", needs_gpu=True),
         Section("predictions", brief=True),
         Section("steps", brief=True),

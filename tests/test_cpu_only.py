@@ -1,0 +1,189 @@
+"""Changes proposed to programs that use no GPU. The traces are of small programs on two cores of an EPYC."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from raw_events import end, raw_steps
+from test_graph_changes import in_step
+from test_later_workloads import edited
+from test_opportunities import priced_changes, raw_events
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.figures.side import Side
+from tracereader.findings import made
+from tracereader.findings.opportunities import opportunities
+from tracereader.replay import Refused, graph_of
+from tracereader.trace import read
+
+CPU = Path(__file__).resolve().parent / "traces/cpu"
+NODE = "autograd::engine::evaluate_function: "
+PAIRS = [
+    ("attention_naive", "fused_attention", "attention_sdpa"),
+    ("attention_trained_naive", "fused_attention", "attention_trained_sdpa"),
+    ("adamw_forloop", "fused_optimizer", "adamw_fused"),
+    ("anomaly_on", "anomaly_detection", "anomaly_off"),
+    ("mask_each_step", "mask_once", "mask_once"),
+]
+
+
+def file_of(name):
+    return CPU / f"{name}.json.gz"
+
+
+def middle_step(events):
+    """Return the step with the median time and the ops that begin in it."""
+    mark = sorted(raw_steps(events), key=lambda one: one["dur"])[1]
+    return mark, in_step(events, mark, "cpu_op")
+
+
+def covered(ops):
+    """Return the time in which one of these ops runs."""
+    total, reached = 0.0, 0.0
+    for one in sorted(ops, key=lambda e: e["ts"]):
+        total += max(0.0, end(one) - max(reached, one["ts"]))
+        reached = max(reached, end(one))
+    return total
+
+
+def between_products(ops):
+    """Return the ops between the first two batched products, which are those of forward."""
+    first, last = sorted((e for e in ops if e["name"] == "aten::bmm"), key=lambda e: e["ts"])[:2]
+    return [e for e in ops if e["ts"] >= end(first) and end(e) <= last["ts"]]
+
+
+def inside(ops, nodes):
+    return [e for e in ops if any(one["ts"] <= e["ts"] and end(e) <= end(one) for one in nodes)]
+
+
+def removed(name, change):
+    """Return the typical step's time and the time that the change removes from it (µs), by raw events."""
+    mark, ops = middle_step(raw_events(file_of(name)))
+    if change == "fused_attention":
+        nodes = [e for e in ops if e["name"].startswith(NODE)]
+        softer = [e for e in nodes if "Softmax" in e["name"] or "MaskedFill" in e["name"] or "Div" in e["name"]]
+        return mark["dur"], covered(between_products(ops)) + covered(softer)
+    if change == "fused_optimizer":
+        marks = in_step(raw_events(file_of(name)), mark, "user_annotation")
+        (update,) = [e for e in marks if e["name"] == "Optimizer.step#AdamW.step"]
+        return mark["dur"], 0.65 * update["dur"]
+    if change == "anomaly_detection":
+        nodes = [e for e in ops if e["name"].startswith(NODE)]
+        checks = [e for e in ops if e["name"] in ("aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero")]
+        return mark["dur"], covered(inside(checks, nodes))
+    makers = [e for e in ops if e["name"] in ("aten::ones", "aten::tril")]
+    return mark["dur"], covered(makers)
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_a_change_removes_the_time_of_its_calls(before, change, after):
+    one = priced_changes(file_of(before))[change]
+    step_us, gone = removed(before, change)
+    assert one.step_us == pytest.approx(step_us, abs=0.01)
+    assert one.saves_us == pytest.approx(gone, rel=0.01)
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_without_the_profiler_the_change_saves_at_least_most_of_what_was_predicted(before, change, after):
+    one = priced_changes(file_of(before))[change]
+    measured = summarize(read(file_of(after))).unprofiled_step_us
+    assert one.unprofiled_step_us == summarize(read(file_of(before))).unprofiled_step_us
+    assert measured < 1.05 * one.unprofiled_step_us_after < one.unprofiled_step_us
+
+
+@pytest.mark.parametrize(("before", "change", "after"), PAIRS)
+def test_the_comparison_sees_that_the_change_was_made(before, change, after, capsys):
+    one = priced_changes(file_of(before))[change]
+    assert change not in priced_changes(file_of(after))
+    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
+    assert f"proposed it ({one.title})" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([str(file_of(after)), str(file_of(before))]) == 0
+    assert "proposed it" not in capsys.readouterr().out
+
+
+def test_a_run_of_another_program_follows_no_proposal():
+    sides = {name: Side(summarize(read(file_of(name)))) for pair in PAIRS for name in (pair[0], pair[2])}
+    mlp = ("adamw", "anomaly")  # two pairs of one program
+    for before, _, after in PAIRS:
+        proposed = tuple(priced_changes(file_of(before)).values())
+        for other, side in sides.items():
+            if other not in (before, after) and not (before.startswith(mlp) and other.startswith(mlp)):
+                assert made.checked(sides[before], proposed, side) is None, f"{before}, {other}"
+
+
+def test_one_worker_needs_as_long_for_a_batch_as_the_main_process():
+    events = raw_events(file_of("loader_inline"))
+    mark, _ = middle_step(events)
+    (wait,) = [e for e in in_step(events, mark, "user_annotation") if e["name"].startswith("enumerate(DataLoader)#")]
+    one = priced_changes(file_of("loader_inline"))["data_loader"]
+    assert wait["dur"] > mark["dur"] / 2
+    assert one.step_us_after == one.unprofiled_step_us_after == pytest.approx(wait["dur"], abs=0.01)
+    assert "num_workers=1 or more" in one.how and "pin_memory" not in one.how
+
+
+def add_a_launch(events):
+    (mark, *_) = raw_steps(events)
+    events.append(mark | {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": mark["ts"] + 1, "dur": 1})
+
+
+def on_apples_gpu(events):
+    ops = [e for e in events if e["name"] == "aten::_softmax"]
+    events += [e | {"name": "aten::_mps_convolution", "ts": e["ts"] + 0.1, "dur": 0.1} for e in ops]
+
+
+@pytest.mark.parametrize("edit", [add_a_launch, on_apples_gpu])
+def test_no_saving_is_computed_if_the_records_of_a_gpu_are_missing(tmp_path, edit, capsys):
+    file = edited(file_of("attention_naive"), tmp_path, edit)
+    trace = read(file)
+    assert isinstance(opportunities(trace, summarize(trace)), Refused)
+    assert cli.main([str(file)]) == 0
+    assert "try first" not in capsys.readouterr().out
+    assert cli.main([str(file), "--only", "try"]) == 0
+    assert "the trace has no GPU work" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_gpu_in_the_profilers_list_is_a_gpu(tmp_path):
+    document = json.loads(gzip.decompress(file_of("attention_naive").read_bytes()))
+    document["deviceProperties"] = [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(document))
+    assert isinstance(graph_of(read(file)), Refused)
+
+
+def fewer_keys(events):
+    """Make 1,024 keys 128, in all recorded shapes."""
+    for e in events:
+        if "Input Dims" in e.get("args", {}):
+            e["args"]["Input Dims"] = json.loads(json.dumps(e["args"]["Input Dims"]).replace("1024", "128"))
+
+
+def without_shapes(events):
+    for e in events:
+        e.get("args", {}).pop("Input Dims", None)
+
+
+@pytest.mark.parametrize("edit", [fewer_keys, without_shapes])
+def test_small_attention_is_not_told_to_be_fused(tmp_path, edit):
+    assert "fused_attention" not in priced_changes(edited(file_of("attention_naive"), tmp_path, edit))
+
+
+def plain_sgd(events):
+    """Name the optimizer SGD, and leave only additions in it."""
+    for e in list(events):
+        if e["name"] == "Optimizer.step#AdamW.step":
+            e["name"] = "Optimizer.step#SGD.step"
+        elif e.get("cat") == "cpu_op" and e["name"] == "aten::mul_":
+            events.remove(e)
+
+
+def test_sgd_without_momentum_gains_nothing(tmp_path):
+    assert "fused_optimizer" not in priced_changes(edited(file_of("adamw_forloop"), tmp_path, plain_sgd))
+
+
+def test_a_report_without_a_known_change_does_not_say_so(capsys):
+    assert cli.main([str(file_of("attention_sdpa"))]) == 0
+    assert "try first" not in capsys.readouterr().out
+    assert cli.main([str(file_of("attention_sdpa")), "--only", "try"]) == 0
+    assert "no change that read-trace knows" in " ".join(capsys.readouterr().out.split())
