@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
+from tracereader.findings import batch_changes as batches
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import cpu_only_changes as cpu_only
 from tracereader.findings import debugging_changes as debugging
@@ -40,10 +41,11 @@ ASSUMES = {
     "cuda_graph": f"{replay.GRAPH_GAP_US} µs between two GPU activities of a graph; its launch takes the CPU "
     f"{replay.GRAPH_LAUNCH_US:g} µs and {replay.GRAPH_LAUNCH_US_EACH} µs for each activity; of fewer "
     f"than {graphs.MANY_LAUNCHES} launches the inputs are copied first, in twice the time of the first op after copies "
-    f"to the GPU and {cpu.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
+    f"to the GPU and {batches.ONE_CALL_US} µs on the CPU; a value that the step reads does not change what follows; "
     "if the CPU waits in the model for a value or a copied index, these waits are dropped first; if only recorded "
     "shapes differ, inputs are padded first, and a step takes at least as long as the GPU is busy in the longest one; "
-    "in training, what follows backward and a loss that synchronizes stay as they are, each parameter with a gradient "
+    "gradients of gradients are captured with the optimizer; in other training, what follows backward and a loss that "
+    "synchronizes stay as they are, each parameter with a gradient "
     f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
     f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
     "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
@@ -64,8 +66,12 @@ ASSUMES = {
     "compute with CPU tensors, unless they only make views or allocate; this work can be done ahead",
     "python": "the work can be done ahead or on another thread; autograd's engine and zero_grad are not counted",
     "larger_batch": "products of few rows take as long for twice the rows, other kernels twice as long; a batched "
-    "product takes as long as the longest single one, or as its bytes need",
-    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic; guards take the CPU as long "
+    "product takes as long as the longest single one, or as its bytes need; of equal passes on a slice each, the CPU "
+    "time of one is left, one kernel for all of them takes as long as its blocks need with one on each SM, and no pass "
+    "needs what another one computes",
+    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic (a pointwise kernel or a cast "
+    f"counts at most the time that its bytes need at {gpu.BANDWIDTH:.0%} of the memory bandwidth); a chain with more "
+    f"than {gpu.MANY_REDUCTIONS} reductions becomes a kernel for each of them; guards take the CPU as long "
     "as the ops that are gone; in training, if no output's size depends on the data, nothing is left of the CPU time "
     "between the model's ops, a compiled call takes the CPU "
     f"{gpu.COMPILED_CALL_LAUNCHES} times as long as a launch (the lower quartile of the step's), the code around each "

@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,14 +13,13 @@ from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS, moving_us
-from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
-from tracereader.findings.ops import EMPTY, NO_VALUES, SLICES, is_of_a_library
+from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS
+from tracereader.findings.opportunity import Case, Change, Proposal, labels
+from tracereader.findings.ops import NO_VALUES, is_of_a_library
 from tracereader.replay import (
     fused,
     waits_of,
     with_cpu_time,
-    with_durations,
     without_cpu_time,
     without_ops,
     without_waits,
@@ -53,11 +52,6 @@ FIRST_GRADIENT = "aten::ones_like"
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
-# From this many equal kernels of one op in a row on, they can be batched.
-MANY_ALIKE = 16
-MOSTLY = 0.5  # of a step's GPU time
-# CPU time of a call of a few ops while the profiler records.
-ONE_CALL_US = 50
 
 
 _start = attrgetter("start")
@@ -351,120 +345,10 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
     return [name for name, time in ns.most_common(FUNCTIONS_NAMED) if name and time > NAMED_SHARE * ns.total()]
 
 
-def larger_batch(case: Case) -> Proposal | None:
-    return _calls_as_one(case) or _twice_the_batch(case)
-
-
-def _twice_the_batch(case: Case) -> Proposal | None:
-    """Return a proposal to double the batch in inference.
-
-    Launches, and products of few rows that read weights, take the same time for twice the batch.
-    """
-    if case.trace.trains or case.peaks is None:
-        return None
-    few = {one.rows for one in case.summary.llm.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
-    reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}
-    if not reads or sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
-        return None
-    longer = {work: 2 * one.us for work, one, _ in case.activities if work not in reads}
-    rows = min(few)
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(longer)),
-        f"{counted(len(reads), 'product')} of {counted(rows, 'row')} or more read weights for most of their time",
-        "process twice as many sequences in one step; the times are for today's batch",
-        assumed=True,
-        title="double the batch",
-        shared=2,
-    )
-
-
-def _calls_as_one(case: Case) -> Proposal | None:
-    """Return a proposal to replace equal products of independent tensors by one batched product."""
-    taken = sum(op.kind == "op" for op in case.step.named(SLICES.__contains__))
-    # Calls on slices of one tensor, and calls whose results are stacked, are independent of each other. Layers of a
-    # network need the layer before.
-    runs = [
-        (count, run)
-        for count, run in _repeated(case.activities)
-        if count >= MANY_ALIKE and (count <= taken or _stacks(run[-1]))
-    ]
-    if not runs:
-        return None
-    groups = []
-    for _, run in runs:
-        us = sum(one.us for _, one, _ in run)
-        products = [one for _, one, _ in run if one.product]
-        moved = [one.bytes_moved for one in products]
-        if case.peaks and moved and None not in moved:
-            us = min(us, max(products[0].us, moving_us(sum(moved), case.peaks)))
-        groups.append(([work for work, _, _ in run], us))
-    count, longest = max(runs, key=lambda run: run[0])
-    return Proposal(
-        case.condensed(groups, ONE_CALL_US, _WithSlices()),
-        f"{count} calls of {longest[0][2].name} in a row, on tensors of equal shape",
-        "stack the inputs and call torch.bmm once, if no call needs another one's result",
-        assumed=True,
-        title="batch equal operations into one",
-    )
-
-
-class _WithSlices:
-    """Widens a span of calls to the whole loop: from its memory and its first slice to the next op after the calls."""
-
-    def __init__(self):
-        self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
-
-    def __call__(self, step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
-        key = id(step), track
-        if key not in self.ops:
-            self.ops[key] = [op for op in step.outermost if op.track == track]
-        ops = self.ops[key]
-        place = bisect.bisect_left(ops, start, key=lambda op: op.start)
-        while place and ops[place - 1].name in (*SLICES, *EMPTY):
-            place -= 1
-            start = ops[place].start
-        following = bisect.bisect_left(ops, end, key=lambda op: op.start)
-        return start, ops[following].start if following < len(ops) else end
-
-
-def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield runs of equal products with only equal copies between them: the number of products, and all activities."""
-
-    activities = [entry for entry in activities if entry[1].kind != "memset"]
-    kinds: list[tuple | None] = [None] * len(activities)  # of the products and copies
-    products = []
-    for place, (_, one, op) in enumerate(activities):
-        if one.family in ("GEMM", "copy") and op is not None:
-            kinds[place] = one.name, one.product, op.name
-            if one.family == "GEMM":
-                products.append(place)
-    end = 0
-    for place in products:
-        if place < end:
-            continue
-        count = period = 1
-        for repeated in (1, 2, 3):
-            reached = place + repeated
-            while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - repeated]:
-                reached += 1
-            if (reached - place) // repeated > count:
-                count, period = (reached - place) // repeated, repeated
-        end = place + count * period
-        if count > 1:
-            following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
-            yield count, activities[place:end] + following
-
-
-def _stacks(entry: Entry) -> bool:
-    _, _, op = entry
-    return op is not None and op.name == "aten::cat"
-
-
 CPU_CHANGES = (
     Change("remove_sync", "drop or postpone synchronizations", remove_sync),
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
     Change("data_loader", "prepare batches ahead", data_loader),
     Change("cpu_tensors", "move work on CPU tensors out of the step", cpu_tensors),
     Change("python", "move Python work out of the step", python),
-    Change("larger_batch", "give each launch more work", larger_batch),
 )

@@ -76,6 +76,12 @@ TRANSCENDENTAL, OTHER = 40, 3
 COSTLY = ("tanh", "gelu", "exp", "sigmoid", "silu", "log", "pow", "erf", "sin", "cos", "softmax", "mish", "softplus")
 # Ops that copy a tensor to give it another layout.
 LAYOUT_OPS = ("aten::contiguous", "aten::reshape", "aten::flatten")
+# Inductor fuses at most this many ops into one kernel (max_fusion_size in torch/_inductor/config.py).
+LONGEST_CHAIN = 64
+# A loss has up to 4 reductions in a row, which Inductor fuses. A loop of 16 steps with a reduction in each (331 kernels
+# on an H100) became 31 kernels, took 45 s to compile, and 2.4 ms instead of 5.9. A loop of 48 steps was still being
+# compiled after 110 s, and two of 128 after 230 s.
+MANY_REDUCTIONS, UNROLLED = 4, 12
 FUSABLE = ("pointwise", "normalization", "reduction", "copy")
 FOREACH = ("_foreach", "aten::_foreach")  # ops on lists of tensors, of optimizers mostly
 # A product below this share of its peak is slow. A product above it has little to gain.
@@ -117,6 +123,7 @@ NORM_BACKWARD = re.compile(r"(batch|layer|group|rms)_norm_backward$")
 NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
+FFTS = "aten::_fft_"
 RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 HEAVY = ("GEMM", "attention", "convolution", "communication")
@@ -143,6 +150,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         return None  # a recommender with 26 sparse tables took 19.1 ms compiled instead of 18.0
     if case.differentiates_twice or case.summary.debugging.checked_gradients:
         return None
+    if has_ffts(case):
+        return None  # a Fourier neural operator took 9.4 ms compiled instead of 6.8
     if case.trace.trains and has_rnns(case):
         return None  # a language model with an LSTM took 12.9 ms compiled instead of 10.7
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
@@ -159,7 +168,14 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if 2 * compiled > sum(one.us for _, one, _ in fusable):
         return None  # the model is already compiled, and the remaining kernels are outside of it
     eager = {id(work) for work, one, op in fusable if not (_is_compiled(one) or _is_in_compiled_code(case, op))}
-    chains = _chains(case, eager)
+    alike = list(_of_equal_size(_runs(case, eager)))
+    # Each chain with the time (µs) of the kernel that replaces it.
+    chains = [
+        (part, _fused_us(part, elements, case.peaks))
+        for elements, some in alike
+        for part in _parts(some)
+        if len(part) > 1
+    ]
     if not chains:
         return None
     before = sum(one.us for chain, _ in chains for _, one, _ in chain)
@@ -193,6 +209,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         part = "all" if round(in_loss, 2) == 1 else f"{in_loss:.0%}"
         what = "the loss, too" if compiled else "the model and the loss"
         how = f"torch.compile {what}; {part} of the saved GPU time is in the loss"
+    if any(_reductions(some) >= UNROLLED for _, some in alike):
+        how += "; compiling so many ops in a row may take minutes"
     regions = [] if compiled or case.calls_inductor else case.step.named(lambda name: name.startswith(REGION))
     regions = [one for one in regions if id(one) not in case.in_flex]
     if regions:
@@ -322,6 +340,11 @@ def has_rnns(case: Case) -> bool:
     return not case.trace.op_names.isdisjoint(RNNS)
 
 
+def has_ffts(case: Case) -> bool:
+    """Return whether the trace has Fourier transforms. torch.compile leaves them and other complex ops eager."""
+    return case.has(lambda name: name.startswith(FFTS))
+
+
 def of_a_large_loss(case: Case, step: Step) -> list[Work]:
     """Return the loss's activities if the loss is large. Changes of the model leave such a loss alone."""
     found = _of_the_loss(case.trace, step)
@@ -391,10 +414,10 @@ def _is_fusable(entry: Entry) -> bool:
     return one.family in FUSABLE and work.kind != "memset" and not of_cudnn
 
 
-def _chains(case: Case, fusable: Container[int]) -> list[tuple[list[Entry], float]]:
-    """Return runs of kernels of equal size on one stream, each with the time (µs) of one kernel that replaces it.
+def _runs(case: Case, fusable: Container[int]) -> list[list[Entry]]:
+    """Return the kernels that may be fused and follow each other on one stream.
 
-    fusable: the ids of the activities that may be fused. All others, except memsets, end a run.
+    fusable: the ids of these activities. All others, except memsets, end a run.
     """
     runs: list[list[Entry]] = []
     open_runs: dict[tuple, list] = {}
@@ -410,17 +433,34 @@ def _chains(case: Case, fusable: Container[int]) -> list[tuple[list[Entry], floa
             run = open_runs[work.track] = []
             runs.append(run)
         run.append(entry)
-    chains = []
+    return runs
+
+
+def _of_equal_size(runs: Iterable[list[Entry]]) -> Iterator[tuple[object, list[Entry]]]:
+    """Yield the kernels of each run that work on equally many elements, with that number."""
     for run in runs:
-        if len(run) < 2:
-            continue
         alike = defaultdict(list)
-        for entry in run:
+        for entry in run if len(run) > 1 else ():
             alike[_elements(entry)].append(entry)
-        for elements, some in alike.items():
-            if len(some) > 1:
-                chains.append((some, _fused_us(some, elements, case.peaks)))
-    return chains
+        yield from alike.items()
+
+
+def _parts(chain: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the parts of a chain that become one kernel each.
+
+    Of many reductions, as an unrolled loop has them, each is in a kernel of its own.
+    """
+    alone = _reductions(chain) > MANY_REDUCTIONS
+    parts: list[list[Entry]] = [[]]
+    for entry in chain:
+        if len(parts[-1]) == LONGEST_CHAIN or (alone and _reductions([entry]) and _reductions(parts[-1])):
+            parts.append([])
+        parts[-1].append(entry)
+    return parts
+
+
+def _reductions(chain: Iterable[Entry]) -> int:
+    return sum(one.family == "reduction" for _, one, _ in chain)
 
 
 def _type_of(op: Op) -> str:
@@ -987,8 +1027,7 @@ def _waiting_with(copies: Iterable[Op]) -> list[Op]:
 
 
 def small_grids(case: Case) -> Proposal | None:
-    sms = max((count for one in case.trace.device_properties.values() if type(count := one.get("numSms")) is int),
-              default=0)  # fmt: skip
+    sms = case.sms
     if not sms or not case.could_gain(case.us_by_family):
         return None
     times, spent, compiled, of_batch_norm, by_grid, batch_norms = {}, 0.0, 0.0, 0.0, {}, []

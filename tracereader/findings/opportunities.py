@@ -7,6 +7,7 @@ import msgspec
 from tracereader import progress
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
+from tracereader.findings.batch_changes import BATCH_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
@@ -17,7 +18,9 @@ from tracereader.findings.parallel_changes import PARALLEL_CHANGES
 from tracereader.replay import Graph, Refused, graph_of
 from tracereader.trace import Trace
 
-CHANGES = GRAPH_CHANGES + CPU_CHANGES + GPU_CHANGES + PARALLEL_CHANGES + AVOIDABLE_CHANGES + DEBUGGING_CHANGES
+CHANGES = (
+    GRAPH_CHANGES + CPU_CHANGES + BATCH_CHANGES + GPU_CHANGES + PARALLEL_CHANGES + AVOIDABLE_CHANGES + DEBUGGING_CHANGES
+)
 
 
 def opportunities(

@@ -1,0 +1,180 @@
+"""Loops that a program could avoid, and programs whose ops torch.compile does not take. The traces are of an H100.
+
+Without the profiler the steps took: passes (24 passes, each of one sample) 19.5 to 23.4 ms, and 1.0 to 1.2 as one
+batch; scan (16 steps of a state-space model) 5.7 to 6.2 and 2.4 to 2.6 compiled; derivatives (gradients of gradients)
+5.7 to 6.5 and 1.2 as a graph; fourier 6.7 to 6.9 and 9.1 to 9.8 compiled; quantized (int8 weights) 2.7 and 0.85
+compiled.
+"""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from raw_events import end, raw_steps
+from test_graph_changes import in_step
+from test_later_workloads import case_of, edited
+from test_opportunities import priced_changes, raw_events
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.findings import gpu_changes
+from tracereader.trace import read
+
+H100 = Path(__file__).resolve().parent / "traces/h100"
+FORLOOP = ROOT / "traces/reference/nvidia-h200/changes/optimizer/forloop.json.gz"
+
+
+def file_of(name):
+    return H100 / f"{name}.json.gz"
+
+
+def typical_step(name):
+    """Return the events of a recording, and the mark of the step that its report is about."""
+    events, number = raw_events(file_of(name)), summarize(read(file_of(name))).chosen.number
+    return events, next(one for one in raw_steps(events) if one["name"] == f"ProfilerStep{number}")
+
+
+@pytest.mark.parametrize(("before", "change", "after", "within"), [
+    ("loops/passes", "larger_batch", "loops/passes_batched", (1.0, 2.0)),  # the batch was faster than predicted
+    ("loops/scan", "fuse_pointwise", "loops/scan_compiled", (0.7, 1.3)),
+    ("derivatives/eager", "cuda_graph", "derivatives/graphed", (0.8, 1.2)),
+    ("quantized/eager", "fuse_pointwise", "quantized/compile", (0.8, 1.3)),
+    ("debugging/filled", "filled_memory", "debugging/filled_off", (0.8, 1.3)),
+])  # fmt: skip
+def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
+    one = priced_changes(file_of(before))[change]
+    low, high = within
+    assert low <= one.step_us_after / summarize(read(file_of(after))).recorded_step_us <= high
+    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
+    assert f"proposed it ({one.title})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_equal_passes_on_slices_are_computed_at_once():
+    """Of 24 passes the first one differs, because its gradients are new. What follows the first equal one is gone."""
+    events, mark = typical_step("loops/passes")
+    slices = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::slice"]
+    first_of_batch = sorted(
+        {int(e["args"]["Concrete Inputs"][2]) for e in slices if e["args"]["Input Dims"][0][0] == 24}
+    )
+    assert first_of_batch == list(range(24))
+    starts = sorted(min(e["ts"] for e in slices if e["args"]["Concrete Inputs"][2] == str(k)) for k in first_of_batch)
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")]
+    launching = {e["args"]["correlation"]: e["ts"] for e in in_step(events, mark, "cuda_runtime", "cuda_driver")
+                 if "correlation" in e["args"]}  # fmt: skip
+    launched = [launching[e["args"]["correlation"]] for e in work if e["args"]["correlation"] in launching]
+    each = {sum(a <= ts < b for ts in launched) for a, b in pairwise(starts[1:])}
+    one = priced_changes(file_of("loops/passes"))["larger_batch"]
+    assert each == {35} and "23 equal passes of forward and backward" in one.evidence
+    assert "launch 35 GPU activities each" in one.evidence
+    assert one.saves_us == pytest.approx(starts[-1] - starts[1], rel=0.1)  # 22 passes
+
+
+def same_slices(events):
+    """Let each pass take the first sample."""
+    for e in events:
+        if e["name"] == "aten::slice":
+            e["args"]["Concrete Inputs"][2:4] = ["0", "1"]
+
+
+def without_recorded_inputs(events):
+    for e in events:
+        e.get("args", {}).pop("Concrete Inputs", None)
+
+
+def an_update_in_each_pass(events):
+    for mark in raw_steps(events):
+        inside = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::nll_loss"]
+        label = {"cat": "user_annotation", "name": "Optimizer.step#SGD.step", "dur": 0.1}
+        events += [e | label | {"ts": e["ts"] - 0.5} for e in inside]
+
+
+@pytest.mark.parametrize("edit", [same_slices, without_recorded_inputs, an_update_in_each_pass])
+def test_passes_that_may_need_each_other_are_left_alone(tmp_path, edit):
+    assert "larger_batch" not in priced_changes(edited(file_of("loops/passes"), tmp_path, edit))
+
+
+def test_an_attacks_iterations_are_no_passes_of_one_batch():
+    """Each of its 12 passes needs the image that the one before it made."""
+    assert "larger_batch" not in priced_changes(file_of("loops/attack"))
+
+
+def test_each_reduction_of_an_unrolled_loop_is_a_kernel_of_its_own():
+    events, mark = typical_step("loops/scan")
+    one = priced_changes(file_of("loops/scan"))["fuse_pointwise"]
+    sums = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::sum" and e["args"]["Input Dims"][0]]
+    chains = int(re.search(r"in (\d+) chains", one.evidence)[1])
+    assert 16 <= chains <= len(sums) + 16
+    assert one.how.endswith("; compiling so many ops in a row may take minutes")
+    assert "may take minutes" not in priced_changes(file_of("vocabulary/eager"))["fuse_pointwise"].how
+
+
+def test_gradients_of_gradients_are_captured_with_the_optimizer(tmp_path):
+    one = priced_changes(file_of("derivatives/eager"))["cuda_graph"]
+    assert (
+        one.how
+        == "torch.cuda.graph around forward, backward and the optimizer's step, with capturable=True in the optimizer"
+    )
+
+    def another_optimizer(events):
+        for e in events:
+            if e["name"] == "Optimizer.step#Adam.step":
+                e["name"] = "Optimizer.step#Mine.step"
+
+    assert "cuda_graph" not in priced_changes(edited(file_of("derivatives/eager"), tmp_path, another_optimizer))
+
+
+def test_a_model_with_fourier_transforms_is_not_told_to_be_compiled():
+    found = priced_changes(file_of("fourier/eager"))
+    assert any(e["name"] == "aten::_fft_r2c" for e in raw_events(file_of("fourier/eager")))
+    assert "fuse_pointwise" not in found and "torch.compile" not in found["cuda_graph"].how
+
+
+def test_weights_of_integers_are_not_told_to_be_cast_once():
+    events, mark = typical_step("quantized/eager")
+    copies = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::copy_"]
+    assert sum(e["args"]["Input type"][1] == "signed char" for e in copies) == 24
+    assert "cast_weights" not in priced_changes(file_of("quantized/eager"))
+    assert summarize(read(file_of("quantized/eager"))).llm.unneeded.weight_casts is None
+
+
+def test_a_fused_kernel_reaches_the_memory_bandwidth_where_eagers_do_not():
+    """The products of weights and scales take 48 µs for 67 MB each, and 24 with 85% of the bandwidth."""
+    events, mark = typical_step("quantized/eager")
+    ops = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::mul"]
+    scaled = [e for e in ops if e["args"]["Input Dims"][1][-1:] == [1] and e["args"]["Input Dims"][0] != [4, 8192]]
+    assert len(scaled) == 24
+    moved = [2 * 2 * rows * columns + 2 * rows for (rows, columns), *_ in (e["args"]["Input Dims"] for e in scaled)]
+    expected = sum(moved) / (0.85 * 3350e3)  # µs
+    case = case_of(file_of("quantized/eager"))
+    told = gpu_changes.fuse_pointwise(case).evidence
+    number, unit = re.search(r"fused, they take about ([\d.]+) (µs|ms)", told).groups()
+    assert float(number) * {"µs": 1, "ms": 1e3}[unit] == pytest.approx(expected, rel=0.1)
+
+
+def test_new_memory_that_is_filled_is_counted_by_the_ops_that_allocate_it():
+    events, mark = typical_step("debugging/filled")
+    ops = in_step(events, mark, "cpu_op")
+    fills = [e for e in ops if e["name"] == "aten::fill_"]
+    allocating = [e for e in ops if e["name"] in ("aten::empty", "aten::empty_strided", "aten::resize_")]
+    inside = [e for e in fills if any(a["tid"] == e["tid"] and a["ts"] <= e["ts"] < end(a) for a in allocating)]
+    assert summarize(read(file_of("debugging/filled"))).debugging.filled_tensors == len(inside) == 70
+    assert summarize(read(file_of("debugging/filled_off"))).debugging.filled_tensors == 0
+    one = priced_changes(file_of("debugging/filled"))["filled_memory"]
+    assert "70 new tensors are filled" in one.evidence
+    assert one.saves_us == pytest.approx(sum(e["dur"] for e in inside), rel=0.1)
+
+
+def test_an_optimizer_of_complex_numbers_is_not_told_to_be_fused(tmp_path):
+    def of_complex_numbers(events):
+        updates = [e for e in events if e["name"].startswith("Optimizer.step#") and e.get("cat") == "user_annotation"]
+        ops = [e for e in events if e.get("cat") == "cpu_op"]
+        for update in updates:
+            one = next(e for e in ops if e["tid"] == update["tid"] and update["ts"] <= e["ts"] < end(update))
+            ops.append(one | {"name": "aten::view_as_real"})
+            events.append(one | {"name": "aten::view_as_real", "ts": update["ts"] + 0.01, "dur": 0.01})
+
+    (before,) = summarize(read(FORLOOP)).training.optimizers
+    (after,) = summarize(read(edited(FORLOOP, tmp_path, of_complex_numbers))).training.optimizers
+    assert (before.faster, after.faster) == ("fused", "foreach")

@@ -1,0 +1,213 @@
+"""Changes that give each launch more work: a larger batch, equal operations as one, and equal passes as one."""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tracereader.figures.autograd import backward_begins, in_backward
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.repeats import Repeat
+from tracereader.findings.finding import counted
+from tracereader.findings.gpu_changes import LEAST_KERNEL_US, moving_us
+from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
+from tracereader.findings.ops import EMPTY, SLICES
+from tracereader.replay import fused, with_durations, without_cpu_time
+from tracereader.trace import Op, Step, Work
+from tracereader.trace.labels import OPTIMIZER
+
+# From this many equal kernels of one op in a row on, they can be batched.
+MANY_ALIKE = 16
+# The same for equal passes of forward and backward.
+MANY_PASSES = 8
+MOSTLY = 0.5  # of a step's GPU time
+# CPU time of a call of a few ops while the profiler records.
+ONE_CALL_US = 50
+
+
+def larger_batch(case: Case) -> Proposal | None:
+    return _calls_as_one(case) or _passes_as_one(case) or _twice_the_batch(case)
+
+
+def _twice_the_batch(case: Case) -> Proposal | None:
+    """Return a proposal to double the batch in inference.
+
+    Launches, and products of few rows that read weights, take the same time for twice the batch.
+    """
+    if case.trace.trains or case.peaks is None:
+        return None
+    few = {one.rows for one in case.summary.llm.weight_reads if one.ridge_rows and 2 * one.rows <= one.ridge_rows}
+    reads = {work for work, one, _ in case.activities if one.product and one.product.m in few}
+    if not reads or sum(work.us for work in reads) < MOSTLY * case.summary.summed_us:
+        return None
+    longer = {work: 2 * one.us for work, one, _ in case.activities if work not in reads}
+    rows = min(few)
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(longer)),
+        f"{counted(len(reads), 'product')} of {counted(rows, 'row')} or more read weights for most of their time",
+        "process twice as many sequences in one step; the times are for today's batch",
+        assumed=True,
+        title="double the batch",
+        shared=2,
+    )
+
+
+def _calls_as_one(case: Case) -> Proposal | None:
+    """Return a proposal to replace equal products of independent tensors by one batched product."""
+    taken = sum(op.kind == "op" for op in case.step.named(SLICES.__contains__))
+    # Calls on slices of one tensor, and calls whose results are stacked, are independent of each other. Layers of a
+    # network need the layer before.
+    runs = [
+        (count, run)
+        for count, run in _repeated(case.activities)
+        if count >= MANY_ALIKE and (count <= taken or _stacks(run[-1]))
+    ]
+    if not runs:
+        return None
+    groups = []
+    for _, run in runs:
+        us = sum(one.us for _, one, _ in run)
+        products = [one for _, one, _ in run if one.product]
+        moved = [one.bytes_moved for one in products]
+        if case.peaks and moved and None not in moved:
+            us = min(us, max(products[0].us, moving_us(sum(moved), case.peaks)))
+        groups.append(([work for work, _, _ in run], us))
+    count, longest = max(runs, key=lambda run: run[0])
+    return Proposal(
+        case.condensed(groups, ONE_CALL_US, _WithSlices()),
+        f"{count} calls of {longest[0][2].name} in a row, on tensors of equal shape",
+        "stack the inputs and call torch.bmm once, if no call needs another one's result",
+        assumed=True,
+        title="batch equal operations into one",
+    )
+
+
+class _WithSlices:
+    """Widens a span of calls to the whole loop: from its memory and its first slice to the next op after the calls."""
+
+    def __init__(self):
+        self.ops: dict[tuple, list[Op]] = {}  # by step and thread, in order
+
+    def __call__(self, step: Step, track: tuple, start: int, end: int) -> tuple[int, int]:
+        key = id(step), track
+        if key not in self.ops:
+            self.ops[key] = [op for op in step.outermost if op.track == track]
+        ops = self.ops[key]
+        place = bisect.bisect_left(ops, start, key=lambda op: op.start)
+        while place and ops[place - 1].name in (*SLICES, *EMPTY):
+            place -= 1
+            start = ops[place].start
+        following = bisect.bisect_left(ops, end, key=lambda op: op.start)
+        return start, ops[following].start if following < len(ops) else end
+
+
+def _repeated(activities: Sequence[Entry]) -> Iterator[tuple[int, list[Entry]]]:
+    """Yield runs of equal products with only equal copies between them: the number of products, and all activities."""
+
+    activities = [entry for entry in activities if entry[1].kind != "memset"]
+    kinds: list[tuple | None] = [None] * len(activities)  # of the products and copies
+    products = []
+    for place, (_, one, op) in enumerate(activities):
+        if one.family in ("GEMM", "copy") and op is not None:
+            kinds[place] = one.name, one.product, op.name
+            if one.family == "GEMM":
+                products.append(place)
+    end = 0
+    for place in products:
+        if place < end:
+            continue
+        count = period = 1
+        for repeated in (1, 2, 3):
+            reached = place + repeated
+            while reached < len(kinds) and kinds[reached] is not None and kinds[reached] == kinds[reached - repeated]:
+                reached += 1
+            if (reached - place) // repeated > count:
+                count, period = (reached - place) // repeated, repeated
+        end = place + count * period
+        if count > 1:
+            following = [entry for entry in activities[end : end + 1] if _stacks(entry)]
+            yield count, activities[place:end] + following
+
+
+def _stacks(entry: Entry) -> bool:
+    _, _, op = entry
+    return op is not None and op.name == "aten::cat"
+
+
+def _passes_as_one(case: Case) -> Proposal | None:
+    """Return a proposal to compute equal passes of forward and backward, each on a slice of the batch, as one.
+
+    A pass that needs another one's result, such as an attack's next iteration, takes no slice of its own.
+    """
+    begins = backward_begins(case.trace, case.step)
+    if len(begins) < MANY_PASSES or case.summary.waits_for != "overhead" or not _take_slices(case.step, begins):
+        return None
+    if any(one.start < begins[-1].start for one in labels(case.step, OPTIMIZER)):
+        return None  # a pass needs the weights that the one before it updates
+    repeat = next((one for one in case.summary.repeats if len(begins) - 1 <= one.times <= len(begins)), None)
+    if repeat is None or not _is_equal(repeat, case.summary.gpu_work):
+        return None
+    groups = []
+    for places in zip(*repeat.places, strict=True):
+        one = case.summary.gpu_work[places[0]]
+        groups.append(([case.step.work[place] for place in places], _batched_us(case, one, len(places))))
+    spans = []
+    for here in case.counterparts:
+        first, *_, last = [[here.get(case.step.work[place]) for place in places] for places in repeat.places]
+        if None not in (*first, *last):
+            ends = [max(_outermost_end(one) for one in some if one.launch is not None) for some in (first, last)]
+            spans += [(track, *ends) for track in case.graph.threads]
+    idle = 1 - case.summary.busy_share
+    return Proposal(
+        without_cpu_time(fused(case.graph, case.groups_in_all_steps(groups)), spans),
+        f"{repeat.times} equal passes of forward and backward, each on a slice of a batch, launch "
+        f"{counted(repeat.pieces, 'GPU activity', 'GPU activities')} each; the GPU is idle for {idle:.0%} of the time",
+        "give the model the whole batch at once; if each sample's own gradient is needed, torch.func.vmap(grad(…)). "
+        "The activations of all passes have to fit into memory",
+        assumed=True,
+        title="compute equal passes at once",
+    )
+
+
+def _take_slices(step: Step, begins: Sequence[Op]) -> bool:
+    """Return whether each pass takes a slice that no other pass takes. begins: the first node of each backward pass."""
+    starts = [op.start for op in begins]
+    taken: list[set[tuple]] = [set() for _ in begins]
+    for op in step.named(SLICES.__contains__):
+        place = bisect.bisect_right(starts, op.start)
+        if place < len(taken) and op.inputs.concrete and not in_backward(op):
+            taken[place].add((op.name, tuple(op.inputs.concrete)))
+    passes = Counter(one for some in taken for one in some)
+    return all(any(passes[one] == 1 for one in some) for some in taken)
+
+
+def _is_equal(repeat: Repeat, work: Sequence[GpuWork]) -> bool:
+    """Return whether the activities of all repetitions have the same grids, and none communicates."""
+    if repeat.replays:
+        return False
+    alike = zip(*repeat.places, strict=True)
+    return all(
+        work[first].family != "communication" and all(work[place].grid == work[first].grid for place in others)
+        for first, *others in alike
+    )
+
+
+def _batched_us(case: Case, one: GpuWork, count: int) -> float:
+    """Return the time (µs) of one kernel for as much work as so many of these kernels, with one block on each SM."""
+    if not case.sms or not one.grid:
+        return count * one.us
+    least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
+    waves = max(1.0, count * math.prod(one.grid) / case.sms)
+    return min(count * one.us, max(one.us * waves, least, LEAST_KERNEL_US))
+
+
+def _outermost_end(one: Work) -> int:
+    """Return the end (ns) of the outermost op or call around an activity's launch."""
+    end = one.launch.end
+    for op in one.launch.above():
+        if op.kind != "label":
+            end = max(end, op.end)
+    return end
+
+
+BATCH_CHANGES = (Change("larger_batch", "give each launch more work", larger_batch),)
