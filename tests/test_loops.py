@@ -100,6 +100,16 @@ def test_an_attacks_iterations_are_no_passes_of_one_batch():
     assert "larger_batch" not in priced_changes(file_of("loops/attack"))
 
 
+def test_a_step_without_an_optimizer_is_captured_as_a_whole():
+    """Graphs of forward and backward alone would leave the pixels' updates between the passes."""
+    events, mark = typical_step("loops/attack")
+    one = priced_changes(file_of("loops/attack"))["cuda_graph"]
+    calls = in_step(events, mark, "cuda_runtime", "cuda_driver")
+    launches = [e for e in calls if "Launch" in e["name"] or "Memset" in e["name"] or "MemcpyAsync" in e["name"]]
+    assert one.evidence.startswith(f"{len(launches)} identical launches per step, no synchronization")
+    assert one.how.startswith("torch.cuda.graph around the whole step") and one.step_us_after < 0.1 * one.step_us
+
+
 def test_each_reduction_of_an_unrolled_loop_is_a_kernel_of_its_own():
     events, mark = typical_step("loops/scan")
     one = priced_changes(file_of("loops/scan"))["fuse_pointwise"]

@@ -62,6 +62,7 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 PASS_LAUNCHES = 100
 # torch.optim's optimizers that a graph can hold, and how.
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
 WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step, with capturable=True in the optimizer"
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
@@ -90,8 +91,9 @@ def cuda_graph(case: Case) -> Proposal | None:
             return None
         return (_graphs_of_the_same_model(case) or _with_fixed_shapes(case)) if many else None
     if case.trace.trains:
-        found = _graph_of_training_step if case.differentiates_twice else _graphs_of_training
-        return found(case) if many else None
+        if not many:
+            return None
+        return _graph_of_training_step(case) or (None if case.differentiates_twice else _graphs_of_training(case))
     if waits := list(_waits_before_a_launch(case, _counted_steps(case))):
         if single:
             return None
@@ -123,19 +125,22 @@ def _graph_of_step(case: Case) -> Proposal | None:
 
 
 def _graph_of_training_step(case: Case) -> Proposal | None:
-    """Return a proposal to replay a whole training step, with its optimizer; None if the CPU waits within it.
+    """Return a proposal to replay a whole training step; None if the CPU waits within it.
 
-    Only such a graph can hold gradients of gradients. A step of a network with second derivatives took 1.17 ms instead
-    of 5.8 on an H100.
+    Only such a graph can hold gradients of gradients: a step of a network with second derivatives took 1.17 ms instead
+    of 5.8 on an H100. It also holds steps that call none of torch's optimizers, such as the iterations of an attack.
     """
     training = case.summary.training
-    capturable = all(one.name in CAPTURABLE and not one.backward_us for one in training.optimizers)
-    if training.has_sparse_gradients or not training.optimizers or not capturable:
+    if not case.differentiates_twice and training.optimizers:
         return None
-    if len(case.steps) == 1 or next(_waits_before_a_launch(case, case.steps), None) is not None:
+    capturable = all(one.name in CAPTURABLE and not one.backward_us for one in training.optimizers)
+    if training.has_sparse_gradients or not capturable or len(case.steps) == 1:
+        return None
+    if next(_waits_before_a_launch(case, case.steps), None) is not None:
         return None
     proposal = _graph_of_step(case)
-    return proposal and msgspec.structs.replace(proposal, how=WHOLE_STEP)
+    how = WHOLE_STEP if training.optimizers else ALL_OF_A_STEP
+    return proposal and msgspec.structs.replace(proposal, how=how)
 
 
 def _graphs_of_the_same_model(case: Case) -> Proposal | None:
