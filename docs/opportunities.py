@@ -120,9 +120,11 @@ CPU_ONLY_ASSUMES = {
     "fused_optimizer": "the fused optimizer takes "
     + ", ".join(f"{share:.0%} of the time ({name})" for name, share in cpu_only.FUSED_SHARE.items())
     + ": it reads and writes each tensor less often",
-    "fused_attention": "the fused kernel takes as long as the two products; in backward, too. With fewer than "
+    "fused_attention": "the fused kernel takes as long as the two products, and so it does in backward. With dropout, "
+    "which it refuses, and with fewer than "
     f"{cpu_only.LEAST_KEYS} keys ({cpu_only.LEAST_KEYS_IN_TRAINING} in training) it is not proposed",
-    "data_loader": "a worker takes as long for a batch as the main process, on an idle core",
+    "data_loader": "one worker takes as long for a batch as the main process, and one more halves the step at most; "
+    "cores are idle",
 } | {name: ASSUMES[name] for name in ("mask_once", "recompile", "skip_guards", "anomaly_detection", "filled_memory")}
 
 # Steps before and after a change, of the recorded pairs and of the ladder's climbs.

@@ -187,3 +187,55 @@ def test_a_report_without_a_known_change_does_not_say_so(capsys):
     assert "try first" not in capsys.readouterr().out
     assert cli.main([str(file_of("attention_sdpa")), "--only", "try"]) == 0
     assert "no change that read-trace knows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_checkpoints_node_is_not_the_gradient_of_one_op():
+    """The node of a reentrant checkpoint contains a whole backward pass. Fused attention took 193 ms instead of 199."""
+    mark, ops = middle_step(raw_events(file_of("checkpoint")))
+    (longest,) = sorted((e for e in ops if "CheckpointFunctionBackward" in e["name"]), key=lambda e: -e["dur"])[:1]
+    one = priced_changes(file_of("checkpoint"))["fused_attention"]
+    assert longest["dur"] > 0.2 * mark["dur"] > 2 * one.saves_us
+
+
+def test_attention_with_dropout_has_no_fused_kernel_on_a_cpu():
+    _, ops = middle_step(raw_events(file_of("dropout")))
+    assert any(e["name"] in ("aten::native_dropout", "aten::bernoulli_") for e in between_products(ops))
+    assert "fused_attention" not in priced_changes(file_of("dropout"))
+
+
+def test_what_a_closure_computes_is_not_the_optimizers_time():
+    mark, ops = middle_step(raw_events(file_of("closure")))
+    (update,) = [
+        e for e in in_step(raw_events(file_of("closure")), mark, "user_annotation") if ".step#SGD" in e["name"]
+    ]
+    assert any(e["name"].startswith(NODE) and update["ts"] <= e["ts"] < end(update) for e in ops)
+    assert "fused_optimizer" not in priced_changes(file_of("closure"))
+
+
+def test_all_optimizers_that_a_saving_includes_are_named():
+    mark, _ = middle_step(raw_events(file_of("two_optimizers")))
+    marks = in_step(raw_events(file_of("two_optimizers")), mark, "user_annotation")
+    us = {e["name"]: e["dur"] for e in marks if e["name"].startswith("Optimizer.step#")}
+    one = priced_changes(file_of("two_optimizers"))["fused_optimizer"]
+    saved = (1 - 0.39) * us["Optimizer.step#Adam.step"] + (1 - 0.63) * us["Optimizer.step#SGD.step"]
+    assert one.saves_us == pytest.approx(saved, rel=0.02)
+    assert one.title == "use the fused Adam and SGD" and one.how.count("fused=True") == 2
+
+
+def test_more_workers_halve_the_step_at_most():
+    one = priced_changes(file_of("one_worker"))["data_loader"]
+    assert one.step_us_after == pytest.approx(one.step_us / 2) and "if cores are idle" in one.how
+
+
+@pytest.mark.parametrize("step", ["3", "4", "5"])
+def test_savings_are_those_of_the_typical_step_whichever_one_is_reported(step, capsys):
+    assert cli.main([str(file_of("adamw_forloop")), "--step", step, "--only", "try"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "use the fused AdamW" in told and "no saving can be computed" not in told
+
+
+def test_no_saving_is_computed_beside_busy_programs(capsys):
+    disturbed = CPU.parent / "attention_cpu_math.json.gz"
+    assert cli.main([str(disturbed), "--only", "try"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "because other programs probably used the CPU's cores" in told and "probably using the CPU's cores" in told

@@ -66,8 +66,8 @@ def test_equal_passes_on_slices_are_computed_at_once():
     launched = [launching[e["args"]["correlation"]] for e in work if e["args"]["correlation"] in launching]
     each = {sum(a <= ts < b for ts in launched) for a, b in pairwise(starts[1:])}
     one = priced_changes(file_of("loops/passes"))["larger_batch"]
-    assert each == {35} and "23 equal passes of forward and backward" in one.evidence
-    assert "launch 35 GPU activities each" in one.evidence
+    assert each == {35} and "24 passes of forward and backward" in one.evidence
+    assert "23 of them launch 35 GPU activities each" in one.evidence
     assert one.saves_us == pytest.approx(starts[-1] - starts[1], rel=0.1)  # 22 passes
 
 
@@ -88,6 +88,17 @@ def an_update_in_each_pass(events):
         inside = [e for e in in_step(events, mark, "cpu_op") if e["name"] == "aten::nll_loss"]
         label = {"cat": "user_annotation", "name": "Optimizer.step#SGD.step", "dur": 0.1}
         events += [e | label | {"ts": e["ts"] - 0.5} for e in inside]
+
+
+def test_passes_may_need_a_state_that_is_not_recorded():
+    """A recurrent network goes on with the state of the pass before. The trace does not show it."""
+    assert priced_changes(file_of("loops/state"))["larger_batch"].how.startswith(
+        "if no pass needs another one's result"
+    )
+
+
+def test_a_batch_norm_computes_other_statistics_of_the_whole_batch():
+    assert "larger_batch" not in priced_changes(file_of("loops/batch_norm"))
 
 
 @pytest.mark.parametrize("edit", [same_slices, without_recorded_inputs, an_update_in_each_pass])
@@ -133,6 +144,16 @@ def test_gradients_of_gradients_are_captured_with_the_optimizer(tmp_path):
                 e["name"] = "Optimizer.step#Mine.step"
 
     assert "cuda_graph" not in priced_changes(edited(file_of("derivatives/eager"), tmp_path, another_optimizer))
+
+    def with_sgd(events):
+        for e in events:
+            if e["name"] == "Optimizer.step#Adam.step":
+                e["name"] = "Optimizer.step#SGD.step"
+
+    # torch.optim.SGD has no argument capturable, and needs none.
+    assert (
+        "capturable" not in priced_changes(edited(file_of("derivatives/eager"), tmp_path, with_sgd))["cuda_graph"].how
+    )
 
 
 def test_a_model_with_fourier_transforms_is_not_told_to_be_compiled():

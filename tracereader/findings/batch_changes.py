@@ -9,7 +9,7 @@ from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import Repeat
 from tracereader.findings.finding import counted
-from tracereader.findings.gpu_changes import LEAST_KERNEL_US, moving_us
+from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import fused, with_durations, without_cpu_time
@@ -137,10 +137,13 @@ def _stacks(entry: Entry) -> bool:
 def _passes_as_one(case: Case) -> Proposal | None:
     """Return a proposal to compute equal passes of forward and backward, each on a slice of the batch, as one.
 
-    A pass that needs another one's result, such as an attack's next iteration, takes no slice of its own.
+    The iterations of an attack, each of which needs the one before it, take no slices of their own. Whether a pass
+    needs another one's state is not recorded. A batch norm computes other statistics of the whole batch.
     """
     begins = backward_begins(case.trace, case.step)
     if len(begins) < MANY_PASSES or case.summary.waits_for != "overhead" or not _take_slices(case.step, begins):
+        return None
+    if case.has(lambda name: BATCH_NORM in name):
         return None
     if any(one.start < begins[-1].start for one in labels(case.step, OPTIMIZER)):
         return None  # a pass needs the weights that the one before it updates
@@ -158,12 +161,15 @@ def _passes_as_one(case: Case) -> Proposal | None:
             ends = [max(_outermost_end(one) for one in some if one.launch is not None) for some in (first, last)]
             spans += [(track, *ends) for track in case.graph.threads]
     idle = 1 - case.summary.busy_share
+    same = f"launch {counted(repeat.pieces, 'GPU activity', 'GPU activities')} each"
+    if repeat.times < len(begins):
+        same = f"{repeat.times} of them {same}"
     return Proposal(
         without_cpu_time(fused(case.graph, case.groups_in_all_steps(groups)), spans),
-        f"{repeat.times} equal passes of forward and backward, each on a slice of a batch, launch "
-        f"{counted(repeat.pieces, 'GPU activity', 'GPU activities')} each; the GPU is idle for {idle:.0%} of the time",
-        "give the model the whole batch at once; if each sample's own gradient is needed, torch.func.vmap(grad(…)). "
-        "The activations of all passes have to fit into memory",
+        f"{len(begins)} passes of forward and backward take a slice of a batch each; {same}; the GPU is idle for "
+        f"{idle:.0%} of the time",
+        "if no pass needs another one's result and all activations fit into memory, give the model the whole batch at "
+        "once; if each sample's own gradient is needed, torch.func.vmap(grad(…))",
         assumed=True,
         title="compute equal passes at once",
     )

@@ -148,13 +148,16 @@ def fused_optimizer(case: Case) -> Proposal | None:
             first = min((one.launch for one in work), key=lambda call: call.start)
             added.append((first.track, first.start, took[fuses[label.name]]))
     graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
-    one = loops[0]
+    named = [f"{one.faster} {one.name}" for one in loops]
     return Proposal(
         graph,
-        f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time",
-        f"torch.optim.{one.name}(…, {one.faster}=True)",
+        "; ".join(
+            f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time"
+            for one in loops
+        ),
+        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops),
         assumed=True,
-        title=f"use the {one.faster} {one.name}",
+        title=f"use the {' and the '.join(named)}",
     )
 
 
@@ -190,18 +193,22 @@ def data_loader(case: Case) -> Proposal | None:
         without_cpu_time(case.graph, spans_of(waits)), [(op.track, op.end, READY_BATCH_US) for op in waits]
     )
     single = any("SingleProcess" in op.name for op in waits)
-    options = "num_workers=8, pin_memory=True"
-    least_us = 0.0
-    if not case.trace.work:  # the workers share the cores with the model, and one worker takes as long for a batch
-        options, least_us = "num_workers=1 or more", loading.us if single else 0.0
+    options, if_idle, least_us = "num_workers=8, pin_memory=True", "", 0.0
+    if not case.trace.work:
+        # The workers share the cores with the model. One worker takes as long for a batch as the main process, and two
+        # take at least half as long as one.
+        options, if_idle = "num_workers=1 or more", " if cores are idle"
+        least_us = loading.us if single else case.graph.recorded_us / 2
+    how = f"DataLoader(…, {options}, persistent_workers=True){if_idle}"
+    if not single:
+        how = f"more workers{if_idle}, a larger prefetch_factor, or less work for each sample"
     return Proposal(
         graph,
         f"the step waits {duration(loading.us)} for the DataLoader" + (", which has no workers" if single else ""),
-        f"DataLoader(…, {options}, persistent_workers=True){', if cores are idle' * bool(least_us)}" if single
-        else "more workers, a larger prefetch_factor, or less work for each sample",
+        how,
         assumed=True,
         least_us=least_us,
-    )  # fmt: skip
+    )
 
 
 def cpu_tensors(case: Case) -> Proposal | None:

@@ -62,8 +62,9 @@ NO_GRADIENTS = "; use zero_grad(set_to_none=True), or the gradients are wrong (p
 PASS_LAUNCHES = 100
 # torch.optim's optimizers that a graph can hold, and how.
 CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+COUNTS_NO_STEPS = "SGD"  # has no argument capturable
 ALL_OF_A_STEP = "torch.cuda.graph around the whole step, if no number of Python that it uses changes"
-WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step, with capturable=True in the optimizer"
+WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step"
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
 READS_A_TRUTH = "aten::is_nonzero"
@@ -140,6 +141,8 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
         return None
     proposal = _graph_of_step(case)
     how = WHOLE_STEP if training.optimizers else ALL_OF_A_STEP
+    if any(one.name != COUNTS_NO_STEPS for one in training.optimizers):
+        how += ", with capturable=True in the optimizer"
     return proposal and msgspec.structs.replace(proposal, how=how)
 
 

@@ -15,7 +15,8 @@ from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
 from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
 from tracereader.findings.parallel_changes import PARALLEL_CHANGES
-from tracereader.replay import Graph, Refused, graph_of
+from tracereader.findings.steps import busy_machine
+from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace
 
 CHANGES = (
@@ -30,6 +31,8 @@ def opportunities(
 
     Each change is priced by itself. Several changes together do not save the sum. show: shows what is done next.
     """
+    if not trace.work and busy_machine(summary):
+        return Refused(Reason.DISTURBED)  # its ops' times say nothing then
     show("replaying the steps")
     graph = graph_of(trace, trace.steps[summary.typical_index], summary.recorded_step_us)
     if isinstance(graph, Refused):

@@ -80,7 +80,10 @@ COLUMNS = ("at", "dur", "before", "lag", "via", "delay", "wait", "wait_lag")
 LAG_OF = {"via": "delay", "wait": "wait_lag"}
 # In the names of launches, and of the ops of libraries for GPUs: Apple's, NVIDIA's and AMD's. An LSTM on the CPU calls
 # aten::cudnn_is_acceptable.
-OF_A_GPU = ("Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_")
+OF_A_GPU = (
+    "Launch", "_mps", "cudnn_convolution", "cudnn_batch_norm", "cudnn_rnn", "cudnn_attention", "miopen_",
+    "_efficient_attention_", "_flash_attention_forward", "_pin_memory",
+)  # fmt: skip
 # In the names of the calls that make a stream wait for an event.
 STREAM_WAITS_FOR = "StreamWaitEvent"
 # What CUPTI calls the synchronizations that depend on one stream or event.
@@ -95,6 +98,7 @@ class Reason(Enum):
     NO_CPU_SLICES = "a step has no slice on the CPU"
     NO_TIME = "the recorded step takes no time"
     NOT_REPRODUCED = "the replay of the unchanged trace does not reproduce the recorded step"
+    DISTURBED = "other programs probably used the CPU's cores while it was recorded"
     NOT_READ = "the trace of a rank cannot be read again on this machine"
 
 
@@ -238,13 +242,13 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
     """Return the graph of the recorded steps, or a Refused with the reason why there is none.
 
     around: of a long trace, replay only the steps around this one. They are replayed if they reproduce the recorded
-    step; otherwise, or for None, all steps are. Of a program that uses no GPU, only this step is replayed (for None,
-    the typical one). recorded_us: the recorded step's time, if it is known already.
+    step; otherwise, or for None, all steps are. Of a program that uses no GPU, only the typical step is replayed.
+    recorded_us: the recorded step's time, if it is known already.
     """
     if not trace.work:
         if not runs_on_the_cpu(trace):
             return Refused(Reason.NO_GPU_WORK)
-        parts = [replace(trace, steps=(around or typical(trace),), outside=())]
+        parts = [replace(trace, steps=(typical(trace),), outside=())]
     else:
         launched = sum(one.launch is not None for one in trace.work)
         if not any(step.work for step in trace.steps) or 2 * launched < len(trace.work):
