@@ -69,7 +69,8 @@ ASSUMES = {
     "product takes as long as the longest single one, or as its bytes need; of equal passes on a slice each, the CPU "
     "time of one is left, one kernel for all of them takes as long as its blocks need with one on each SM, and no pass "
     "needs what another one computes",
-    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic (a pointwise kernel or a cast "
+    "fuse_pointwise": "a chain takes as long as its longest kernel, or as its arithmetic (without a "
+    "reduction, a pointwise kernel or a cast "
     f"counts at most the time that its bytes need at {gpu.BANDWIDTH:.0%} of the memory bandwidth); a chain with more "
     f"than {gpu.MANY_REDUCTIONS} reductions becomes a kernel for each of them; guards take the CPU as long "
     "as the ops that are gone; in training, if no output's size depends on the data, nothing is left of the CPU time "

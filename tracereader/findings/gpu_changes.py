@@ -488,11 +488,15 @@ def _largest(inputs: Inputs) -> int | None:
 def _fused_us(chain: Sequence[Entry], elements: object, peaks: Peaks | None) -> float:
     """Return the time (µs) of one kernel that replaces a chain.
 
-    The longest kernel reads and writes as much as the fused one, which reaches the memory bandwidth even if eager's
-    kernel does not. If the arithmetic of the chain takes longer, it is the limit.
+    The longest kernel reads and writes as much as the fused one. Without a reduction this one reaches the memory
+    bandwidth, even if eager's kernel does not. If the arithmetic of the chain takes longer, it is the limit.
     """
     times = [one.us for _, one, _ in chain]
-    memory = max([_well_moved_us(one, op, peaks) for _, one, op in chain])
+    memory = max(times)
+    # A product's own kernel that adds up its parts is beside the chain.
+    reduces = any(one.family in ("reduction", "normalization") and "splitK" not in one.name for _, one, _ in chain)
+    if not reduces:
+        memory = max([_well_moved_us(one, op, peaks) for _, one, op in chain])
     if not isinstance(elements, int) or peaks is None:
         return memory
     flops = sum([_flops_of_one(op.name) for _, _, op in chain if op is not None])
