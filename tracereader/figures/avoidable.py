@@ -1,7 +1,7 @@
 """Work that a step may not need: hidden copies, masks that each step makes, casts to fp32 before a product."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -63,7 +63,7 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
     """Return the hidden copies of a step by the op that makes them, the costliest first."""
     copies = []
     for name, clones in cloned_inputs(step).items():
-        work = [one for clone in clones for one in _below(clone)]
+        work = [one for clone in clones for one in clone.work_below()]
         sizes = [one.args.get("bytes") for one in work if one.kind == "memcpy"]
         copies.append(
             HiddenCopy(
@@ -105,10 +105,6 @@ def _outgrows(op: Op, in_place: Op) -> bool:
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
 
 
-def _below(op: Op) -> Iterator[Work]:
-    return (one for call in op.walk() for one in call.work)
-
-
 def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:
     """Return the calls of cuDNN's attention in these steps that build a plan, and the others, by the op's name.
 
@@ -141,7 +137,7 @@ def mask_made(trace: Trace, step: Step) -> MaskMade | None:
     if not made:
         return None
     ops = [op for group in made for op in group]
-    work = [one for op in ops for one in _below(op)]
+    work = [one for op in ops for one in op.work_below()]
     return MaskMade(
         ops=tuple(dict.fromkeys(op.name for op in ops)),
         times=len(made),

@@ -78,9 +78,11 @@ def lanes_us(trace: Trace, usual: Step) -> dict[str, float]:
 def working_steps(trace: Trace, usual: Step) -> list[Step]:
     """Return the steps that count, without a far longer first step and the stub after the loop's last call.
 
-    A small step between others counts, because the time between their starts includes it. usual: the typical step.
+    A small step between others counts, because the time between their starts includes it. Without GPU work all steps
+    count. usual: the typical step.
     """
     working = [step for step in _measured(trace, usual) if step.work] or [step for step in trace.steps if step.work]
+    working = working or list(trace.steps)
     most = max(len(step.work) for step in working)
     large = [place for place, step in enumerate(working) if 2 * len(step.work) >= most]
     return working[large[0] : large[-1] + 1]
@@ -92,7 +94,7 @@ def on_busiest_stream(steps: Sequence[Step]) -> list[Sequence[Work]]:
     The work is in the order of the starts.
     """
     everything = [step.work for step in steps]
-    if len({one.track for work in everything for one in work}) == 1:
+    if len({one.track for work in everything for one in work}) <= 1:
         return everything
     busy: dict[tuple, int] = defaultdict(int)
     for step in steps:

@@ -59,6 +59,11 @@ class OptimizerCost(msgspec.Struct, frozen=True):
     forward_us: float
     backward_us: float
 
+    @property
+    def label(self) -> str:
+        """Return the name of torch's annotation around its steps."""
+        return f"{OPTIMIZER}{self.name}.step"
+
 
 class Sync(msgspec.Struct, frozen=True):
     """Calls in which the CPU waited for the GPU, by the calling op, else its annotation, else Python.

@@ -90,7 +90,7 @@ def in_place(case: Case) -> Proposal | None:
     if not typical:
         return None
     count = sum(map(len, typical.values()))
-    us = sum(work.us for some in typical.values() for op in some for below in op.walk() for work in below.work)
+    us = sum(work.us for some in typical.values() for op in some for work in op.work_below())
     return Proposal(
         without_ops(case.graph, [op for found in clones for some in found.values() for op in some]),
         f"the step clones the input of {listed(typical)} first: "
@@ -217,7 +217,7 @@ def static_inputs(case: Case) -> Proposal | None:
     copies, typical = case.in_each_step(lambda step: step.named(COPIES_INPUTS.__eq__))
     if not typical:
         return None
-    us = sum(work.us for op in typical for below in op.walk() for work in below.work)
+    us = sum(work.us for op in typical for work in op.work_below())
     return Proposal(
         without_ops(case.graph, [op for some in copies for op in some]),
         f"copies to the addresses that the CUDA graph reads take {duration(us)} per step",
@@ -292,7 +292,7 @@ def no_gradients(case: Case) -> Proposal | None:
     in_typical = in_typical[: len(typical)]
     ops = [op for zeros, adds in zip(zeroed, added, strict=True) for op in (*zeros, *adds[: len(zeros)])]
     loops = [(zeros[0].track, zeros[0].start, zeros[-1].end) for zeros in zeroed if zeros]
-    us = sum(one.us for op in (*typical, *in_typical) for below in op.walk() for one in below.work)
+    us = sum(one.us for op in (*typical, *in_typical) for one in op.work_below())
     return Proposal(
         without_ops(without_cpu_time(case.graph, loops), ops),
         f"{len(typical):,} gradients are set to zero one by one, and backward adds to {len(in_typical):,} of them: "

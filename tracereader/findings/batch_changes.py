@@ -13,7 +13,7 @@ from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, moving
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import fused, with_durations, without_cpu_time
-from tracereader.trace import Op, Step, Work
+from tracereader.trace import Op, Step
 from tracereader.trace.labels import OPTIMIZER
 
 # From this many equal kernels of one op in a row on, they can be batched.
@@ -158,7 +158,8 @@ def _passes_as_one(case: Case) -> Proposal | None:
     for here in case.counterparts:
         first, *_, last = [[here.get(case.step.work[place]) for place in places] for places in repeat.places]
         if None not in (*first, *last):
-            ends = [max(_outermost_end(one) for one in some if one.launch is not None) for some in (first, last)]
+            calls = [[one.launch.outermost_call() for one in some if one.launch is not None] for some in (first, last)]
+            ends = [max(op.end for op in ops) for ops in calls]
             spans += [(track, *ends) for track in case.graph.threads]
     idle = 1 - case.summary.busy_share
     same = f"launch {counted(repeat.pieces, 'GPU activity', 'GPU activities')} each"
@@ -205,15 +206,6 @@ def _batched_us(case: Case, one: GpuWork, count: int) -> float:
     least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
     waves = max(1.0, count * math.prod(one.grid) / case.sms)
     return min(count * one.us, max(one.us * waves, least, LEAST_KERNEL_US))
-
-
-def _outermost_end(one: Work) -> int:
-    """Return the end (ns) of the outermost op or call around an activity's launch."""
-    end = one.launch.end
-    for op in one.launch.above():
-        if op.kind != "label":
-            end = max(end, op.end)
-    return end
 
 
 BATCH_CHANGES = (Change("larger_batch", "give each launch more work", larger_batch),)

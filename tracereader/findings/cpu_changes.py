@@ -129,14 +129,14 @@ def fused_optimizer(case: Case) -> Proposal | None:
     if not loops:
         return None
     groups, spans, added = [], [], []
-    fuses = {f"{OPTIMIZER}{one.name}.step": one.faster == "fused" for one in loops}
+    fuses = {one.label: one.faster == "fused" for one in loops}
     for step in case.steps:
         updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
         took = [_optimizer_us(case, step, fused) for fused in (False, True)] if updating else []
         for label in updating:
             if label.name not in fuses:
                 continue
-            work = sorted((one for op in label.walk() for one in op.work), key=lambda one: one.start)
+            work = sorted(label.work_below(), key=lambda one: one.start)
             if not work:
                 continue
             by_op = Counter()

@@ -37,9 +37,11 @@ ADDS = ("aten::add", "aten::add_")  # a mask to the scores
 
 
 def fused_optimizer(case: Case) -> Proposal | None:
-    slow = {OPTIMIZER + one.name + ".step": one for one in case.summary.training.optimizers if one.faster == "fused"}
-    # Forward or backward in a closure is not the optimizer's time.
-    slow = {label: one for label, one in slow.items() if not (one.forward_us or one.backward_us)}
+    slow = {
+        one.label: one
+        for one in case.summary.training.optimizers
+        if one.faster == "fused" and not (one.forward_us or one.backward_us)  # of a closure in its time
+    }
     updates = [op for step in case.steps for op in labels(step, tuple(slow)) if op.name in slow]
     updates = [op for op in updates if not _is_plain_sgd(op)]
     if not updates:
@@ -57,7 +59,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
 
 
 def _is_plain_sgd(update: Op) -> bool:
-    return update.name.endswith("#SGD.step") and not any(op.name in MULTIPLIES for op in update.walk())
+    return update.name == f"{OPTIMIZER}SGD.step" and not any(op.name in MULTIPLIES for op in update.walk())
 
 
 def fused_attention(case: Case) -> Proposal | None:

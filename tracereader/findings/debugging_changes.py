@@ -44,7 +44,7 @@ def filled_memory(case: Case) -> Proposal | None:
     if not case.summary.debugging.filled_tensors:
         return None
     fills, here = case.in_each_step(fills_of_new_memory)
-    work = [one for op in here for call in op.walk() for one in call.work]
+    work = [one for op in here for one in op.work_below()]
     on_gpu = f" and {duration(sum(one.us for one in work))} of GPU time" * bool(work)
     return Proposal(
         without_ops(case.graph, [op for some in fills for op in some]),

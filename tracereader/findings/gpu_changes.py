@@ -290,10 +290,7 @@ def _between_calls(
         if work.launch is None:
             continue
         if work in of_model:
-            top = op_around = work.launch
-            while (op_around := op_around.parent) is not None:
-                if op_around.kind != "label":
-                    top = op_around
+            top = work.launch.outermost_call()
             spans[top.track].append((top.start, top.end + pause))
         if work not in of_compiled:
             stays.append(op if op is not None and op.kind == "op" else work.launch)

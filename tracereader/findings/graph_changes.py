@@ -437,7 +437,7 @@ def _beside_backward(step: Step) -> list[Op]:
 
 
 def _launch_many(ops: Sequence[Op]) -> bool:
-    work = (one for op in ops for below in op.walk() for one in below.work)
+    work = (one for op in ops for one in op.work_below())
     return next(islice(work, MANY_LAUNCHES - 1, None), None) is not None
 
 

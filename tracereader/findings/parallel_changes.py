@@ -50,7 +50,7 @@ def keep_parameters(case: Case) -> Proposal | None:
     in_typical = _gathered_again(case.step)
     if not in_typical:
         return None
-    work = [one for op in in_typical for below in op.walk() for one in below.work]
+    work = [one for op in in_typical for one in op.work_below()]
     gathered = sum(op.name.startswith(GATHERS[0]) for op in in_typical)
     return Proposal(
         without_ops(case.graph, [op for step in case.steps for op in _gathered_again(step)]),
@@ -75,7 +75,7 @@ def reduce_once(case: Case) -> Proposal | None:
     if not in_typical:
         return None
     ops = [op for step in case.steps for op in _between(repeated, step.start, step.end)]
-    work = [one for op in in_typical for below in op.walk() for one in below.work]
+    work = [one for op in in_typical for one in op.work_below()]
     communication_us = sum(one.us for one in work if is_communication(one))
     others_us = sum(one.us for one in work) - communication_us
     others = f" and {duration(others_us)} of copies and scaling" if others_us else ""
@@ -158,7 +158,7 @@ def _between(ops: Sequence[Op], start: int, end: int) -> Iterator[Op]:
 
 def _sped_up(steps: Sequence[Step], gone: Sequence[Op]) -> Iterator[tuple[Work, float]]:
     """Yield the kernels beside collectives that are gone, each with its shorter time (µs)."""
-    removed = {id(one): one for op in gone for below in op.walk() for one in below.work}
+    removed = {id(one): one for op in gone for one in op.work_below()}
     beside = Lengths(union((one.start, one.end) for one in removed.values() if is_communication(one)))
     for step in steps:
         for one in step.work:

@@ -77,7 +77,7 @@ def _cuts(times: Sequence[int], gone: Intervals) -> Iterator[tuple[int, int]]:
 def without_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
     """Return the graph without these ops and calls and without the GPU work that they launch."""
     ops = list(ops)
-    work = [one for op in ops for below in op.walk() for one in below.work]
+    work = [one for op in ops for one in op.work_below()]
     return _without_activities(without_cpu_time(graph, spans_of(ops)), work)
 
 

@@ -363,7 +363,7 @@ class _Builder:
         self.recorded = _Recorded(trace)
 
     def built(self) -> Graph:
-        steps = working_steps(self.trace, typical(self.trace)) if self.trace.work else self.trace.steps
+        steps = working_steps(self.trace, typical(self.trace))
         marks = self._add_threads(steps)
         self._add_activities()
         for call, node in self.calls.values():
@@ -590,8 +590,7 @@ class _Builder:
             return {key: array("q", [number[node] for node in some]) for key, some in nodes.items()}
 
         step_nodes, before = [], columns["before"]
-        works = on_busiest_stream(steps) if self.trace.work else [()] * len(steps)
-        for work, (start, end) in zip(works, marks, strict=True):
+        for work, (start, end) in zip(on_busiest_stream(steps), marks, strict=True):
             nodes = [number[self.activity[id(one)]] for one in work]
             inside = set(nodes)
             firsts = tuple([node for node in nodes if before[node] not in inside])

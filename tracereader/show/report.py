@@ -121,17 +121,12 @@ def explain(trace: Trace, summary: Summary, view: View) -> None:
     over_steps = series(trace, step, summary.left_out) if "series" in wanted else []
     out = console()
     # The order of the report. A section that appears twice has its answer above and its evidence below.
-    found_some = bool(changes) and not isinstance(changes, Refused)
     # Few changes are known for a program without a GPU, so it is no answer that there are none.
-    answers = found_some or summary.has_gpu_work or view.only
+    proposes = changes and not isinstance(changes, Refused)
+    tries = proposes or ((summary.has_gpu_work or view.only) and (changes or not view.brief))
     parts: list[tuple[str, Callable[[], None]]] = [
         ("short", lambda: _regime(out, summary, view)),
-        (
-            "try",
-            lambda: (
-                answers and (changes or not view.brief) and try_first.show(out, changes, not view.usual, limit, known)
-            ),
-        ),
+        ("try", lambda: tries and try_first.show(out, changes, not view.usual, limit, known)),
         ("gpu", lambda: _where_the_step_goes(out, summary, view)),
         ("cpu", lambda: _ops_of_the_step(out, summary, view)),
         ("short", lambda: _tokens(out, summary)),

@@ -106,6 +106,18 @@ class Op(_Slice, eq=False):
             yield op
             op = op.parent
 
+    def outermost_call(self) -> "Op":
+        """Return the outermost op or call around this one, or itself. Annotations do not count."""
+        top = op = self
+        while (op := op.parent) is not None:
+            if op.kind != "label":
+                top = op
+        return top
+
+    def work_below(self) -> "Iterator[Work]":
+        """Yield the GPU work that this op and all calls below it launch."""
+        return (one for call in self.walk() for one in call.work)
+
 
 class Frame(msgspec.Struct, eq=False, gc=False):
     """A call of a Python function on a thread. The profiler records it with stacks."""
