@@ -10,6 +10,7 @@ from pathlib import Path
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as avoidable
 from tracereader.findings import batch_changes as batches
+from tracereader.findings import copy_changes as copies
 from tracereader.findings import cpu_changes as cpu
 from tracereader.findings import cpu_only_changes as cpu_only
 from tracereader.findings import debugging_changes as debugging
@@ -17,6 +18,7 @@ from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import graph_changes as graphs
 from tracereader.findings import made, rank_changes
 from tracereader.findings import parallel_changes as parallel
+from tracereader.findings import precision_changes as precision
 from tracereader.findings.finding import in_one_unit
 from tracereader.findings.opportunities import CHANGES, opportunities
 from tracereader.findings.opportunity import Opportunity
@@ -87,8 +89,11 @@ ASSUMES = {
     f"takes the CPU {gpu.COMPILED_FLEX_CALL_US} µs",
     "tensor_cores": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for convolutions, "
     f"or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no product takes less than {gpu.SMALL_PRODUCT_US:g} µs; in bf16, "
-    f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {gpu.ATTENTION_IN_TWO_BYTES:.0%} of the time of an "
-    f"fp32 attention kernel, and casts that take the CPU {gpu.AUTOCAST_US} µs for each product",
+    f"{gpu.PRODUCT:.0%} and {gpu.CONVOLUTION:.0%} of that peak, {precision.ATTENTION_IN_TWO_BYTES:.0%} of the time of "
+    f"an fp32 attention kernel, and casts that take the CPU {precision.AUTOCAST_US} µs for each product",
+    "single_precision": f"{gpu.TF32_PRODUCT:.0%} of the TF32 peak for products and {gpu.CONVOLUTION:.0%} for "
+    f"convolutions, or {gpu.FP32_PRODUCT:.0%} of the fp32 peak for products without TF32; kernels that move data, and "
+    "optimizers, take half the time; others take as long",
     "align_shapes": f"{gpu.PRODUCT:.0%} of the bf16 peak, or {gpu.BANDWIDTH:.0%} of the memory bandwidth; no "
     f"product takes less than {gpu.SMALL_PRODUCT_US:g} µs; without shapes, {1 / gpu.UNALIGNED_TIMES:.0%} of the time",
     "channels_last": "convolutions and normalizations themselves take as long",
@@ -98,8 +103,11 @@ ASSUMES = {
     "reduce_once": "all passes are of one model; compute beside a collective is longer by "
     f"{parallel.SLOWER_BESIDE:.0%} of that time; with FSDP, all parameters and gradients fit into memory",
     "no_recompute": "the activations fit into memory",
-    "overlap_copies": f"pinned memory is copied at {gpu.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
+    "overlap_copies": f"pinned memory is copied at {copies.PINNED_GB_S} GB/s; a copy beside kernels slows neither; the "
     "CPU reads a result one step later",
+    "one_copy": f"pinned memory is copied at {copies.PINNED_GB_S} GB/s and pageable memory at {copies.PAGEABLE_GB_S}; "
+    f"the split takes the CPU {copies.SPLIT_US} µs for each tensor; another process puts them into one",
+    "keep_activations": "the activations fit into memory",
     "small_grids": "with a block for each SM, a kernel takes proportionally less time",
     "allocator": "memory that is allocated once is reused in every step",
     "recompile": "a compiled step takes as long as those that do not compile",

@@ -147,6 +147,8 @@ ncclDevKernel_AllReduce_Sum_u64_TREE_LL(ncclDevKernelArgsStorage<4096ul>)
 void c10d::nvshmem_extension::exchangeSplitAndOffset_2d<true>(long*, long*, int, int, unsigned long, bool)
 other
 void getrf_panel<float, float, 4, 4, 3, 3, 4, true>(int, float* const*, int, int*, int*, int)
+void kernel<getrf_wo_pivot_params_<double, 0, 256, 1, 64, 64, 68, 16, 1, 1> >(int, int, void*, int, void*, int)
+xxtrf4_set_info_ker(int, int*)
 void RNN_blockPersist_bp_LSTM_FMA<float, float, float, 32>(block_bp_args_lstm<float, float>)
 void volta_lstm_cta_768<0>(params_t)
 at::native::_assert_async_cuda_kernel(c10::complex<float> const*, at::native::Msg)

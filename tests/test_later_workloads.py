@@ -16,7 +16,7 @@ from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.figures.side import Side
 from tracereader.figures.uncompiled_flex import uncompiled_flex
-from tracereader.findings import cpu_changes, gpu_changes, graph_changes, made
+from tracereader.findings import copy_changes, cpu_changes, gpu_changes, graph_changes, made
 from tracereader.findings.opportunity import Case
 from tracereader.replay import graph_of
 from tracereader.trace import read
@@ -286,8 +286,8 @@ def small_copies(events):
 
 def test_copies_of_small_tensors_are_no_batches(tmp_path):
     path = recording("copies/blocking")
-    batches = gpu_changes.overlap_copies(case_of(path))
-    small = gpu_changes.overlap_copies(case_of(edited(path, tmp_path, small_copies)))
+    batches = copy_changes.overlap_copies(case_of(path))
+    small = copy_changes.overlap_copies(case_of(edited(path, tmp_path, small_copies)))
     assert batches.title is None and "pin the batches" in batches.how and "1 copy of 77.1 MB" in batches.evidence
     assert small.title == "make small tensors on the GPU" and 'device="cuda"' in small.how
 

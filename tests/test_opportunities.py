@@ -18,8 +18,9 @@ from references import PREDICTED, measured, proposals, recording, sampled, small
 from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.findings import cpu_changes, gpu_changes, graph_changes, rank_changes, ranks
+from tracereader.findings.copy_changes import overlap_copies
 from tracereader.findings.cpu_changes import remove_sync
-from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies, overlap_copies
+from tracereader.findings.gpu_changes import fuse_pointwise, layout_copies
 from tracereader.findings.graph_changes import cuda_graph
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity, Proposal, priced

@@ -1,10 +1,13 @@
-"""Work that a step may not need: hidden copies, masks that each step makes, casts to fp32 before a product."""
+"""Work that a step may not need: hidden copies, offloaded activations, masks, casts to fp32 before a product."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
+from tracereader.figures.autograd import in_backward
+from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.sizes import MATMULS, product
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
@@ -17,6 +20,10 @@ MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops around a product that only dispatch to it.
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
+# Ops that copy a tensor, and do nothing else.
+COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
+# Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.
+OFFLOADED_BYTES = 1 << 20
 # cuDNN's attention builds a plan for each shape that is new to the process. Such a call takes the CPU 34 ms beside an
 # H200, 73 ms beside an H100 and 440 ms beside a B200 (github.com/modelscope/FunASR, issue 3704). Any other call takes
 # 0.05 to 0.2 ms while the profiler records, and does not reach this time (µs) even on a CPU that is much slower.
@@ -103,6 +110,36 @@ def _outgrows(op: Op, in_place: Op) -> bool:
     """Return whether recorded shapes show a result larger than the input, which cannot be written in place."""
     given, made = op.inputs.dims[:1], in_place.inputs.dims[:1]
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
+
+
+def offloading(step: Step) -> list[Op]:
+    """Return the ops that copy activations to the CPU in forward, and those that copy them back in backward.
+
+    Hooks for saved tensors (torch.autograd.graph.save_on_cpu) run inside the ops that save the tensors, and inside
+    backward's. A copy out counts if backward copies as many bytes back. The memory's allocation is among the ops.
+    """
+    out: list[tuple[Op, int]] = []
+    back: dict[int, list[Op]] = defaultdict(list)
+    for one in step.work:
+        if one.kind != "memcpy" or one.launch is None:
+            continue
+        op = one.launch
+        while op.parent is not None and op.parent.name in COPYING:
+            op = op.parent
+        copied = launch_args(one).bytes
+        if not copied or op is one.launch or op.parent is None or op.parent.kind != "op":
+            continue
+        if "HtoD" in one.name and in_backward(op):
+            back[copied].append(op)
+        elif "DtoH" in one.name and not in_backward(op):
+            out.append((op, copied))
+    found, total = [], 0
+    for op, copied in out:
+        if back[copied]:
+            total += copied
+            before = [one for one in op.parent.children if one.start < op.start][-1:]
+            found += [one for one in before if one.name.startswith("aten::empty")] + [op, back[copied].pop()]
+    return found if total >= OFFLOADED_BYTES else []
 
 
 def planning(steps: Sequence[Step]) -> dict[str, tuple[list[Op], list[Op]]]:

@@ -52,6 +52,16 @@ FIRST_GRADIENT = "aten::ones_like"
 FUNCTIONS_NAMED, NAMED_SHARE = 3, 0.1
 # Ops that only copy a value from the GPU.
 READ_A_VALUE = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+# Ops that wait for the GPU only to report an error, and torch's variants that do not (torch.linalg's documentation).
+CHECKS_ERRORS = {
+    "aten::linalg_cholesky": "cholesky_ex",
+    "aten::linalg_inv": "inv_ex",
+    "aten::linalg_solve": "solve_ex",
+    "aten::linalg_lu_factor": "lu_factor_ex",
+    "aten::linalg_ldl_factor": "ldl_factor_ex",
+}
+# This optimizer reads the loss and the sizes of its steps on the CPU.
+READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
 
 
 _start = attrgetter("start")
@@ -84,6 +94,8 @@ def remove_sync(case: Case) -> Proposal | None:
         if not any("Pageable -> Device" in one.name for one in copied(op))
         and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
         and not (case.summary.debugging.checked_gradients and in_backward(op))
+        and id(op) not in case.offloads
+        and not any(above.name == READS_THE_LOSS for above in op.above())
     ]
     if not calls:
         return None
@@ -99,7 +111,10 @@ def remove_sync(case: Case) -> Proposal | None:
     how = ["drop torch.cuda.synchronize() and the synchronization of streams and events"] * bool(by_program)
     if choose:
         how.append("multiply by the mask or use torch.where instead of indexing with a mask")
-    elif len(by_program) < len(calls):
+    unchecked = dict.fromkeys(filter(None, (CHECKS_ERRORS.get(waits_in(op)) for op in calls)))
+    how += [f"torch.linalg.{name}, which does not check for errors" for name in unchecked]
+    others = [op for op in calls if waits_in(op) not in CHECKS_ERRORS]
+    if not choose and len(by_program) < len(others):
         how.append("keep the value on the GPU, or read it some steps later")
     return Proposal(
         without_ops(without_waits(case.graph, calls), read),

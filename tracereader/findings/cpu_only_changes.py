@@ -74,12 +74,13 @@ def fused_attention(case: Case) -> Proposal | None:
     keys = {_keys(first) for first, _, _ in typical}
     of_keys = f" of {min(keys):,} keys" if len(keys) == 1 else ""
     masked = case.trace.trains and any(op.name in ADDS for _, between, _ in typical for op in between)
-    falls_back = any(above.name == SDPA_MATH for first, _, _ in typical for above in first.above())
+    math_calls = [above for first, _, _ in typical for above in first.above() if above.name == SDPA_MATH]
     return Proposal(
         without_cpu_time(case.graph, spans_of([*forward, *backward])),
         f"{counted(len(typical), 'softmax', 'softmaxes')}{of_keys} between batched products: the ops between the "
-        f"products take {duration(us)}{also}" + ("; scaled_dot_product_attention falls back to them" * falls_back),
-        how_to_fuse(falls_back) + ", if no gradient of the mask is needed" * masked,
+        f"products take {duration(us)}{also}"
+        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
+        how_to_fuse(math_calls) + ", if no gradient of the mask is needed" * masked,
         assumed=True,
     )
 

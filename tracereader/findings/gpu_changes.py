@@ -1,4 +1,4 @@
-"""Changes of the GPU's work: fusion, tensor cores, alignment, layout, copies, recomputation, block counts."""
+"""Changes of the GPU's work: fusion, alignment, layout, recomputation, block counts."""
 
 import bisect
 import math
@@ -17,25 +17,22 @@ from tracereader.figures.intervals import minus, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import recomputed_ops
 from tracereader.figures.unfused import BATCHED, SOFTMAX
-from tracereader.findings.finding import counted, duration, listed, size
+from tracereader.findings.finding import counted, duration, listed
 from tracereader.findings.opportunity import WORTH_SHOWING, Case, Change, Entry, Proposal
 from tracereader.replay import (
     Graph,
     fused,
-    is_wait,
-    overlapped,
     waits_of,
     with_cpu_time,
     with_durations,
     with_smaller_graphs,
     without_cpu_time,
     without_ops,
-    without_waits,
     without_work,
 )
 from tracereader.trace import Op, Step, Trace, Work
 from tracereader.trace.families import says
-from tracereader.trace.kernel_names import decode, short
+from tracereader.trace.kernel_names import short
 from tracereader.trace.labels import (
     ACCUMULATES,
     DDPS_FORWARD,
@@ -55,21 +52,10 @@ from tracereader.trace.types import Inputs, dtype_of
 PRODUCT, TF32_PRODUCT, CONVOLUTION, ATTENTION, BANDWIDTH = 0.75, 0.55, 0.3, 0.45, 0.85
 # Products in fp32 on CUDA cores reach 50 to 75% of the peak there.
 FP32_PRODUCT = 0.6
-# bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
-# and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
-MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
-# autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
-# of them in two recorded models.
-AUTOCAST_US = 60
 # Products on tensor cores with little arithmetic do not take proportionally less time. In this repository's traces of
 # an H200 they take 2.9 to 6.7 µs in bf16 (12 sizes, median 4.4) and 3.8 to 4.9 µs in TF32, and a small fused attention
 # takes 4.6 µs. Only 64 x 64 x 64 takes 1.9 µs. The shortest kernels of any kind take about 1 µs there.
 SMALL_PRODUCT_US, LEAST_KERNEL_US = 4.0, 1.0
-# Pageable memory is copied at 8 GB/s there, and pinned memory at 55 GB/s.
-PINNED_GB_S = 50
-# CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
-# so the time that it costs is the CPU's wait for it (remove_sync).
-STAGED_BYTES = 64 * 1024
 # The fp32 FLOPs that one element costs. A chain of ten tanh and twenty products and sums, compiled into one kernel,
 # takes 466 µs for 67 million elements on an H200.
 TRANSCENDENTAL, OTHER = 40, 3
@@ -124,6 +110,9 @@ NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 FFTS = "aten::_fft_"
+# Kernels that solve triangular systems work row by row, like cuSOLVER's factorizations. More blocks do not help, and in
+# float32 they took 0.8 times as long as in float64 on an H100.
+SOLVES = re.compile(r"trs[mv]")
 RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 HEAVY = ("GEMM", "attention", "convolution", "communication")
@@ -135,7 +124,6 @@ SELECTS = "aten::nonzero"
 # Ops whose result has one element for each distinct value. The wait for that size cannot be avoided.
 NEED_THE_SIZE = ("aten::unique", "aten::_unique")
 OF_UNKNOWN_SIZE = (SELECTS, "aten::masked_select", *NEED_THE_SIZE)
-FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
 
 
 def moving_us(moved: float, peaks: Peaks) -> float:
@@ -460,7 +448,7 @@ def _reductions(chain: Iterable[Entry]) -> int:
     return sum(one.family == "reduction" for _, one, _ in chain)
 
 
-def _type_of(op: Op) -> str:
+def type_of(op: Op) -> str:
     """Return the element type of an op's first tensor; "" if it was not recorded."""
     return _type_in(op.inputs)
 
@@ -531,18 +519,19 @@ def fused_attention(case: Case) -> Proposal | None:
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
-    groups, before, forward, backward, falls_back, by_layer = [], 0.0, 0, 0, False, False
+    groups, before, forward, backward, math_calls, by_layer = [], 0.0, 0, 0, [], False
     for run in ([entry for entry in some if _flex_call(case, entry[0]) is None] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
         if not (softmaxes or gradients) or not _products(run):
             continue
-        us = max(_fused_attention_us(run, softmaxes, gradients, case.peaks), SMALL_PRODUCT_US * (softmaxes + gradients))
+        us = max(_fused_attention_us(case, run, softmaxes, gradients), SMALL_PRODUCT_US * (softmaxes + gradients))
         spent = sum(one.us for _, one, _ in run)
         if us < spent:
             groups.append(([work for work, _, _ in run], us))
             before, forward, backward = before + spent, forward + softmaxes, backward + gradients
-            falls_back |= any(above.name == SDPA_MATH for _, _, op in run if op is not None for above in op.above())
+            around = (above for _, _, op in run if op is not None for above in op.above())
+            math_calls += [above for above in around if above.name == SDPA_MATH]
             by_layer |= any(_is_of_the_layer(op) for _, _, op in run if op is not None)
     if not groups:
         return None
@@ -553,15 +542,18 @@ def fused_attention(case: Case) -> Proposal | None:
         case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
         f"the scores{of} are written to memory and read again"
-        + ("; scaled_dot_product_attention falls back to them" if falls_back else ""),
-        how_to_fuse(falls_back) + ", or nn.MultiheadAttention with need_weights=False" * by_layer,
+        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
+        how_to_fuse(math_calls) + ", or nn.MultiheadAttention with need_weights=False" * by_layer,
         assumed=True,
     )
 
 
-def how_to_fuse(falls_back: bool) -> str:
-    """Return how to get fused attention. falls_back: whether scaled_dot_product_attention uses its math backend."""
-    if falls_back:
+def how_to_fuse(math_calls: Sequence[Op]) -> str:
+    """Return how to get fused attention. math_calls: of scaled_dot_product_attention that use its math backend."""
+    if math_calls:
+        # torch/nn/attention and sdp_utils.cpp: the fused backends take (batch, heads, length, head size) only.
+        if all(op.inputs.dims and len(op.inputs.dims[0]) == 3 for op in math_calls):
+            return "give it four dimensions (batch, heads, length, head size); its fused backends do not take three"
         return "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
     return "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)"
 
@@ -617,8 +609,8 @@ def _is_flex_backward(call: Op) -> bool:
 
 def _type_of_flex(call: Op) -> str:
     """Return the type of queries, keys and values. The products are in fp32 if it is shorter."""
-    of_op = [_type_of(op) for op in call.walk() if op.name.startswith(FLEX_ATTENTION)]
-    return next(filter(None, of_op or map(_type_of, call.walk())), "")
+    of_op = [type_of(op) for op in call.walk() if op.name.startswith(FLEX_ATTENTION)]
+    return next(filter(None, of_op or map(type_of, call.walk())), "")
 
 
 def _fused_product_us(one: GpuWork, two_bytes: bool, peaks: Peaks | None) -> float:
@@ -668,15 +660,17 @@ def _runs_between_products(case: Case) -> list[list[Entry]]:
     return runs
 
 
-def _fused_attention_us(run: Sequence[Entry], forward: int, backward: int, peaks: Peaks | None) -> float:
+def _fused_attention_us(case: Case, run: Sequence[Entry], forward: int, backward: int) -> float:
     """Return the time (µs) of these forward and backward passes with one fused kernel each."""
-    products = _products(run)
+    peaks, products = case.peaks, _products(run)
     one, op = products[0]
     # A mask of queries x keys is usually causal, and a fused kernel skips the hidden part.
     masked = any(op is not None and op.name in MASKS for _, _, op in run)
     passes = (forward + BACKWARD_FLOPS * backward) / (1 + masked)
-    asked = next((above for above in op.above() if above.name == SDPA), op)
-    in_two_bytes = (_type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
+    # SDPA's math backend multiplies bf16 in fp32, and backward does not name the call that it belongs to.
+    calls = case.step.named(SDPA.__eq__) if in_backward(op) else [one for one in op.above() if one.name == SDPA]
+    asked = calls[0] if calls else op
+    in_two_bytes = (type_of(asked) or one.name_says.get("types")) in TWO_BYTES or any(
         op is not None and op.name == "aten::copy_" for _, _, op in run
     )
     if one.product is not None and peaks is not None:
@@ -700,112 +694,6 @@ def _touched(one: GpuWork, op: Op | None, scores: Container[int]) -> bool:
         sides = (product.m * product.n, product.m * product.k, product.k * product.n)
         return any(product.batch * side in scores for side in sides)
     return one.family in FUSABLE and any(math.prod(shape) in scores for shape in op.inputs.dims)
-
-
-def tensor_cores(case: Case) -> Proposal | None:
-    """Return a proposal to use TF32, or two bytes if TF32 would reach less than half of what they save on the GPU.
-
-    By default PyTorch multiplies in fp32 and convolves in TF32.
-    """
-    if not case.could_gain(("GEMM", "convolution", "attention")):
-        return None
-    wide, narrow = _in_tf32(case), _in_two_bytes(case)
-    if wide is None or narrow is None:
-        return wide or narrow
-    before, in_tf32, in_two_bytes = (sum(graph.dur) for graph in (case.graph, wide.graph, narrow.graph))
-    return wide if 2 * (before - in_tf32) >= before - in_two_bytes else narrow
-
-
-def _in_tf32(case: Case) -> Proposal | None:
-    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
-    if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
-        return None
-    times, spent, kinds = {}, 0.0, set()
-    for work, one, op in case.activities:
-        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(one, op):
-            continue
-        reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
-        if one.flops:
-            us = one.flops / (reach * case.peaks.tf32) / 1e6
-        else:
-            us = one.us * FP32_PRODUCT * case.peaks.fp32 / (reach * case.peaks.tf32)
-        us = max(us, SMALL_PRODUCT_US)
-        if one.bytes_moved:
-            us = max(us, moving_us(one.bytes_moved, case.peaks))
-        if us < one.us:
-            times[work], spent = us, spent + one.us
-            kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
-    if not times:
-        return None
-    flags = {
-        "matrix products": "torch.set_float32_matmul_precision('high')",
-        "convolutions": "torch.backends.cudnn.allow_tf32 = True",
-    }
-    return Proposal(
-        with_durations(case.graph, case.in_all_steps(times)),
-        f"{' and '.join(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
-        "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
-        assumed=True,
-    )
-
-
-def _in_two_bytes(case: Case) -> Proposal | None:
-    """Return a proposal to compute with bf16 or fp16 what tensor cores multiply in TF32, or what has no TF32."""
-    peaks = case.peaks
-    if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
-        return None
-    times, spent, kinds = {}, 0.0, set()
-    for work, one, op in case.activities:
-        if one.family == "attention" and one.name_says.get("types") == "fp32":
-            us = max(one.us * ATTENTION_IN_TWO_BYTES, SMALL_PRODUCT_US)
-        elif one.family in ("GEMM", "convolution") and (types := _wide_type(one, op)):
-            reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
-            us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
-            if one.flops:
-                us = one.flops / (reach * peaks.bf16) / 1e6
-            moved_us = moving_us(one.bytes_moved or 0, peaks)
-            us = max(us, moved_us / 2, SMALL_PRODUCT_US)
-            if op is not None and not in_backward(op):
-                us += moved_us  # the casts of its inputs read and write about as many bytes
-        else:
-            continue
-        if us < one.us:
-            times[work], spent = us, spent + one.us
-            kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
-    if not times:
-        return None
-    changed = case.in_all_steps(times)
-    calls = [one.launch for one in changed if one.launch is not None]
-    return Proposal(
-        with_cpu_time(with_durations(case.graph, changed), [(call.track, call.start, AUTOCAST_US) for call in calls]),
-        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
-        f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
-        assumed=True,
-        title="use bf16 or fp16 on tensor cores",
-    )
-
-
-def _wide_type(one: GpuWork, op: Op | None) -> str:
-    """Return tf32 or fp32 if a kernel multiplies fp32 values; "" if it does not, or if the trace does not show it."""
-    if (one.name_says.get("types") or "").lower() == "tf32":
-        return "tf32"
-    return "fp32" if _on_cuda_cores(one, op) else ""
-
-
-def _on_cuda_cores(one: GpuWork, op: Op | None) -> bool:
-    """Return whether a kernel multiplies fp32 without tensor cores, by its name, otherwise by its inputs' type."""
-    known = _multiplies_fp32(one.name, one.name_says.get("types") or "")
-    return known if known is not None else op is not None and _type_of(op) == "fp32"
-
-
-@lru_cache(4096)  # of each name there are many kernels
-def _multiplies_fp32(name: str, types: str) -> bool | None:
-    """Return what a kernel's name says of fp32 without tensor cores; None if nothing. types: those of the name."""
-    if decode(name).family not in ("GEMM", "convolution", "unknown") or "tensorop" in name or "tf32" in name:
-        return False
-    if types:
-        return types.lower() == "fp32"
-    return True if any(word in name for word in FP32_MAKERS) else None
 
 
 def align_shapes(case: Case) -> Proposal | None:
@@ -846,7 +734,7 @@ def _by_shapes(case: Case) -> Proposal | None:
     times, spent, odd = {}, 0.0, {}
     for work, one, op in products:
         shape = one.product
-        if one.name in aligned or _type_of(op) not in TWO_BYTES:
+        if one.name in aligned or type_of(op) not in TWO_BYTES:
             continue
         kept = rows if shape.batch == 1 else ()
         bad = [size for size in (shape.m, shape.k, shape.n) if size % 8 and size > 64 and size not in kept]
@@ -966,67 +854,6 @@ def _stretches(ops: Sequence[Op]) -> list[tuple[tuple, int, int]]:
     return [(some[0].track, min(op.start for op in some), max(op.end for op in some)) for some in by_parent.values()]
 
 
-def overlap_copies(case: Case) -> Proposal | None:
-    """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
-    copied = [entry for entry in case.activities if entry[0].kind == "memcpy"]
-    batches = [(work, one) for work, one, op in copied if "HtoD" in one.name and not (op and case.is_internal(op))]
-    results = [(work, one) for work, one, _ in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
-    copies = batches + results
-    if not copies:
-        return None
-    pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
-    times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
-    graph = with_durations(case.graph, case.in_all_steps(times))
-    moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
-    calls = _waiting_with(work.launch for work in moved if work.launch)
-    pinned = {id(work) for work, _ in pageable}
-    batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
-    if not any(id(work) in pinned for work, _ in batches):
-        batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
-    small = all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches)
-    if small:
-        batch = 'make these small tensors on the GPU (device="cuda"), or copy them once before the steps'
-    result = (
-        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
-        "them a step later"
-    )
-    evidence = [
-        f"{_amount([one for _, one in some])} {way} the GPU"
-        + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")
-        + f": {duration(sum(one.us for _, one in some))}"
-        for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
-        if some
-    ]
-    return Proposal(
-        overlapped(without_waits(graph, calls), moved),
-        "; ".join(evidence),
-        "; ".join([batch] * bool(batches) + [result] * bool(results)),
-        assumed=bool(pageable),
-        title="overlap the copies with computation" if batches and results
-        else "copy results while the next step is computed" if results
-        else "make small tensors on the GPU" if small else None,
-    )  # fmt: skip
-
-
-def _amount(copies: Sequence[GpuWork]) -> str:
-    """Return how many copies these are, and of how much."""
-    total = size(sum(one.bytes_moved or 0 for one in copies))
-    return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
-
-
-def _waiting_with(copies: Iterable[Op]) -> list[Op]:
-    """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
-    found: dict[int, Op] = {}
-    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
-    for call in sorted(copies, key=lambda call: call.start):
-        found[id(call)] = call
-        first.setdefault(id(call.parent), call)
-    for call in first.values():
-        if (op := call.parent) is not None and op.kind == "op":
-            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
-    return list(found.values())
-
-
 def small_grids(case: Case) -> Proposal | None:
     sms = case.sms
     if not sms or not case.could_gain(case.us_by_family):
@@ -1035,6 +862,8 @@ def small_grids(case: Case) -> Proposal | None:
     for work, one, op in case.activities:
         # A kernel of a few µs ends before more blocks would help.
         if one.us < 10 or work.kind != "kernel" or one.family == "communication":
+            continue
+        if one.maker == "cuSOLVER" or SOLVES.search(one.name):
             continue
         blocks = math.prod(one.grid) if one.grid else 0
         if not 0 < blocks < sms / 2:
@@ -1073,11 +902,9 @@ GPU_CHANGES = (
     Change("fuse_pointwise", "fuse pointwise kernels with torch.compile", fuse_pointwise),
     Change("fused_attention", "use a fused attention kernel", fused_attention),
     Change("compile_flex", "compile flex_attention", compile_flex),
-    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores),
     Change("align_shapes", "pad dimensions to a multiple of 8", align_shapes),
     Change("channels_last", "keep images in the channels_last layout", channels_last),
     Change("layout_copies", "drop copies that only change a tensor's layout", layout_copies),
     Change("no_recompute", "keep activations instead of recomputing them", no_recompute),
-    Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
     Change("small_grids", "give small kernels more blocks", small_grids),
 )

@@ -206,6 +206,14 @@ def _tensor_cores(before: Side, after: Side) -> bool:
     return moved and stay and _same_products(before, after)
 
 
+def _single_precision(before: Side, after: Side) -> bool:
+    """As many products and convolutions run, and at most half of the time of float64 kernels is left."""
+    was, now = (
+        sum(one.us for one in side.summary.gpu_work if one.name_says.get("types") == "fp64") for side in (before, after)
+    )
+    return now <= LEFT * was and now < was and _same_products(before, after)
+
+
 def _moved(before: Side, after: Side, slow_us: Callable[[Side], float], fast: Sequence[str]) -> bool:
     """Return whether at most half of the slow time is left, and products and convolutions of the fast types are new."""
     was, now = slow_us(before), slow_us(after)
@@ -414,6 +422,25 @@ def _overlap_copies(before: Side, after: Side) -> bool:
     return 0 < was == now and gone and _same_heavy(before, after)
 
 
+def _one_copy(before: Side, after: Side) -> bool:
+    """As many bytes are copied to the GPU in at most half as many copies, and the number of products is the same."""
+    was, now = (
+        [one.bytes_moved or 0 for one in side.summary.gpu_work if "HtoD" in one.name] for side in (before, after)
+    )
+    return 0 < len(now) <= LEFT * len(was) and sum(was) == sum(now) and _same_products(before, after)
+
+
+def _keep_activations(before: Side, after: Side) -> bool:
+    """At most half of the bytes are copied from the GPU, and to it, and the number of products is the same."""
+    for way in ("DtoH", "HtoD"):
+        was, now = (
+            sum(one.bytes_moved or 0 for one in side.summary.gpu_work if way in one.name) for side in (before, after)
+        )
+        if now > LEFT * was or not was:
+            return False
+    return _same_products(before, after)
+
+
 def _the_same_work(before: Side, after: Side) -> bool:
     """Return whether both steps run about the same kernels, launched one by one in both or as CUDA graphs in both."""
     return _by_calls(before, after) and share_in_common(before, after) >= ALMOST
@@ -558,6 +585,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "fused_attention": _fused_attention,
     "compile_flex": _compile_flex,
     "tensor_cores": _tensor_cores,
+    "single_precision": _single_precision,
     "align_shapes": _align_shapes,
     "channels_last": _channels_last,
     "layout_copies": _layout_copies,
@@ -582,4 +610,6 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "reduce_once": _reduce_once,
     "no_recompute": _no_recompute,
     "overlap_copies": _overlap_copies,
+    "one_copy": _one_copy,
+    "keep_activations": _keep_activations,
 }

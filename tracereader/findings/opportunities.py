@@ -8,6 +8,7 @@ from tracereader import progress
 from tracereader.figures import Summary
 from tracereader.findings.avoidable_changes import AVOIDABLE_CHANGES
 from tracereader.findings.batch_changes import BATCH_CHANGES
+from tracereader.findings.copy_changes import COPY_CHANGES
 from tracereader.findings.cpu_changes import CPU_CHANGES
 from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
@@ -15,12 +16,21 @@ from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
 from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
 from tracereader.findings.parallel_changes import PARALLEL_CHANGES
+from tracereader.findings.precision_changes import PRECISION_CHANGES
 from tracereader.findings.steps import busy_machine
 from tracereader.replay import Graph, Reason, Refused, graph_of
 from tracereader.trace import Trace
 
 CHANGES = (
-    GRAPH_CHANGES + CPU_CHANGES + BATCH_CHANGES + GPU_CHANGES + PARALLEL_CHANGES + AVOIDABLE_CHANGES + DEBUGGING_CHANGES
+    GRAPH_CHANGES
+    + CPU_CHANGES
+    + BATCH_CHANGES
+    + GPU_CHANGES
+    + PRECISION_CHANGES
+    + COPY_CHANGES
+    + PARALLEL_CHANGES
+    + AVOIDABLE_CHANGES
+    + DEBUGGING_CHANGES
 )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from tracereader.figures import Summary
 from tracereader.figures.attention import growing_keys
 from tracereader.figures.autograd import in_backward
+from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
 from tracereader.figures.hardware import Peaks, common_peaks
 from tracereader.figures.steps import ids_inside, ops_recorded
@@ -345,6 +346,14 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def is_internal(self, op: Op) -> bool:
         """Return whether backward, or flex_attention that is not compiled, calls this op."""
         return id(op) in self.in_flex or in_backward(op)
+
+    @cached_property
+    def offloads(self) -> set[int]:
+        """Return the ids of the ops and calls that offload activations in the typical step and the replayed ones."""
+        if not self.named(lambda name: "DtoH" in name):
+            return set()
+        steps = {id(step): step for step in (self.step, *self.steps)}.values()
+        return ids_inside(op for step in steps for op in offloading(step))
 
     def named(self, wanted: Callable[[str], object]) -> list[Entry]:
         """Return the GPU activities of the typical step with a wanted name. Names are far fewer than activities."""

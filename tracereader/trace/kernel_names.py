@@ -124,7 +124,7 @@ def cut(name: str, width: int) -> str:
 
 # Functions that only run their template argument. That argument names the operation.
 WRAPPER = re.compile(
-    r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|rocprim::.{0,60}trampoline_kernel|thrust::|DSL|\w*::_kernel_agent)"
+    r"^(?:cutlass\w*::(?:device_kernel|Kernel2?)|ck_tile::kentry\w*|rocprim::.{0,60}trampoline_kernel|thrust::|DSL|kernel$|\w*::_kernel_agent)"
 )
 # nsys' prefix of a template's number, and wrapping without information.
 NOISE = re.compile(
@@ -886,11 +886,11 @@ MAKERS = (
      r"|^(?:wgrad|dgrad)_|^RNN_|^elemWiseRNNcell|^(?:GRU|LSTM|GENERIC)_|^conv2d_|^calc_bias_diff|^genericTranspose"
      r"|^transpose(?:Warp|Block)|^DSE::|^bn_|^(?:volta|ampere)_lstm", "cuDNN"),
     (r"^(?:regular|vector|composite)_fft|^cufft", "cuFFT"),
-    (r"^cusolver|^(?:getrf|geqr|potrf|syevj|steqr|gesvdj)", "cuSOLVER"),
+    (r"^cusolver|^(?:kernel<)?(?:xx)?(?:getrf|geqr|potrf|trf4|syevj|steqr|gesvdj)", "cuSOLVER"),
     (r"^cusparse", "cuSPARSE"),
     (r"^magma_", "MAGMA, in cuBLAS"),
     (r"^cublas|^cask_?\w*cublas|^internal::|^xmma::gemm|^trsm|^trmm|^syrk|^[sdcz]gemm_largek|^geam_kernel"
-     r"|^scal_kernel|^transpose_readWrite|^nrm2_kernel|^asum_kernel|^axpy_kernel|^batch_gemm_kernel"
+     r"|^trsv|^scal_kernel|^transpose_readWrite|^nrm2_kernel|^asum_kernel|^axpy_kernel|^batch_gemm_kernel"
      r"|^gemm_kernel\dx\d", "cuBLAS"),
     (r"^cutlass\w*::", "CUTLASS"),
     (r"^kernel_cutlass_", "CuTe DSL"),
@@ -928,6 +928,7 @@ JOBS = (
      r"computeOffsetsKernel|::convolution|calc_bias_diff", "convolution", ""),
     (r"(?:regular|vector|composite)_fft|_fft_|fft_|DSE::", "other", "FFT"),
     (r"hadamard", "other", "Hadamard transform"),
+    (r"getr[fs]_|xxtrf4_|geqr[f2]_|potr[fs]_|(?:he|sy)ev[jd]_|gesvdj|lasw?p_params", "other", "matrix factorization"),
     # helpers of attention and experts, before the words that name those
     (r"finalizeMoeRouting|moe_sum|moe_finalize", "reduction", "adds what the experts computed"),
     (r"(?:expand|shuffle)InputRows|moe_(?:un)?permute", "copy", "rows to their experts"),
@@ -949,7 +950,7 @@ JOBS = (
      r"l[rxf]u_cache|bounds_check_indices", "embedding", ""),
     (r"cast_(?:mx|nv)?fp\d|(?:de)quant(?:ize)?(?!\w*gemm)\w*|quant(?!\w*gemm)|amax|fp8_scale", "pointwise", ""),
     (r"(?<!fb)(?<!deep_)gemm|gemv|mat_?vec|matmul|mul_mat|(?:^|_|::)b?mm_|bmm_|fused_moe_kernel|batched_triton_kernel|marlin|fmoe|mfma_moe|wvSplitK|tinygemm|moe_mmk|"
-     r"dot_kernel|trmm|trsm|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
+     r"dot_kernel|trmm|trsm|trsv|syrk|syr2k|herk|symm|hemm|flatmm|gptq|awq|sgmv|bgmv|lora_(?:shrink|expand)|largek|region_transform|"
      r"semi_structured_(?:apply|tile)|::gemm::|fused_experts|UniversalGemm|nvjet", "GEMM", ""),
     (r"softmax|sparsemax", "reduction", ""),
     (r"cross_entropy|nll_?loss|ctc_loss|_loss|MarginLoss|kl_?div|(?<![a-z])jsd|ClassNLL", "reduction", "loss"),

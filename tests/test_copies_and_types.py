@@ -1,0 +1,231 @@
+"""Copies of many tensors, offloaded activations, float64, and waits of torch's own. The traces are of an H100.
+
+Without the profiler the steps took: precision/images 12.0 ms in float64 and 1.8 to 2.1 in float32; precision/products
+6.5 to 6.8, 5.3 in float32 and 1.3 with TF32; copies (40 tensors) 2.5 to 3.2 from pageable memory and 1.7 to 2.0 as one
+tensor, 1.8 from pinned memory and 1.3 to 1.4 as one; offloaded 14.4 to 14.8 and 1.6 to 2.1 without save_on_cpu;
+solvers/cholesky 5.0 to 5.1 and 3.5 with cholesky_ex; three_dimensions/three 15.4 and 4.1 to 4.5 with four.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+from raw_events import end, raw_work
+from test_later_workloads import edited, ms
+from test_loops import file_of, typical_step
+from test_opportunities import priced_changes
+
+from tracereader import cli
+from tracereader.figures import summarize
+from tracereader.trace import read
+
+
+def in_float64(work):
+    """Return the kernels whose names have the type double. cuBLAS writes d884gemm and f64f64."""
+    kernels = [e for e in work if e["cat"] == "kernel"]
+    return [e for e in kernels if re.search(r"double|d884gemm|f64f64|dgemm", e["name"])]
+
+
+@pytest.mark.parametrize(("before", "change", "after", "within"), [
+    ("precision/images", "single_precision", "precision/images_float32", (0.7, 1.3)),
+    ("copies/pageable", "one_copy", "copies/pageable_one", (0.8, 1.3)),
+    ("copies/pinned", "one_copy", "copies/pinned_one", (0.8, 1.3)),
+    ("offloaded/on", "keep_activations", "offloaded/off", (1.0, 2.0)),  # the Python of the hooks goes, too
+    ("solvers/cholesky", "remove_sync", "solvers/cholesky_ex", (0.8, 1.3)),
+    ("three_dimensions/three", "fused_attention", "three_dimensions/four", (1.0, 1.5)),
+])  # fmt: skip
+def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
+    one = priced_changes(file_of(before))[change]
+    low, high = within
+    assert low <= one.step_us_after / summarize(read(file_of(after))).recorded_step_us <= high
+    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(f"the first's report proposed .*{re.escape(one.title)}", said)
+
+
+@pytest.mark.parametrize(("name", "float32", "tf32"), [
+    ("precision/images", "precision/images_float32", None),
+    ("precision/products", "precision/products_float32", "precision/products_tf32"),
+])  # fmt: skip
+def test_float64_kernels_are_counted_and_their_time_in_float32_is_near(name, float32, tf32):
+    kernels = in_float64(raw_work(*typical_step(name)))
+    one = priced_changes(file_of(name))["single_precision"]
+    count, spent, after, without = re.match(
+        r"float64 in (\d+) kernels, ([\d.]+ \w+); in float32 about ([\d.]+ \w+)(?:, without TF32 about (.*))?$",
+        one.evidence,
+    ).groups()
+    assert int(count) == len(kernels)
+    assert ms(spent) == pytest.approx(sum(e["dur"] for e in kernels) / 1e3, rel=0.05)
+    assert ("TF32" in one.how) == (tf32 is not None)
+
+    def busy_ms(after):
+        return sum(e["dur"] for e in raw_work(*typical_step(after))) / 1e3
+
+    assert 0.6 <= ms(after) / busy_ms(tf32 or float32) <= 1.3
+    assert without is None or 0.8 <= ms(without) / busy_ms(float32) <= 1.3
+
+
+def test_nothing_is_proposed_for_programs_in_float32():
+    for name in ("precision/images_float32", "precision/products_float32", "precision/products_tf32"):
+        assert "single_precision" not in priced_changes(file_of(name))
+
+
+@pytest.mark.parametrize("name", ["precision/images", "precision/products"])
+def test_without_shapes_the_peak_of_float64_limits_what_is_computed(tmp_path, name):
+    """A kernel of 1 µs computes at most 67 MFLOP on an H100 SXM. In float32 it takes as long as these do there."""
+
+    def without_shapes(events):
+        for e in events:
+            for key in ("Input Dims", "Input type", "Input Strides", "Concrete Inputs"):
+                e.get("args", {}).pop(key, None)
+
+    one, known = (
+        priced_changes(file)["single_precision"]
+        for file in (edited(file_of(name), tmp_path, without_shapes), file_of(name))
+    )
+    assert known.step_us_after <= one.step_us_after < one.step_us
+    kernels = in_float64(raw_work(*typical_step(name)))
+    convolutions = [e for e in kernels if re.search("engine<|convolve", e["name"])]
+    products = [e for e in kernels if re.search("gemm_f64|d884gemm", e["name"])]
+    others = [e for e in kernels if e not in convolutions + products]
+    saved = sum(e["dur"] * (1 - 67 / (0.3 * 494)) for e in convolutions)
+    saved += sum(max(0, e["dur"] - max(4, e["dur"] * 67 / (0.55 * 494))) for e in products)
+    saved += sum(e["dur"] - max(e["dur"] / 2, min(e["dur"], 1)) for e in others)
+    assert one.saves_us == pytest.approx(saved, rel=0.05)
+
+
+def test_triangular_systems_are_promised_neither_the_peak_nor_more_blocks():
+    """Their kernels are products by their family, and work row by row: in float32 they took 0.8 times as long."""
+    work = in_float64(raw_work(*typical_step("solvers/cholesky_ex")))
+    solving = sum(e["dur"] for e in work if re.search("trs[mv]_", e["name"]))
+    evidence = priced_changes(file_of("solvers/cholesky_ex"))["single_precision"].evidence
+    assert "small_grids" not in priced_changes(file_of("solvers/cholesky"))
+    assert solving < 1e3 * ms(re.search(r"in float32 about ([\d.]+ \w+)", evidence)[1])
+
+
+def host_to_device(name):
+    return [e for e in raw_work(*typical_step(name)) if "HtoD" in e["name"]]
+
+
+@pytest.mark.parametrize("name", ["copies/pageable", "copies/pinned"])
+def test_many_small_copies_in_a_row_are_copied_as_one(name):
+    events, _ = typical_step(name)
+    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") == "cuda_runtime"}
+    copies = host_to_device(name)
+    calls = [launches[e["args"]["correlation"]] for e in copies]
+    ops = [e for e in events if e.get("name") == "aten::to" and any(e["ts"] <= c["ts"] < end(e) for c in calls)]
+    took = max(map(end, ops)) - min(e["ts"] for e in ops)
+    one = priced_changes(file_of(name))["one_copy"]
+    assert len(ops) == len(copies) == 40
+    bytes_each = sum(e["args"]["bytes"] for e in copies) / 40
+    assert one.evidence.startswith(f"40 copies in a row to the GPU, of {bytes_each / 1e3:.1f} kB on average: ")
+    assert ms(one.evidence.split(": ")[1].removesuffix(" of CPU time")) == pytest.approx(took / 1e3, rel=0.03)
+    assert 0 < one.saves_us < took
+
+
+def larger(events):
+    for e in events:
+        if "HtoD" in e["name"]:
+            e["args"]["bytes"] = 2 << 20
+
+
+def a_kernel_between(events):
+    """Let every fifth copy be a kernel."""
+    for e in [e for e in events if "HtoD" in e["name"]][::5]:
+        e["cat"], e["name"] = "kernel", "some_kernel"
+
+
+def inside_the_gpu(events):
+    for e in events:
+        if "HtoD" in e["name"]:
+            e["name"] = e["name"].replace("HtoD", "DtoD")
+
+
+@pytest.mark.parametrize("edit", [larger, a_kernel_between, inside_the_gpu])
+def test_large_copies_and_copies_with_other_work_between_stay(tmp_path, edit):
+    assert "one_copy" not in priced_changes(edited(file_of("copies/pinned"), tmp_path, edit))
+
+
+def test_one_copy_is_no_reason():
+    for name in ("copies/pageable_one", "copies/pinned_one"):
+        assert "one_copy" not in priced_changes(file_of(name))
+
+
+def test_offloaded_activations_are_proposed_to_stay():
+    work = raw_work(*typical_step("offloaded/on"))
+    out = Counter(e["args"]["bytes"] for e in work if "DtoH" in e["name"])
+    back = Counter(e["args"]["bytes"] for e in work if "HtoD" in e["name"])
+    assert out == back
+    one = priced_changes(file_of("offloaded/on"))["keep_activations"]
+    megabytes = sum(size * count for size, count in out.items()) / 1e6
+    assert one.evidence.startswith(f"{out.total()} activations ({megabytes:.1f} MB in total) are copied to the CPU")
+    took = sum(e["dur"] for e in work if "DtoH" in e["name"] or "HtoD" in e["name"])
+    assert ms(one.evidence.split(": ")[1]) == pytest.approx(took / 1e3, rel=0.02)
+
+
+def test_copies_of_activations_are_neither_results_nor_waits_for_a_value():
+    found = priced_changes(file_of("offloaded/on"))
+    assert not {"overlap_copies", "remove_sync"} & set(found)
+
+
+def not_back(events):
+    """Let backward copy other sizes back."""
+    for e in events:
+        if "HtoD" in e["name"]:
+            e["args"]["bytes"] += 1
+
+
+def test_copies_that_do_not_come_back_are_results(tmp_path):
+    found = priced_changes(edited(file_of("offloaded/on"), tmp_path, not_back))
+    assert "keep_activations" not in found and "overlap_copies" in found
+    assert "keep_activations" not in priced_changes(file_of("offloaded/off"))
+
+
+@pytest.mark.parametrize(("op", "variant"), [
+    ("aten::linalg_cholesky", "torch.linalg.cholesky_ex"), ("aten::linalg_inv", "torch.linalg.inv_ex"),
+    ("aten::linalg_solve", "torch.linalg.solve_ex"), ("aten::linalg_eigh", None),
+])  # fmt: skip
+def test_ops_that_wait_to_check_for_errors_have_a_variant_that_does_not(tmp_path, op, variant):
+    def renamed(events):
+        for e in events:
+            if e["name"] == "aten::linalg_cholesky":
+                e["name"] = op
+
+    one = priced_changes(edited(file_of("solvers/cholesky"), tmp_path, renamed))["remove_sync"]
+    usual = "keep the value on the GPU, or read it some steps later"
+    assert one.how == (f"{variant}, which does not check for errors" if variant else usual)
+
+
+def test_the_waits_of_lbfgs_are_its_own(tmp_path):
+    """torch.optim.LBFGS reads the loss and directions on the CPU. A program cannot postpone that."""
+    assert "remove_sync" not in priced_changes(file_of("solvers/lbfgs"))
+
+    def another_optimizer(events):
+        for e in events:
+            e["name"] = e["name"].replace("#LBFGS.", "#Own.")
+
+    assert "remove_sync" in priced_changes(edited(file_of("solvers/lbfgs"), tmp_path, another_optimizer))
+
+
+def test_attention_of_three_dimensions_is_told_to_have_four(tmp_path):
+    assert "give it four dimensions" in priced_changes(file_of("three_dimensions/three"))["fused_attention"].how
+
+    def of_four(events):
+        for e in events:
+            if e["name"] == "aten::_scaled_dot_product_attention_math":
+                e["args"]["Input Dims"] = [[64, 1, *dims[1:]] if dims else dims for dims in e["args"]["Input Dims"]]
+
+    one = priced_changes(edited(file_of("three_dimensions/three"), tmp_path, of_four))["fused_attention"]
+    assert "sdpa_kernel" in one.how
+
+
+def test_attention_in_bf16_is_priced_in_bf16_also_in_backward():
+    """The math backend multiplies bf16 in fp32. Fused, both forward and backward compute in bf16."""
+    one = priced_changes(file_of("three_dimensions/three"))["fused_attention"]
+    assert "4 softmaxes between batched products and their backward" in one.evidence
+
+
+def test_kernels_of_factorizations_are_known():
+    out = summarize(read(file_of("solvers/cholesky")))
+    unknown = [one.name for one in out.gpu_work if one.family == "kernels of unknown names" or not one.maker]
+    assert not unknown and {one.maker for one in out.gpu_work if "getrf" in one.name} == {"cuSOLVER"}

@@ -1,0 +1,165 @@
+"""Changes of copies between the CPU and the GPU: copies ahead, many copies in one, activations that stay on the GPU."""
+
+from collections.abc import Iterable, Sequence
+
+from tracereader.figures.avoidable import offloading
+from tracereader.figures.gpu_work import GpuWork, launch_args
+from tracereader.figures.pace import PAUSE_US
+from tracereader.findings.finding import duration, size
+from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.replay import (
+    is_wait,
+    overlapped,
+    with_cpu_time,
+    with_durations,
+    without_cpu_time,
+    without_ops,
+    without_waits,
+    without_work,
+)
+from tracereader.trace import Op, Step, Work
+
+# An H200's machine copies pageable memory at 8 GB/s, and pinned memory at 55 GB/s.
+PAGEABLE_GB_S, PINNED_GB_S = 8, 50
+# CUDA stages a copy of up to 64 KB between the GPU and pageable memory. A result of this size takes a few µs to copy,
+# so the time that it costs is the CPU's wait for it (remove_sync).
+STAGED_BYTES = 64 * 1024
+# From this many copies in a row on, one copy is proposed, unless one of them is larger than this. It takes as long to
+# launch as to copy from pinned memory.
+MANY_COPIES, SMALL_BYTES = 8, 1 << 20
+# CPU time (µs) for each tensor that is split from one copy. While the profiler recorded on an H100's machine, a split
+# into 40 tensors took 134 to 173 µs.
+SPLIT_US = 4
+
+
+def overlap_copies(case: Case) -> Proposal | None:
+    """Return a proposal to copy batches and large results on a stream of their own, from and to pinned memory."""
+    copied = [one for one in case.activities if one[0].kind == "memcpy" and id(one[0].launch) not in case.offloads]
+    batches = [(work, one) for work, one, op in copied if "HtoD" in one.name and not (op and case.is_internal(op))]
+    results = [(work, one) for work, one, _ in copied if "DtoH" in one.name and (one.bytes_moved or 0) > STAGED_BYTES]
+    copies = batches + results
+    if not copies:
+        return None
+    pageable = [(work, one) for work, one in copies if "Pageable" in one.name]
+    times = {work: min(one.us, (one.bytes_moved or 0) / PINNED_GB_S / 1e3) for work, one in pageable}
+    graph = with_durations(case.graph, case.in_all_steps(times))
+    moved = case.in_all_steps(dict.fromkeys((work for work, _ in copies), 0.0))
+    calls = _waiting_with(work.launch for work in moved if work.launch)
+    pinned = {id(work) for work, _ in pageable}
+    batch = "pin the batches (pin_memory=True), copy with non_blocking=True on a stream of its own, a step ahead"
+    if not any(id(work) in pinned for work, _ in batches):
+        batch = "copy the next batch with non_blocking=True on a stream of its own while this one is computed"
+    small = all((one.bytes_moved or 0) <= STAGED_BYTES for _, one in batches)
+    if small:
+        batch = 'make these small tensors on the GPU (device="cuda"), or copy them once before the steps'
+    result = (
+        "copy results with non_blocking=True into tensors made with pin_memory=True, on a stream of its own, and read "
+        "them a step later"
+    )
+    evidence = [
+        f"{_amount([one for _, one in some])} {way} the GPU"
+        + (f" {end} pageable memory" if any(id(work) in pinned for work, _ in some) else "")
+        + f": {duration(sum(one.us for _, one in some))}"
+        for some, way, end in ((batches, "to", "from"), (results, "from", "to"))
+        if some
+    ]
+    return Proposal(
+        overlapped(without_waits(graph, calls), moved),
+        "; ".join(evidence),
+        "; ".join([batch] * bool(batches) + [result] * bool(results)),
+        assumed=bool(pageable),
+        title="overlap the copies with computation" if batches and results
+        else "copy results while the next step is computed" if results
+        else "make small tensors on the GPU" if small else None,
+    )  # fmt: skip
+
+
+def _amount(copies: Sequence[GpuWork]) -> str:
+    """Return how many copies these are, and of how much."""
+    total = size(sum(one.bytes_moved or 0 for one in copies))
+    return f"1 copy of {total}" if len(copies) == 1 else f"{len(copies):,} copies ({total} in total)"
+
+
+def _waiting_with(copies: Iterable[Op]) -> list[Op]:
+    """Return these calls of copies, and the calls of the same ops after them, which wait for the copies."""
+    found: dict[int, Op] = {}
+    first: dict[int, Op] = {}  # by the id of the op around them, the first of its copies
+    for call in sorted(copies, key=lambda call: call.start):
+        found[id(call)] = call
+        first.setdefault(id(call.parent), call)
+    for call in first.values():
+        if (op := call.parent) is not None and op.kind == "op":
+            found |= {id(one): one for one in op.children if one.start > call.start and is_wait(one)}
+    return list(found.values())
+
+
+def one_copy(case: Case) -> Proposal | None:
+    """Return a proposal to copy many small tensors of a batch as one, and to split it on the GPU."""
+    if sum("HtoD" in work.name for work in case.step.work) < MANY_COPIES:
+        return None
+    found, typical = case.in_each_step(_small_copies_in_a_row)
+    if not typical:
+        return None
+    spans, added, others, times = [], [], [], {}
+    for run in (run for runs in found for run in runs):
+        track, end = run[0].track, run[0].end
+        spans.append((track, end, run[-1].end))
+        first, *more = [one for op in run for one in op.work_below()]
+        total = sum(map(_bytes, (first, *more)))
+        pageable = "Pageable" in first.name
+        times[first] = max(first.us, total / (PAGEABLE_GB_S if pageable else PINNED_GB_S) / 1e3)
+        others += more
+        # A copy from pageable memory takes the CPU as long. A call that waits does so in the replay, too.
+        waits = any(map(is_wait, run[0].walk()))
+        added.append((track, end, SPLIT_US * len(run) + (times[first] - first.us if pageable and not waits else 0.0)))
+    copies = [one for run in typical for op in run for one in op.work_below()]
+    us = sum(run[-1].end - run[0].start for run in typical) / 1e3
+    return Proposal(
+        without_work(with_cpu_time(without_cpu_time(with_durations(case.graph, times), spans), added), others),
+        f"{len(copies):,} copies in a row to the GPU, of {size(sum(map(_bytes, copies)) / len(copies))} on average: "
+        f"{duration(us)} of CPU time",
+        "put these tensors into one per type (in the DataLoader's collate_fn), copy it, and split it on the GPU",
+        assumed=True,
+    )
+
+
+def _bytes(copy: Work) -> int:
+    return launch_args(copy).bytes or 0
+
+
+def _small_copies_in_a_row(step: Step) -> list[list[Op]]:
+    """Return runs of outermost ops that each copy a small tensor to the GPU, with nothing but Python between them."""
+    runs: list[list[Op]] = [[]]
+    for op in step.outermost:
+        work = list(op.work_below())
+        small = work and all("HtoD" in one.name and 0 < _bytes(one) <= SMALL_BYTES for one in work)
+        before = runs[-1][-1] if runs[-1] else op
+        if not small or op.track != before.track or op.start - before.end > PAUSE_US * 1e3:
+            runs.append([])
+        if small:
+            runs[-1].append(op)
+    return [run for run in runs if len(run) >= MANY_COPIES]
+
+
+def keep_activations(case: Case) -> Proposal | None:
+    """Return a proposal to keep the activations on the GPU that a forward copies to the CPU and its backward back."""
+    if not case.offloads:
+        return None
+    found, typical = case.in_each_step(offloading)
+    copies = [one for op in typical for one in op.work_below() if one.kind == "memcpy"]
+    out = [one for one in copies if "DtoH" in one.name]
+    if not out:
+        return None
+    return Proposal(
+        without_ops(case.graph, [op for some in found for op in some]),
+        f"{len(out):,} activations ({size(sum(map(_bytes, out)))} in total) are copied to the CPU in forward and back "
+        f"in backward: {duration(sum(one.us for one in copies))}",
+        "do not offload them (save_on_cpu), or offload fewer, as far as the GPU's memory allows",
+    )
+
+
+COPY_CHANGES = (
+    Change("overlap_copies", "copy the next batch while this one is computed", overlap_copies),
+    Change("one_copy", "copy the batch as one tensor", one_copy),
+    Change("keep_activations", "keep activations on the GPU", keep_activations),
+)

@@ -1,0 +1,202 @@
+"""Changes of element types: TF32 or bf16 on tensor cores, float32 instead of float64."""
+
+import re
+from functools import lru_cache
+
+from tracereader.figures.autograd import in_backward
+from tracereader.figures.gpu_work import GpuWork
+from tracereader.figures.hardware import Peaks
+from tracereader.findings.finding import counted, duration, listed
+from tracereader.findings.gpu_changes import (
+    CONVOLUTION,
+    FP32_PRODUCT,
+    FUSABLE,
+    LEAST_KERNEL_US,
+    PRODUCT,
+    SMALL_PRODUCT_US,
+    SOLVES,
+    TF32_PRODUCT,
+    moving_us,
+    type_of,
+)
+from tracereader.findings.opportunity import Case, Change, Proposal
+from tracereader.replay import with_cpu_time, with_durations
+from tracereader.trace import Op
+from tracereader.trace.kernel_names import decode
+
+# bf16 is worth proposing instead of TF32 if its peak is this many times as high. PyTorch's attention kernels take 696
+# and 1,431 µs in fp32, forward and backward, and 107 and 162 µs in bf16, in one encoder on an H200.
+MUCH_FASTER, ATTENTION_IN_TWO_BYTES = 1.5, 0.2
+# autocast adds casts to each product and convolution. On the CPU of an H200's machine, they took 0 to 150 µs for each
+# of them in two recorded models.
+AUTOCAST_US = 60
+FP32_MAKERS = ("ffma", "sgemm", "simt", "f32f32_f32f32")
+# TF32 is named if it saves at least this share of the time in float64.
+WORTH_NAMING = 0.02
+# How the names of kernels give float64. cuBLAS writes d884gemm, dgemm and f64.
+DOUBLE = re.compile(r"\bdouble\b|dgemm|d\d+gemm|f64")
+# Families of products, and families whose kernels only move data: with half the bytes they take half the time.
+MULTIPLY, MOVE = ("GEMM", "convolution"), (*FUSABLE, "optimizer")
+
+
+def tensor_cores(case: Case) -> Proposal | None:
+    """Return a proposal to use TF32, or two bytes if TF32 would reach less than half of what they save on the GPU.
+
+    By default PyTorch multiplies in fp32 and convolves in TF32.
+    """
+    if not case.could_gain(("GEMM", "convolution", "attention")):
+        return None
+    wide, narrow = _in_tf32(case), _in_two_bytes(case)
+    if wide is None or narrow is None:
+        return wide or narrow
+    before, in_tf32, in_two_bytes = (sum(graph.dur) for graph in (case.graph, wide.graph, narrow.graph))
+    return wide if 2 * (before - in_tf32) >= before - in_two_bytes else narrow
+
+
+def _in_tf32(case: Case) -> Proposal | None:
+    """Return a proposal to multiply in TF32 what CUDA cores multiply in fp32."""
+    if case.peaks is None or case.peaks.tf32 < 2 * case.peaks.fp32:
+        return None
+    times, spent, kinds = {}, 0.0, set()
+    for work, one, op in case.activities:
+        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(one, op):
+            continue
+        reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
+        if one.flops:
+            us = one.flops / (reach * case.peaks.tf32) / 1e6
+        else:
+            us = one.us * FP32_PRODUCT * case.peaks.fp32 / (reach * case.peaks.tf32)
+        us = max(us, SMALL_PRODUCT_US)
+        if one.bytes_moved:
+            us = max(us, moving_us(one.bytes_moved, case.peaks))
+        if us < one.us:
+            times[work], spent = us, spent + one.us
+            kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
+    if not times:
+        return None
+    flags = {
+        "matrix products": "torch.set_float32_matmul_precision('high')",
+        "convolutions": "torch.backends.cudnn.allow_tf32 = True",
+    }
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"{' and '.join(sorted(kinds))} in fp32 run on CUDA cores: {counted(len(times), 'kernel')}, {duration(spent)}",
+        "; ".join(flags[kind] for kind in sorted(kinds)) + "; or torch.autocast('cuda', torch.bfloat16)",
+        assumed=True,
+    )
+
+
+def _in_two_bytes(case: Case) -> Proposal | None:
+    """Return a proposal to compute with bf16 or fp16 what tensor cores multiply in TF32, or what has no TF32."""
+    peaks = case.peaks
+    if peaks is None or peaks.bf16 < MUCH_FASTER * peaks.tf32:
+        return None
+    times, spent, kinds = {}, 0.0, set()
+    for work, one, op in case.activities:
+        if one.family == "attention" and one.name_says.get("types") == "fp32":
+            us = max(one.us * ATTENTION_IN_TWO_BYTES, SMALL_PRODUCT_US)
+        elif one.family in ("GEMM", "convolution") and (types := _wide_type(one, op)):
+            reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
+            us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
+            if one.flops:
+                us = one.flops / (reach * peaks.bf16) / 1e6
+            moved_us = moving_us(one.bytes_moved or 0, peaks)
+            us = max(us, moved_us / 2, SMALL_PRODUCT_US)
+            if op is not None and not in_backward(op):
+                us += moved_us  # the casts of its inputs read and write about as many bytes
+        else:
+            continue
+        if us < one.us:
+            times[work], spent = us, spent + one.us
+            kinds.add({"GEMM": "matrix products", "convolution": "convolutions"}.get(one.family, one.family))
+    if not times:
+        return None
+    changed = case.in_all_steps(times)
+    calls = [one.launch for one in changed if one.launch is not None]
+    return Proposal(
+        with_cpu_time(with_durations(case.graph, changed), [(call.track, call.start, AUTOCAST_US) for call in calls]),
+        f"{listed(sorted(kinds))} in fp32 or TF32: {counted(len(times), 'kernel')}, {duration(spent)}",
+        f"torch.autocast('cuda', {'torch.bfloat16' if peaks.tf32 > peaks.fp32 else 'torch.float16'})",
+        assumed=True,
+        title="use bf16 or fp16 on tensor cores",
+    )
+
+
+def _wide_type(one: GpuWork, op: Op | None) -> str:
+    """Return tf32 or fp32 if a kernel multiplies fp32 values; "" if it does not, or if the trace does not show it."""
+    if (one.name_says.get("types") or "").lower() == "tf32":
+        return "tf32"
+    return "fp32" if _on_cuda_cores(one, op) else ""
+
+
+def _on_cuda_cores(one: GpuWork, op: Op | None) -> bool:
+    """Return whether a kernel multiplies fp32 without tensor cores, by its name, otherwise by its inputs' type."""
+    known = _multiplies_fp32(one.name, one.name_says.get("types") or "")
+    return known if known is not None else op is not None and type_of(op) == "fp32"
+
+
+@lru_cache(4096)  # of each name there are many kernels
+def _multiplies_fp32(name: str, types: str) -> bool | None:
+    """Return what a kernel's name says of fp32 without tensor cores; None if nothing. types: those of the name."""
+    if decode(name).family not in ("GEMM", "convolution", "unknown") or "tensorop" in name or "tf32" in name:
+        return False
+    if types:
+        return types.lower() == "fp32"
+    return True if any(word in name for word in FP32_MAKERS) else None
+
+
+def single_precision(case: Case) -> Proposal | None:
+    """Return a proposal to compute in float32, with TF32 where the device has it, what is computed in float64."""
+    if not case.named(DOUBLE.search) or not case.could_gain((*MULTIPLY, *MOVE)):
+        return None
+    times, spent, without_tf32 = {}, 0.0, 0.0
+    for work, one, op in case.activities:
+        if _in_float64(one, op):
+            times[work] = _in_four_bytes_us(one, case.peaks, tf32=True)
+            spent, without_tf32 = spent + one.us, without_tf32 + _in_four_bytes_us(one, case.peaks, tf32=False)
+    after = sum(times.values())
+    if after >= spent:
+        return None
+    with_tf32 = without_tf32 - after > WORTH_NAMING * spent
+    return Proposal(
+        with_durations(case.graph, case.in_all_steps(times)),
+        f"float64 in {counted(len(times), 'kernel')}, {duration(spent)}; in float32 about {duration(after)}"
+        + f", without TF32 about {duration(without_tf32)}" * with_tf32,
+        "model.float() and float32 data, if that is precise enough (NumPy's arrays are float64)"
+        + "; and torch.set_float32_matmul_precision('high') for TF32" * with_tf32,
+        assumed=True,
+    )
+
+
+def _in_float64(one: GpuWork, op: Op | None) -> bool:
+    """Return whether a kernel computes in float64: by its name's types, its op's first tensor, or its parameters."""
+    if one.kind != "kernel" or one.family not in (*MULTIPLY, *MOVE):
+        return False
+    types = one.name_says.get("types") or (type_of(op) if op is not None else "")
+    # Only cuDNN's kernels leave the types out: the functions of torch's kernels in float32 may have double parameters.
+    return types == "fp64" or (not types and one.maker == "cuDNN" and DOUBLE.search(one.name) is not None)
+
+
+def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
+    """Return a float64 kernel's time (µs) in float32. tf32: whether products may use it; convolutions do by default.
+
+    Without shapes, a product has at most the FLOPs that the device's peak allows. Without peaks it keeps its time, and
+    so does the solution of a triangular system.
+    """
+    if one.family in MOVE:
+        return min(one.us, max(one.us / 2, LEAST_KERNEL_US))
+    if peaks is None or SOLVES.search(one.name):
+        return one.us
+    if one.family == "convolution":
+        rate = CONVOLUTION * peaks.tf32
+    else:
+        rate = max(FP32_PRODUCT * peaks.fp32, TF32_PRODUCT * peaks.tf32 if tf32 else 0.0)
+    flops = one.flops or one.us * peaks.fp64 * 1e6
+    least = moving_us((one.bytes_moved or 0) / 2, peaks)
+    return min(one.us, max(flops / rate / 1e6, least, SMALL_PRODUCT_US))
+
+
+PRECISION_CHANGES = (
+    Change("tensor_cores", "use TF32 or bf16 on tensor cores", tensor_cores),
+    Change("single_precision", "compute in float32 instead of float64", single_precision),
+)
