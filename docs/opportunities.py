@@ -56,7 +56,9 @@ ASSUMES = {
     "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "
     f"quartile of the step's), and {cpu.FUSED_TENSOR_LAUNCHES} times for each parameter with a gradient (foreach: "
     f"{cpu.FOREACH_TENSOR_LAUNCHES}), or {cpu.FUSED_OPTIMIZER_US:,} µs ({cpu.FOREACH_OPTIMIZER_US:,} µs) if the number "
-    "is unknown; it takes the GPU twice as long as the loop's costliest kind of kernel",
+    f"is unknown; each further parameter group takes {cpu.GROUP_LAUNCHES} launches; the GPU takes twice as long as for "
+    "the loop's costliest kind of kernel",
+    "fewer_groups": "as `fused_optimizer`, with one group; the groups have equal settings",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "anomaly_detection": "forward takes as long as with its tracebacks",
     "blocking": f"a launch takes the CPU at most {debugging.LAUNCH_US} µs",

@@ -2,17 +2,17 @@
 
 import bisect
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
-from tracereader.figures.repeats import Repeat
+from tracereader.figures.repeats import repeated_names
 from tracereader.findings.finding import counted
 from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.findings.ops import EMPTY, SLICES
-from tracereader.replay import fused, with_durations, without_cpu_time
+from tracereader.replay import Graph, fused, with_durations, without_cpu_time
 from tracereader.trace import Op, Step
 from tracereader.trace.labels import OPTIMIZER
 
@@ -21,12 +21,16 @@ MANY_ALIKE = 16
 # The same for equal passes of forward and backward.
 MANY_PASSES = 8
 MOSTLY = 0.5  # of a step's GPU time
+# Starts of ops that compute with images. A batch of samples with a height and a width, or a length and channels, has at
+# least so many dimensions.
+OF_IMAGES = ("aten::convolution", "aten::upsample", "aten::_upsample")
+LEAST_DIMS = 3
 # CPU time of a call of a few ops while the profiler records.
 ONE_CALL_US = 50
 
 
 def larger_batch(case: Case) -> Proposal | None:
-    return _calls_as_one(case) or _passes_as_one(case) or _twice_the_batch(case)
+    return _calls_as_one(case) or _passes_as_one(case) or _samples_as_one(case) or _twice_the_batch(case)
 
 
 def _twice_the_batch(case: Case) -> Proposal | None:
@@ -148,25 +152,14 @@ def _passes_as_one(case: Case) -> Proposal | None:
     if any(one.start < begins[-1].start for one in labels(case.step, OPTIMIZER)):
         return None  # a pass needs the weights that the one before it updates
     repeat = next((one for one in case.summary.repeats if len(begins) - 1 <= one.times <= len(begins)), None)
-    if repeat is None or not _is_equal(repeat, case.summary.gpu_work):
+    if repeat is None or repeat.replays or not _are_equal(repeat.places, case.summary.gpu_work):
         return None
-    groups = []
-    for places in zip(*repeat.places, strict=True):
-        one = case.summary.gpu_work[places[0]]
-        groups.append(([case.step.work[place] for place in places], _batched_us(case, one, len(places))))
-    spans = []
-    for here in case.counterparts:
-        first, *_, last = [[here.get(case.step.work[place]) for place in places] for places in repeat.places]
-        if None not in (*first, *last):
-            calls = [[one.launch.outermost_call() for one in some if one.launch is not None] for some in (first, last)]
-            ends = [max(op.end for op in ops) for ops in calls]
-            spans += [(track, *ends) for track in case.graph.threads]
     idle = 1 - case.summary.busy_share
     same = f"launch {counted(repeat.pieces, 'GPU activity', 'GPU activities')} each"
     if repeat.times < len(begins):
         same = f"{repeat.times} of them {same}"
     return Proposal(
-        without_cpu_time(fused(case.graph, case.groups_in_all_steps(groups)), spans),
+        _at_once(case, repeat.places),
         f"{len(begins)} passes of forward and backward take a slice of a batch each; {same}; the GPU is idle for "
         f"{idle:.0%} of the time",
         "if no pass needs another one's result and all activations fit into memory, give the model the whole batch at "
@@ -188,14 +181,78 @@ def _take_slices(step: Step, begins: Sequence[Op]) -> bool:
     return all(any(passes[one] == 1 for one in some) for some in taken)
 
 
-def _is_equal(repeat: Repeat, work: Sequence[GpuWork]) -> bool:
-    """Return whether the activities of all repetitions have the same grids, and none communicates."""
-    if repeat.replays:
-        return False
-    alike = zip(*repeat.places, strict=True)
+def _samples_as_one(case: Case) -> Proposal | None:
+    """Return a proposal to compute a loop over the samples of a batch at once, in a step without backward.
+
+    A recurrent loop over time also takes parts of a tensor, and each pass needs the one before it. So the passes have
+    to compute with images, or with slices of length one that keep the dimension of the batch.
+    """
+    if case.trace.trains or case.summary.waits_for != "overhead":
+        return None
+    samples, keeps = _samples(case.step)
+    if samples < MANY_PASSES or not (keeps or case.has(lambda name: name.startswith(OF_IMAGES))):
+        return None
+    if any(op.inputs.concrete[5:6] != ["False"] for op in case.step.named("aten::batch_norm".__eq__)):
+        return None  # in training, a batch norm computes other statistics of the whole batch
+    found = repeated_names([one.name for one in case.step.work])
+    if found is None or not samples - 1 <= found[2] <= samples:
+        return None
+    start, pieces, times = found
+    places = [range(at, at + pieces) for at in range(start, start + pieces * times, pieces)]
+    if not _are_equal(places, case.summary.gpu_work):
+        return None
+    return Proposal(
+        _at_once(case, places),
+        f"{samples} passes compute with one sample of a batch each, and launch "
+        f"{counted(pieces, 'GPU activity', 'GPU activities')} each; the GPU is idle for "
+        f"{1 - case.summary.busy_share:.0%} of the time",
+        "if no pass needs another one's result and the memory allows, compute the whole batch at once",
+        assumed=True,
+        title="compute equal passes at once",
+    )
+
+
+def _samples(step: Step) -> tuple[int, bool]:
+    """Return how many parts of one tensor a step takes along its first dimension, and whether these keep the dimension.
+
+    The largest number of parts counts. Numbers are no samples, such as the times of a diffusion model's iterations.
+    """
+    taken: dict[tuple, set[str]] = defaultdict(set)
+    for op in step.named(("aten::select", "aten::slice").__contains__):
+        _, dim, *place = op.inputs.concrete[:4] or ("", "")
+        keeps = op.name == "aten::slice"
+        has_dims = len(op.inputs.dims[0]) if op.inputs.dims else 0
+        if dim == "0" and has_dims >= LEAST_DIMS - keeps and (not keeps or _is_of_one(place)):
+            taken[op.name, tuple(op.inputs.dims[0])].add(place[0])
+    (name, _), parts = max(taken.items(), key=lambda entry: len(entry[1]), default=(("", ()), set()))
+    return len(parts), name == "aten::slice"
+
+
+def _is_of_one(place: Sequence[str]) -> bool:
+    return len(place) == 2 and all(one.isdecimal() for one in place) and int(place[1]) - int(place[0]) == 1
+
+
+def _at_once(case: Case, passes: Sequence[Sequence[int]]) -> Graph:
+    """Return the graph in which these passes are one. passes: the positions of each one's activities in the step."""
+    groups = []
+    for places in zip(*passes, strict=True):
+        one = case.summary.gpu_work[places[0]]
+        groups.append(([case.step.work[place] for place in places], _batched_us(case, one, len(places))))
+    spans = []
+    for here in case.counterparts:
+        first, *_, last = [[here.get(case.step.work[place]) for place in places] for places in passes]
+        if None not in (*first, *last):
+            calls = [[one.launch.outermost_call() for one in some if one.launch is not None] for some in (first, last)]
+            ends = [max(op.end for op in ops) for ops in calls]
+            spans += [(track, *ends) for track in case.graph.threads]
+    return without_cpu_time(fused(case.graph, case.groups_in_all_steps(groups)), spans)
+
+
+def _are_equal(passes: Sequence[Sequence[int]], work: Sequence[GpuWork]) -> bool:
+    """Return whether the activities of all passes have the same grids, and none communicates."""
     return all(
         work[first].family != "communication" and all(work[place].grid == work[first].grid for place in others)
-        for first, *others in alike
+        for first, *others in zip(*passes, strict=True)
     )
 
 

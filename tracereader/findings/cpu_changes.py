@@ -1,6 +1,7 @@
 """Changes of the CPU's work: synchronizations, launches, Python, the DataLoader, the optimizer."""
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.gpu_time import python_in
+from tracereader.figures.gpu_work import launch_args
 from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import asking
@@ -33,6 +35,9 @@ from tracereader.trace.labels import AUTOGRAD, GIVES_GRADIENT, LOADER, OPTIMIZER
 # is 0.8 to 1.7 times what these parts give. A foreach optimizer takes 0.8 to 1.6 launches for each tensor with SGD, and
 # 5 to 8 with AdamW, which reads each tensor's count of steps. Others were not recorded, so 4 is in between.
 OPTIMIZER_LAUNCHES, FUSED_TENSOR_LAUNCHES, FOREACH_TENSOR_LAUNCHES = 20, 1.4, 4
+# A fused optimizer also calls its ops for each parameter group. On an H100's machine, 98 groups of one tensor each took
+# 930 launches, and one group of them 150 to 190.
+GROUP_LAUNCHES, MANY_GROUPS = 8, 8
 # The same in µs if the number of tensors is not known.
 FUSED_OPTIMIZER_US, FOREACH_OPTIMIZER_US = 900, 3000
 # A foreach optimizer of a small model launches no more than this many kernels.
@@ -143,7 +148,7 @@ def fused_optimizer(case: Case) -> Proposal | None:
     loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
     if not loops:
         return None
-    groups, spans, added = [], [], []
+    groups, spans, added, most_groups = [], [], [], 1
     fuses = {one.label: one.faster == "fused" for one in loops}
     for step in case.steps:
         updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
@@ -161,7 +166,10 @@ def fused_optimizer(case: Case) -> Proposal | None:
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
             spans.append(label)
             first = min((one.launch for one in work), key=lambda call: call.start)
-            added.append((first.track, first.start, took[fuses[label.name]]))
+            parameter_groups = _parameter_groups(label)
+            most_groups = max(most_groups, parameter_groups)
+            groups_us = (parameter_groups - 1) * GROUP_LAUNCHES * case.launch_us
+            added.append((first.track, first.start, took[fuses[label.name]] + groups_us))
     graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
     named = [f"{one.faster} {one.name}" for one in loops]
     return Proposal(
@@ -170,10 +178,58 @@ def fused_optimizer(case: Case) -> Proposal | None:
             f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time"
             for one in loops
         ),
-        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops),
+        listed(f"torch.optim.{one.name}(…, {one.faster}=True)" for one in loops)
+        + f"; put parameters with equal settings into one of its {most_groups} groups" * (most_groups >= MANY_GROUPS),
         assumed=True,
         title=f"use the {' and the '.join(named)}",
     )
+
+
+def fewer_groups(case: Case) -> Proposal | None:
+    """Return a proposal to merge parameter groups, each of which costs a foreach or fused optimizer its own calls."""
+    merged, spans, added, most = [], [], [], {}
+    for step in case.steps:
+        for update in labels(step, OPTIMIZER):
+            count = _parameter_groups(update)
+            work = sorted(update.work_below(), key=_start)
+            if count < MANY_GROUPS or not work:
+                continue
+            most[update.name] = max(most.get(update.name, 0), count)
+            fuses = any(op.name.startswith("aten::_fused_") for op in update.walk())
+            by_name = defaultdict(list)
+            for one in work:
+                by_name[one.name].append(one)
+            merged += [(some, _merged_us(case, some)) for some in by_name.values()]
+            spans.append(update)
+            first = min((one.launch for one in work), key=_start)
+            added.append((first.track, first.start, _optimizer_us(case, step, fuses)))
+    if not most:
+        return None
+    us = sum(op.us for op in labels(case.replayed, tuple(most)))
+    named = {name.removeprefix(OPTIMIZER).removesuffix(".step"): count for name, count in most.items()}
+    return Proposal(
+        with_cpu_time(without_cpu_time(fused(case.graph, merged), spans_of(spans)), added),
+        f"{listed(f'{name} updates {count} groups of parameters' for name, count in named.items())} with calls of "
+        f"their own: {duration(us)} of CPU time",
+        "put all parameters with equal settings into one group",
+        assumed=True,
+    )
+
+
+def _merged_us(case: Case, kernels: Sequence[Work]) -> float:
+    """Return the time (µs) of one kernel for the work of all of these, with one block on each SM."""
+    us = [one.us for one in kernels]
+    blocks = sum(math.prod(launch_args(one).grid or [1]) for one in kernels)
+    return min(sum(us), max(us) * max(1.0, blocks / case.sms if case.sms else len(us)))
+
+
+def _parameter_groups(update: Op) -> int:
+    """Return how many times an optimizer calls each of its foreach or fused ops, once for each parameter group.
+
+    Each type of parameters counts as a group of its own. The result is 1 for a loop over single tensors.
+    """
+    calls = Counter(op.name for op in update.walk() if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
+    return min(calls.values(), default=1)
 
 
 def _optimizer_us(case: Case, step: Step, fused: bool) -> float:
@@ -370,6 +426,7 @@ def _functions_in(case: Case, spans: Iterable[tuple[tuple, int, int]]) -> list[s
 CPU_CHANGES = (
     Change("remove_sync", "drop or postpone synchronizations", remove_sync),
     Change("fused_optimizer", "use the fused optimizer", fused_optimizer),
+    Change("fewer_groups", "merge parameter groups of the optimizer", fewer_groups),
     Change("data_loader", "prepare batches ahead", data_loader),
     Change("cpu_tensors", "move work on CPU tensors out of the step", cpu_tensors),
     Change("python", "move Python work out of the step", python),

@@ -121,6 +121,16 @@ def _fused_optimizer(before: Side, after: Side) -> bool:
     return made and _same_heavy(before, after)
 
 
+def _fewer_groups(before: Side, after: Side) -> bool:
+    """The same optimizer's ops are called at most half as often, and the number of products is the same."""
+    was, now = (
+        sum(count for name, count in side.ops.items() if name.startswith(("aten::_foreach_", "aten::_fused_")))
+        for side in (before, after)
+    )
+    loops = [[(one.name, one.how) for one in side.summary.training.optimizers] for side in (before, after)]
+    return 0 < now <= LEFT * was and loops[0] == loops[1] and _same_products(before, after)
+
+
 def _data_loader(before: Side, after: Side) -> bool:
     """The kernels are about the same, and at most half of the wait for the DataLoader remains."""
     was, now = (side.summary.training.loading for side in (before, after))
@@ -577,6 +587,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "static_cache": _static_cache,
     "remove_sync": _remove_sync,
     "fused_optimizer": _fused_optimizer,
+    "fewer_groups": _fewer_groups,
     "data_loader": _data_loader,
     "cpu_tensors": _cpu_tensors,
     "python": _python,
