@@ -118,7 +118,7 @@ def one_copy(case: Case) -> Proposal | None:
         without_work(with_cpu_time(without_cpu_time(with_durations(case.graph, times), spans), added), others),
         f"{len(copies):,} copies in a row to the GPU, of {size(sum(map(_bytes, copies)) / len(copies))} on average: "
         f"{duration(us)} of CPU time",
-        "put these tensors into one per type (in the DataLoader's collate_fn), copy it, and split it on the GPU",
+        "concatenate those of one type in the DataLoader's collate_fn, copy the result, and split it on the GPU",
         assumed=True,
     )
 
