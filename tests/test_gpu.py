@@ -176,11 +176,11 @@ def test_inputs_larger_than_gpu_memory_are_refused(run, capsys, tmp_path):
 def test_sweep_reads_rates_from_the_traces(compile_afresh, tmp_path, capsys):
     import sweep
 
-    flags = ("--size", "64", "4096", "--warmup", "--out", str(tmp_path))
+    flags = ("--size", "64", "8192", "--warmup", "--out", str(tmp_path))
     assert sweep.main([str(ROOT / "01_matmul_add.py"), *flags]) == 0
     screen = capsys.readouterr().out
     rows = [line.split() for line in screen.splitlines() if line.endswith(("overhead", "compute"))]
-    assert [row[0] for row in rows] == ["64", "4096"]
+    assert [row[0] for row in rows] == ["64", "8192"]
     assert rows[0][-1] == "overhead" and rows[1][-1] == "compute"
     reached = float(rows[1][5].replace(",", ""))
     roof = float(re.search(r"peaks of this machine: ([\d,.]+) TFLOP/s", screen)[1].replace(",", ""))

@@ -22,6 +22,7 @@ from tracereader.findings.opportunity import WORTH_SHOWING, Case, Change, Entry,
 from tracereader.replay import (
     Graph,
     fused,
+    is_wait,
     waits_of,
     with_cpu_time,
     with_durations,
@@ -110,6 +111,7 @@ NOT_OF_THE_MODEL = (ACCUMULATES, LOADER, OPTIMIZERS, INDUCTORS_CALL, *WRAPPERS)
 # Ops that copy their input to the contiguous layout if it has another one.
 NEED_CONTIGUOUS = ("aten::native_group_norm", "aten::group_norm", "aten::instance_norm")
 FFTS = "aten::_fft_"
+SPARSE_PRODUCT, GROUPED_PRODUCTS = "aten::_sparse_addmm", "grouped_mm"
 # Kernels that solve triangular systems work row by row, like cuSOLVER's factorizations. More blocks do not help, and in
 # float32 they took 0.8 times as long as in float64 on an H100.
 SOLVES = re.compile(r"trs[mv]")
@@ -121,8 +123,8 @@ MASKS = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 TWO_BYTES = ("bf16", "fp16")
 # Indexing with a mask calls this op. It waits for the number of elements that the mask selects.
 SELECTS = "aten::nonzero"
-# Ops whose result has one element for each distinct value. The wait for that size cannot be avoided.
-NEED_THE_SIZE = ("aten::unique", "aten::_unique")
+# Ops whose result has one element for each distinct value or index. The wait for that size cannot be avoided.
+NEED_THE_SIZE = ("aten::unique", "aten::_unique", "aten::_coalesce", "aten::_to_sparse")
 OF_UNKNOWN_SIZE = (SELECTS, "aten::masked_select", *NEED_THE_SIZE)
 
 
@@ -140,6 +142,8 @@ def fuse_pointwise(case: Case) -> Proposal | None:
         return None
     if has_ffts(case):
         return None  # a Fourier neural operator took 9.4 ms compiled instead of 6.8
+    if case.has(SPARSE_PRODUCT.__eq__):
+        return None  # a graph network with torch.sparse.mm took 5.4 ms compiled instead of 3.9
     if case.trace.trains and has_rnns(case):
         return None  # a language model with an LSTM took 12.9 ms compiled instead of 10.7
     # The compiled backward makes none of autograd's calls. Neither does a CUDA graph.
@@ -301,8 +305,14 @@ def _more_kernels(op: Op, kernels: int) -> int:
 
 
 def _has_outputs_of_unknown_size(case: Case) -> bool:
-    """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it."""
-    return any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE)))
+    """Return whether the step has an op whose output's size depends on the data. torch.compile cannot capture it.
+
+    Without a kernel for its types, the product of groups reads the sizes of the groups on the CPU.
+    """
+    if any(op.kind == "op" for op in case.step.named(lambda name: name.startswith(OF_UNKNOWN_SIZE))):
+        return True
+    grouped = case.step.named(lambda name: GROUPED_PRODUCTS in name)
+    return any(call.kind == "runtime" and is_wait(call) for op in grouped for call in op.walk())
 
 
 def _is_mostly_batch_norm(fusable: Sequence[Entry]) -> bool:
