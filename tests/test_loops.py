@@ -137,6 +137,12 @@ def along_the_second_dimension(events):
             e["args"]["Concrete Inputs"][1] = "1"
 
 
+def without_places(events):
+    for e in events:
+        if e["name"] == "aten::select":
+            del e["args"]["Concrete Inputs"][-1]
+
+
 def numbers(events):
     """Let each pass take a number, as the iterations of a diffusion model take their times."""
     for e in events:
@@ -163,13 +169,13 @@ def test_a_loop_over_images_is_proposed_as_one_batch():
 
 @pytest.mark.parametrize(("edit", "proposed"), [
     (slices_of(1), True), (slices_of(2), False), (renamed_ops("aten::_upsample", "aten::mul"), False),
-    (along_the_second_dimension, False), (numbers, False),
+    (along_the_second_dimension, False), (numbers, False), (without_places, False),
     (renamed_ops("aten::div_", "aten::batch_norm", [""] * 5 + ["False"]), True),
     (renamed_ops("aten::div_", "aten::batch_norm", [""] * 5 + ["True"]), False),
     (renamed_ops("aten::div_", "aten::batch_norm", []), False),
 ], ids=[
-    "slices of one", "slices of two", "no images", "time steps", "numbers", "batch norm", "batch norm in training",
-    "unknown batch norm",
+    "slices of one", "slices of two", "no images", "time steps", "numbers", "unknown places", "batch norm",
+    "batch norm in training", "unknown batch norm",
 ])  # fmt: skip
 def test_only_loops_over_samples_are_proposed_as_one_batch(tmp_path, edit, proposed):
     assert ("larger_batch" in priced_changes(edited(file_of("loops/images"), tmp_path, edit))) == proposed

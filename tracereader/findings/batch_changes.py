@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,7 @@ MANY_ALIKE = 16
 # The same for equal passes of forward and backward.
 MANY_PASSES = 8
 MOSTLY = 0.5  # of a step's GPU time
+IS_INDEX = re.compile(r"\d{1,18}", re.ASCII).fullmatch
 # Starts of ops that compute with images. A batch of samples with a height and a width, or a length and channels, has at
 # least so many dimensions.
 OF_IMAGES = ("aten::convolution", "aten::upsample", "aten::_upsample")
@@ -219,17 +221,18 @@ def _samples(step: Step) -> tuple[int, bool]:
     """
     taken: dict[tuple, set[str]] = defaultdict(set)
     for op in step.named(("aten::select", "aten::slice").__contains__):
-        _, dim, *place = op.inputs.concrete[:4] or ("", "")
+        dims, (dim, *place) = op.inputs.dims[:1], op.inputs.concrete[1:4] or [""]
         keeps = op.name == "aten::slice"
-        has_dims = len(op.inputs.dims[0]) if op.inputs.dims else 0
-        if dim == "0" and has_dims >= LEAST_DIMS - keeps and (not keeps or _is_of_one(place)):
-            taken[op.name, tuple(op.inputs.dims[0])].add(place[0])
+        if dim != "0" or not dims or len(dims[0]) < LEAST_DIMS - keeps or not place:
+            continue
+        if not keeps or _is_of_one(place):
+            taken[op.name, tuple(dims[0])].add(place[0])
     (name, _), parts = max(taken.items(), key=lambda entry: len(entry[1]), default=(("", ()), set()))
     return len(parts), name == "aten::slice"
 
 
 def _is_of_one(place: Sequence[str]) -> bool:
-    return len(place) == 2 and all(one.isdecimal() for one in place) and int(place[1]) - int(place[0]) == 1
+    return len(place) == 2 and all(map(IS_INDEX, place)) and int(place[1]) - int(place[0]) == 1
 
 
 def _at_once(case: Case, passes: Sequence[Sequence[int]]) -> Graph:

@@ -91,7 +91,7 @@ def _while_recorded(one: Opportunity) -> str:
     unit, saved = unit_of([one.step_us], ms_from=1e3), _saved(one, one.saves_us / one.step_us)
     before, after = unit(one.step_us), unit(one.step_us_after)
     if before == after:
-        return "The replay of the recorded step does not become shorter. "
+        return "While recorded it saves nothing. "
     if one.estimated_savings:
         return f"While recorded it saves {saved}. "
     return f"While recorded: {before} -> {after} {unit.name}, which saves {saved}. "
