@@ -12,10 +12,9 @@ from collections import Counter
 import pytest
 from raw_events import end, raw_work
 from test_later_workloads import edited, ms
-from test_loops import file_of, typical_step
+from test_loops import file_of, predicted_and_compared, typical_step
 from test_opportunities import priced_changes
 
-from tracereader import cli
 from tracereader.figures import summarize
 from tracereader.trace import read
 
@@ -35,12 +34,8 @@ def in_float64(work):
     ("three_dimensions/three", "fused_attention", "three_dimensions/four", (1.0, 1.5)),
 ])  # fmt: skip
 def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
-    one = priced_changes(file_of(before))[change]
-    low, high = within
-    assert low <= one.step_us_after / summarize(read(file_of(after))).recorded_step_us <= high
-    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.search(f"the first's report proposed .*{re.escape(one.title)}", said)
+    title, said = predicted_and_compared(before, change, after, within, capsys)
+    assert re.search(f"the first's report proposed .*{re.escape(title)}", said)
 
 
 @pytest.mark.parametrize(("name", "float32", "tf32"), [

@@ -36,6 +36,18 @@ def typical_step(name):
     return events, next(one for one in raw_steps(events) if one["name"] == f"ProfilerStep{number}")
 
 
+def predicted_and_compared(before, change, after, within, capsys):
+    """Return a change's title, and the comparison with the recording after it, whose step has to be near.
+
+    within: the smallest and the largest share of that step that the prediction may be.
+    """
+    one = priced_changes(file_of(before))[change]
+    low, high = within
+    assert low <= one.step_us_after / summarize(read(file_of(after))).recorded_step_us <= high
+    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
+    return one.title, " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("before", "change", "after", "within"), [
     ("loops/passes", "larger_batch", "loops/passes_batched", (1.0, 2.0)),  # the batch was faster than predicted
     ("loops/scan", "fuse_pointwise", "loops/scan_compiled", (0.7, 1.3)),
@@ -44,11 +56,8 @@ def typical_step(name):
     ("debugging/filled", "filled_memory", "debugging/filled_off", (0.8, 1.3)),
 ])  # fmt: skip
 def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
-    one = priced_changes(file_of(before))[change]
-    low, high = within
-    assert low <= one.step_us_after / summarize(read(file_of(after))).recorded_step_us <= high
-    assert cli.main([str(file_of(before)), str(file_of(after))]) == 0
-    assert f"proposed it ({one.title})" in " ".join(capsys.readouterr().out.split())
+    title, said = predicted_and_compared(before, change, after, within, capsys)
+    assert f"proposed it ({title})" in said
 
 
 def test_equal_passes_on_slices_are_computed_at_once():

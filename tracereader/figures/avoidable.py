@@ -20,7 +20,7 @@ MASK_OPS = ("empty", "fill_", "zero_", "to", "scalar_tensor", "where", "view", "
 SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 # Ops around a product that only dispatch to it.
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
-# Ops that copy a tensor, and do nothing else.
+# Ops that copy a tensor, also to another device, and do nothing else.
 COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
 # Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.
 OFFLOADED_BYTES = 1 << 20
@@ -71,14 +71,14 @@ def hidden_copies(step: Step) -> tuple[HiddenCopy, ...]:
     copies = []
     for name, clones in cloned_inputs(step).items():
         work = [one for clone in clones for one in clone.work_below()]
-        sizes = [one.args.get("bytes") for one in work if one.kind == "memcpy"]
+        sizes = [launch_args(one).bytes for one in work if one.kind == "memcpy"]
         copies.append(
             HiddenCopy(
                 op=name,
                 calls=len(clones),
                 gpu_us=sum(one.dur for one in work) / 1e3,
                 cpu_us=sum(clone.us for clone in clones),
-                copied=2 * sum(sizes) if sizes and all(type(size) is int and size >= 0 for size in sizes) else None,
+                copied=2 * sum(sizes) if sizes and None not in sizes else None,
             )
         )
     return tuple(sorted(copies, key=lambda one: (-one.gpu_us, -one.cpu_us)))
@@ -123,11 +123,8 @@ def offloading(step: Step) -> list[Op]:
     for one in step.work:
         if one.kind != "memcpy" or one.launch is None:
             continue
-        op = one.launch
-        while op.parent is not None and op.parent.name in COPYING:
-            op = op.parent
-        copied = launch_args(one).bytes
-        if not copied or op is one.launch or op.parent is None or op.parent.kind != "op":
+        op, copied = one.launch.outermost_of(COPYING.__contains__), launch_args(one).bytes
+        if not copied or op is None or op.parent is None or op.parent.kind != "op":
             continue
         if "HtoD" in one.name and in_backward(op):
             back[copied].append(op)

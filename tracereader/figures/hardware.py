@@ -64,9 +64,8 @@ def peaks_of(device: str) -> Peaks | None:
 
 def peak_tflops(peaks: Peaks, types: str) -> float | None:
     """Return the arithmetic peak (TFLOP/s) for the element type in a kernel's name; None if the name gives none."""
-    return {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32, "fp64": peaks.fp64}.get(
-        types.lower()
-    )
+    by_type = {"bf16": peaks.bf16, "fp16": peaks.bf16, "tf32": peaks.tf32, "fp32": peaks.fp32, "fp64": peaks.fp64}
+    return by_type.get(types.lower())
 
 
 def roof_met(

@@ -10,7 +10,7 @@ from tracereader.figures.autograd import backward_begins, in_backward
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.repeats import repeated_names
 from tracereader.findings.finding import counted
-from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, moving_us
+from tracereader.findings.gpu_changes import BATCH_NORM, LEAST_KERNEL_US, as_one_kernel_us, moving_us
 from tracereader.findings.opportunity import Case, Change, Entry, Proposal, labels
 from tracereader.findings.ops import EMPTY, SLICES
 from tracereader.replay import Graph, fused, with_durations, without_cpu_time
@@ -260,12 +260,10 @@ def _are_equal(passes: Sequence[Sequence[int]], work: Sequence[GpuWork]) -> bool
 
 
 def _batched_us(case: Case, one: GpuWork, count: int) -> float:
-    """Return the time (µs) of one kernel for as much work as so many of these kernels, with one block on each SM."""
-    if not case.sms or not one.grid:
-        return count * one.us
+    """Return the time (µs) of one kernel for as much work as so many of these kernels."""
+    together = as_one_kernel_us(case, [one.us] * count, count * math.prod(one.grid or [0]))
     least = moving_us(count * (one.bytes_moved or 0), case.peaks) if case.peaks else 0.0
-    waves = max(1.0, count * math.prod(one.grid) / case.sms)
-    return min(count * one.us, max(one.us * waves, least, LEAST_KERNEL_US))
+    return min(count * one.us, max(together, least, LEAST_KERNEL_US))
 
 
 BATCH_CHANGES = (Change("larger_batch", "give each launch more work", larger_batch),)

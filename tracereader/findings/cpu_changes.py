@@ -15,10 +15,11 @@ from tracereader.figures.intervals import clipped, length, length_between, union
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.training import asking
 from tracereader.findings.finding import counted, duration, listed
-from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS
+from tracereader.findings.gpu_changes import FOREACH, NEED_THE_SIZE, SELECTS, as_one_kernel_us
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.findings.ops import NO_VALUES, is_of_a_library
 from tracereader.replay import (
+    Graph,
     fused,
     waits_of,
     with_cpu_time,
@@ -65,6 +66,7 @@ CHECKS_ERRORS = {
     "aten::linalg_lu_factor": "lu_factor_ex",
     "aten::linalg_ldl_factor": "ldl_factor_ex",
 }
+FUSED = "aten::_fused_"  # starts of fused optimizers' ops
 # This optimizer reads the loss and the sizes of its steps on the CPU.
 READS_THE_LOSS = f"{OPTIMIZER}LBFGS.step"
 
@@ -97,10 +99,9 @@ def remove_sync(case: Case) -> Proposal | None:
         op
         for op in _waits(case)
         if not any("Pageable -> Device" in one.name for one in copied(op))
-        and not any(above.name.startswith(NEED_THE_SIZE) for above in op.above())
+        and not any(above.name.startswith((*NEED_THE_SIZE, READS_THE_LOSS)) for above in op.above())
         and not (case.summary.debugging.checked_gradients and in_backward(op))
         and id(op) not in case.offloads
-        and not any(above.name == READS_THE_LOSS for above in op.above())
     ]
     if not calls:
         return None
@@ -109,7 +110,7 @@ def remove_sync(case: Case) -> Proposal | None:
     names = Counter(once.values())
     each = listed(f"{name} {count} times" if count > 1 else name for name, count in names.most_common(3))
     # Ops that do nothing but wait: aten::item, or nonzero in mask indexing.
-    around = (outermost_around(op, (*READ_A_VALUE, SELECTS)) for op in calls)
+    around = (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, SELECTS))) for op in calls)
     read = {id(op): op for op in around if op is not None}.values()
     choose = any(op.name == SELECTS for op in read)
     by_program = [op for op in calls if waits_in(op) == op.name]
@@ -134,21 +135,11 @@ def waits_in(call: Op) -> str:
     return asking(call) if any(above.kind == "op" for above in call.above()) else call.name
 
 
-def outermost_around(call: Op, names: tuple[str, ...]) -> Op | None:
-    """Return the outermost of the ops with these names that are right around a call; None without any."""
-    found = None
-    for op in call.above():
-        if op.kind != "op" or not op.name.startswith(names):
-            break
-        found = op
-    return found
-
-
 def fused_optimizer(case: Case) -> Proposal | None:
     loops = [one for one in case.summary.training.optimizers if one.launches > FEW_LAUNCHES and one.faster]
     if not loops:
         return None
-    groups, spans, added, most_groups = [], [], [], 1
+    groups, updates, most_groups = [], [], 1
     fuses = {one.label: one.faster == "fused" for one in loops}
     for step in case.steps:
         updating = labels(step, tuple(fuses))  # none in a step that only adds to gradients
@@ -164,16 +155,13 @@ def fused_optimizer(case: Case) -> Proposal | None:
                 by_op[one.name] += one.us
             # The fused kernel reads and writes each tensor once. The loop's slowest kernel does at least as much.
             groups.append((work, 2 * by_op.most_common(1)[0][1]))
-            spans.append(label)
-            first = min((one.launch for one in work), key=lambda call: call.start)
             parameter_groups = _parameter_groups(label)
             most_groups = max(most_groups, parameter_groups)
             groups_us = (parameter_groups - 1) * GROUP_LAUNCHES * case.launch_us
-            added.append((first.track, first.start, took[fuses[label.name]] + groups_us))
-    graph = with_cpu_time(without_cpu_time(fused(case.graph, groups), spans_of(spans)), added)
+            updates.append((label, took[fuses[label.name]] + groups_us))
     named = [f"{one.faster} {one.name}" for one in loops]
     return Proposal(
-        graph,
+        _with_updates(case, groups, updates),
         "; ".join(
             f"{one.name} ({one.how}): {counted(one.launches, 'launch', 'launches')}, {duration(one.cpu_us)} of CPU time"
             for one in loops
@@ -187,28 +175,27 @@ def fused_optimizer(case: Case) -> Proposal | None:
 
 def fewer_groups(case: Case) -> Proposal | None:
     """Return a proposal to merge parameter groups, each of which costs a foreach or fused optimizer its own calls."""
-    merged, spans, added, most = [], [], [], {}
+    merged, updates, most = [], [], {}
     for step in case.steps:
+        if len(step.named(_is_on_lists)) < MANY_GROUPS:
+            continue
         for update in labels(step, OPTIMIZER):
+            by_name = defaultdict(list)
+            for one in sorted(update.work_below(), key=_start):
+                by_name[one.name].append(one)
             count = _parameter_groups(update)
-            work = sorted(update.work_below(), key=_start)
-            if count < MANY_GROUPS or not work:
+            if count < MANY_GROUPS or not by_name:
                 continue
             most[update.name] = max(most.get(update.name, 0), count)
-            fuses = any(op.name.startswith("aten::_fused_") for op in update.walk())
-            by_name = defaultdict(list)
-            for one in work:
-                by_name[one.name].append(one)
             merged += [(some, _merged_us(case, some)) for some in by_name.values()]
-            spans.append(update)
-            first = min((one.launch for one in work), key=_start)
-            added.append((first.track, first.start, _optimizer_us(case, step, fuses)))
+            fuses = any(op.name.startswith(FUSED) for op in update.walk())
+            updates.append((update, _optimizer_us(case, step, fuses)))
     if not most:
         return None
     us = sum(op.us for op in labels(case.replayed, tuple(most)))
     named = {name.removeprefix(OPTIMIZER).removesuffix(".step"): count for name, count in most.items()}
     return Proposal(
-        with_cpu_time(without_cpu_time(fused(case.graph, merged), spans_of(spans)), added),
+        _with_updates(case, merged, updates),
         f"{listed(f'{name} updates {count} groups of parameters' for name, count in named.items())} with calls of "
         f"their own: {duration(us)} of CPU time",
         "put all parameters with equal settings into one group",
@@ -216,11 +203,20 @@ def fewer_groups(case: Case) -> Proposal | None:
     )
 
 
+def _with_updates(case: Case, groups: Iterable[tuple[list[Work], float]], updates: Iterable[tuple[Op, float]]) -> Graph:
+    """Return the graph in which each group is one activity, and these steps of optimizers take the given CPU times.
+
+    groups and updates: each with its time (µs).
+    """
+    updates = list(updates)
+    launches = [(min((one.launch for one in update.work_below()), key=_start), us) for update, us in updates]
+    graph = without_cpu_time(fused(case.graph, groups), spans_of(update for update, _ in updates))
+    return with_cpu_time(graph, [(first.track, first.start, us) for first, us in launches])
+
+
 def _merged_us(case: Case, kernels: Sequence[Work]) -> float:
-    """Return the time (µs) of one kernel for the work of all of these, with one block on each SM."""
-    us = [one.us for one in kernels]
     blocks = sum(math.prod(launch_args(one).grid or [1]) for one in kernels)
-    return min(sum(us), max(us) * max(1.0, blocks / case.sms if case.sms else len(us)))
+    return as_one_kernel_us(case, [one.us for one in kernels], blocks)
 
 
 def _parameter_groups(update: Op) -> int:
@@ -228,8 +224,11 @@ def _parameter_groups(update: Op) -> int:
 
     Each type of parameters counts as a group of its own. The result is 1 for a loop over single tensors.
     """
-    calls = Counter(op.name for op in update.walk() if op.name.startswith(("aten::_foreach_", "aten::_fused_")))
-    return min(calls.values(), default=1)
+    return min(Counter(op.name for op in update.walk() if _is_on_lists(op.name)).values(), default=1)
+
+
+def _is_on_lists(name: str) -> bool:
+    return name.startswith(("aten::_foreach_", FUSED))
 
 
 def _optimizer_us(case: Case, step: Step, fused: bool) -> float:

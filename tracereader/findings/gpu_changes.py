@@ -133,6 +133,14 @@ def moving_us(moved: float, peaks: Peaks) -> float:
     return moved / (BANDWIDTH * peaks.gb_s) / 1e3
 
 
+def as_one_kernel_us(case: Case, us: Sequence[float], blocks: int) -> float:
+    """Return the time (µs) of one kernel with the blocks of several, which take these times, and one block on each SM.
+
+    blocks: their number in all kernels together.
+    """
+    return min(sum(us), max(us) * max(1.0, blocks / case.sms)) if case.sms and blocks else sum(us)
+
+
 def fuse_pointwise(case: Case) -> Proposal | None:
     if not case.ops_recorded:
         return None  # equal grids alone show twice as many chains as there are

@@ -17,13 +17,14 @@ from tracereader.figures.autograd import (
     of_model,
     outside_model,
 )
+from tracereader.figures.avoidable import COPYING
 from tracereader.figures.decoding import MANY_LAUNCHES, same_in_all_steps
 from tracereader.figures.intervals import Lengths
 from tracereader.figures.pace import PAUSE_US
 from tracereader.figures.sizes import MATMULS
 from tracereader.figures.training import asking
 from tracereader.findings.batch_changes import ONE_CALL_US
-from tracereader.findings.cpu_changes import READ_A_VALUE, copied, outermost_around, waits_in
+from tracereader.findings.cpu_changes import READ_A_VALUE, copied, waits_in
 from tracereader.findings.finding import counted, duration, how_often, listed
 from tracereader.findings.gpu_changes import (
     CALLING_LAUNCHES,
@@ -68,8 +69,6 @@ WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
 READS_A_TRUTH = "aten::is_nonzero"
-# Ops that move a tensor to another device.
-MOVES = ("aten::to", "aten::_to_copy", "aten::copy_")
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
 # What synchronizes between the launches of a graph.
@@ -567,7 +566,7 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
     ways = {id(op): _how_to_drop(op) for op in waits}
     if not all(ways.values()) or any(map(case.graph.is_gone, waits)):
         return None
-    copies = filter(None, (outermost_around(op, (*READ_A_VALUE, *MOVES)) for op in waits))
+    copies = filter(None, (op.outermost_of(lambda name: name.startswith((*READ_A_VALUE, *COPYING))) for op in waits))
     graph = without_ops(without_waits(case.graph, waits), copies)
     found = proposed(Case(case.trace, case.summary, graph))
     if found is None:
@@ -585,7 +584,9 @@ def _without_waits(case: Case, waits: Sequence[Op], proposed: Callable[[Case], P
 def _counted_waits(case: Case, waits: Sequence[Op]) -> str:
     """Return where the CPU waits in these calls of the replayed steps, and how often in one of these steps."""
     by_step = [[op for op in waits if step.start <= op.start < step.end] for step in (case.replayed, *case.steps)]
-    names = Counter(waits_in(outermost_around(op, MOVES) or op) for op in next(filter(None, by_step)))
+    names = Counter(
+        waits_in(op.outermost_of(lambda name: name.startswith(COPYING)) or op) for op in next(filter(None, by_step))
+    )
     times = sum(map(bool, by_step[1:]))
     seldom = f" in {times} of {len(case.steps)} steps" if times < len(case.steps) else ""
     return f"the CPU waits in {listed(f'{name} {how_often(count)}' for name, count in names.most_common(3))}{seldom}"
@@ -610,7 +611,7 @@ def _reads_a_value(call: Op) -> bool:
         return False  # anomaly detection does
     if asking(call).startswith(READ_A_VALUE):
         return True
-    some = copied(call) if asking(call).startswith(MOVES) else []
+    some = copied(call) if asking(call).startswith(COPYING) else []
     return bool(some) and all("DtoH" in one.name and one.us < VALUE_US for one in some)
 
 

@@ -59,16 +59,11 @@ def _in_tf32(case: Case) -> Proposal | None:
         return None
     times, spent, kinds = {}, 0.0, set()
     for work, one, op in case.activities:
-        if one.family not in ("GEMM", "convolution") or not _on_cuda_cores(one, op):
+        if one.family not in MULTIPLY or not _on_cuda_cores(one, op):
             continue
         reach = TF32_PRODUCT if one.family == "GEMM" else CONVOLUTION
-        if one.flops:
-            us = one.flops / (reach * case.peaks.tf32) / 1e6
-        else:
-            us = one.us * FP32_PRODUCT * case.peaks.fp32 / (reach * case.peaks.tf32)
-        us = max(us, SMALL_PRODUCT_US)
-        if one.bytes_moved:
-            us = max(us, moving_us(one.bytes_moved, case.peaks))
+        flops = one.flops or one.us * FP32_PRODUCT * case.peaks.fp32 * 1e6
+        us = _multiplying_us(flops, reach * case.peaks.tf32, one.bytes_moved or 0, case.peaks)
         if us < one.us:
             times[work], spent = us, spent + one.us
             kinds.add("matrix products" if one.family == "GEMM" else "convolutions")
@@ -95,15 +90,13 @@ def _in_two_bytes(case: Case) -> Proposal | None:
     for work, one, op in case.activities:
         if one.family == "attention" and one.name_says.get("types") == "fp32":
             us = max(one.us * ATTENTION_IN_TWO_BYTES, SMALL_PRODUCT_US)
-        elif one.family in ("GEMM", "convolution") and (types := _wide_type(one, op)):
+        elif one.family in MULTIPLY and (types := _wide_type(one, op)):
             reached, reach = (TF32_PRODUCT, PRODUCT) if one.family == "GEMM" else (CONVOLUTION, CONVOLUTION)
-            us = one.us * reached / reach * (peaks.tf32 if types == "tf32" else peaks.fp32) / peaks.bf16
-            if one.flops:
-                us = one.flops / (reach * peaks.bf16) / 1e6
-            moved_us = moving_us(one.bytes_moved or 0, peaks)
-            us = max(us, moved_us / 2, SMALL_PRODUCT_US)
+            flops = one.flops or one.us * reached * (peaks.tf32 if types == "tf32" else peaks.fp32) * 1e6
+            moved = one.bytes_moved or 0
+            us = _multiplying_us(flops, reach * peaks.bf16, moved / 2, peaks)
             if op is not None and not in_backward(op):
-                us += moved_us  # the casts of its inputs read and write about as many bytes
+                us += moving_us(moved, peaks)  # the casts of its inputs read and write about as many bytes
         else:
             continue
         if us < one.us:
@@ -192,8 +185,12 @@ def _in_four_bytes_us(one: GpuWork, peaks: Peaks | None, tf32: bool) -> float:
     else:
         rate = max(FP32_PRODUCT * peaks.fp32, TF32_PRODUCT * peaks.tf32 if tf32 else 0.0)
     flops = one.flops or one.us * peaks.fp64 * 1e6
-    least = moving_us((one.bytes_moved or 0) / 2, peaks)
-    return min(one.us, max(flops / rate / 1e6, least, SMALL_PRODUCT_US))
+    return min(one.us, _multiplying_us(flops, rate, (one.bytes_moved or 0) / 2, peaks))
+
+
+def _multiplying_us(flops: float, tflops: float, moved: float, peaks: Peaks) -> float:
+    """Return the time (µs) of a product of these FLOPs at this rate (TFLOP/s) that moves these bytes."""
+    return max(flops / tflops / 1e6, moving_us(moved, peaks), SMALL_PRODUCT_US)
 
 
 PRECISION_CHANGES = (

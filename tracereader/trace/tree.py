@@ -114,6 +114,15 @@ class Op(_Slice, eq=False):
                 top = op
         return top
 
+    def outermost_of(self, wanted: Callable[[str], object]) -> "Op | None":
+        """Return the outermost of the ops of wanted names that are right around this one; None without any."""
+        found = None
+        for op in self.above():
+            if op.kind != "op" or not wanted(op.name):
+                break
+            found = op
+        return found
+
     def work_below(self) -> "Iterator[Work]":
         """Yield the GPU work that this op and all calls below it launch."""
         return (one for call in self.walk() for one in call.work)
