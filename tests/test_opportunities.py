@@ -25,6 +25,7 @@ from tracereader.findings.graph_changes import cuda_graph
 from tracereader.findings.opportunities import CHANGES, each_priced, opportunities
 from tracereader.findings.opportunity import Case, Opportunity, Proposal, priced
 from tracereader.replay import Refused, graph_of, with_durations
+from tracereader.replay import graph as graph_module
 from tracereader.show.ranks import opened
 from tracereader.show.view import View
 from tracereader.trace import read
@@ -1261,3 +1262,17 @@ def test_the_cpu_time_that_compiled_code_saves_is_said():
         waited = [sum(e["dur"] for e in waits if mark["ts"] <= e["ts"] < end(mark)) for mark in marks]
         worked.append(statistics.median(mark["dur"] - us for mark, us in zip(marks, waited, strict=True)) / 1e3)
     assert 0.5 * (worked[0] - worked[1]) < saved_ms < 1.5 * (worked[0] - worked[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["vit/eager", "decode/eager", "batch_norm/eager", "optimizer/forloop", "experts/loop", "syncs/item"]
+)
+def test_a_single_large_step_is_replayed_like_several(name, monkeypatch):
+    trace, path = read(recording(name)), recording(name)
+    of_several = {one.change: one.share for one in proposals(path)}
+    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    summary = summarize(trace)
+    graph = graph_of(trace, trace.steps[summary.typical_index])
+    assert len(graph.trace.steps) == 1 < len(trace.steps)
+    of_one = {one.change: one.share for one in opportunities(trace, summary)}
+    assert of_one == pytest.approx(of_several, abs=0.02) and of_one

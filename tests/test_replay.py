@@ -521,9 +521,9 @@ def test_a_long_trace_is_replayed_in_the_steps_around_one(made, monkeypatch, one
     assert cuda_graph(part).step_us() == cuda_graph(whole).step_us()
 
 
-@pytest.mark.parametrize(("one_step", "period", "count"), [(overhead_bound, 100, 2), (gpu_bound, 40, 3)])
+@pytest.mark.parametrize(("one_step", "period", "count"), [(overhead_bound, 100, 1), (gpu_bound, 40, 3)])
 @pytest.mark.parametrize("place", [0, 30, 59])
-def test_two_large_steps_are_replayed_if_the_gpu_keeps_up(made, monkeypatch, one_step, period, count, place):
+def test_one_large_step_is_replayed_if_the_gpu_keeps_up(made, monkeypatch, one_step, period, count, place):
     trace = made(repeated(one_step, period, steps=60))
     whole = graph_of(trace)
     monkeypatch.setattr(graph_module, "REPLAYED", 1)  # a step has two activities
@@ -537,12 +537,12 @@ def test_two_large_steps_are_replayed_if_the_gpu_keeps_up(made, monkeypatch, one
 
 def test_only_steps_that_reproduce_the_recorded_step_are_replayed_alone(made, monkeypatch):
     def slower_at_the_end(n, t, c):
-        slow = 300 * max(0, n - 40)
-        return [one | {"ts": one["ts"] + slow} for one in overhead_bound(n, t, c)]
+        mark, *others = [one | {"ts": one["ts"] + 300 * max(0, n - 40)} for one in overhead_bound(n, t, c)]
+        return [mark | {"dur": 400 if n > 40 else 100}, *others]
 
     trace = made(repeated(slower_at_the_end, 100, steps=60))
     monkeypatch.setattr(graph_module, "REPLAYED", 1)
-    for place, numbers in ((20, [19, 20]), (43, [39, 40]), (59, range(60))):
+    for place, numbers in ((20, [20]), (43, [40]), (59, range(60))):
         graph = graph_of(trace, trace.steps[place])
         assert graph.step_us() == graph.recorded_us == 100
         assert [step.number for step in graph.trace.steps] == [f"#{number}" for number in numbers]

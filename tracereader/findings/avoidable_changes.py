@@ -230,7 +230,7 @@ def attention_plans(case: Case) -> Proposal | None:
     if not case.has(lambda name: CUDNN_ATTENTION in name):
         return None
     step = case.replayed
-    recurring = {name: calls for name, calls in planning(case.steps).items() if len(calls[0]) > 1}
+    recurring = {name: calls for name, calls in planning(case.compared).items() if len(calls[0]) > 1}
     spans, each = [], []
     for name, (plans, others) in recurring.items():
         usual_us = median(op.us for op in others) if others else PLANNED_CALL_US

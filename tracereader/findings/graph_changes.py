@@ -78,7 +78,7 @@ ONLY_COPIES = "; only copies of inputs synchronize between them"
 
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
-    single = len(case.steps) == 1  # whether other steps make the same launches is not known
+    single = case.is_single  # whether other steps make the same launches is not known
     if summary.chosen.launches < 2 or not _can_be_captured(case):
         return None
     if case.growing_keys is not None:
@@ -115,7 +115,7 @@ def _graph_of_step(case: Case) -> Proposal | None:
     if not captured:
         return None
     copies = any(_copies_input(case, op) for op in _waits_between(case, case.replayed, captured))
-    single = len(case.steps) == 1
+    single = case.is_single
     return Proposal(
         as_cuda_graph(case.graph, chain(*runs.values())),
         _launches(len(captured), single, between=_between(case, copies)),
@@ -134,7 +134,7 @@ def _graph_of_training_step(case: Case) -> Proposal | None:
     if not case.differentiates_twice and training.optimizers:
         return None
     capturable = all(one.name in CAPTURABLE and not one.backward_us for one in training.optimizers)
-    if training.has_sparse_gradients or not capturable or len(case.steps) == 1:
+    if training.has_sparse_gradients or not capturable or case.is_single:
         return None
     if next(_waits_before_a_launch(case, case.steps), None) is not None:
         return None
@@ -223,7 +223,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
     training = case.summary.training
     if training.has_sparse_gradients or any(one.backward_us for one in training.optimizers):
         return None
-    single, stays = len(case.steps) == 1, {}
+    single, stays = case.is_single, {}
     for step in case.steps:
         beside = {id(one) for one in of_a_large_loss(case, step)}
         beside |= outside_model(case.trace, step) if only_model else set()

@@ -224,15 +224,28 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Return the replayed steps, which are all of a short trace. The typical one may not be among them."""
         return self.graph.trace.steps
 
+    @property
+    def is_single(self) -> bool:
+        """Return whether the trace has one step only, so that nothing can be compared from step to step."""
+        return len(self.trace.steps) == 1
+
     @cached_property
     def step(self) -> Step:
         """Return the typical step. The summary's GPU work belongs to it."""
         return self.trace.steps[self.summary.typical_index]
 
     @cached_property
+    def compared(self) -> tuple[Step, ...]:
+        """Return the replayed steps; of a single one also its neighbors, to see what differs from step to step."""
+        if len(self.steps) > 1:
+            return self.steps
+        place = self.trace.steps.index(self.replayed)
+        return self.trace.steps[max(0, place - 1) : place + 2]
+
+    @cached_property
     def growing_keys(self) -> tuple[int, int] | None:
         """Return the fewest and the most keys of a growing KV cache: see growing_keys()."""
-        return growing_keys(self.steps)
+        return growing_keys(self.compared)
 
     @cached_property
     def replayed(self) -> Step:

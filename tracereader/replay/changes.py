@@ -1,11 +1,10 @@
 """Elementary changes of a step. Each function takes a Graph and returns the changed one, so changes compose.
 
-A function copies only the arrays that it edits. A change has to be made in all recorded steps, because the step's time
+A function copies only the lists that it edits. A change has to be made in all recorded steps, because the step's time
 is a median over them.
 """
 
 import bisect
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -336,7 +335,7 @@ def with_cpu_speed(graph: Graph, factor: float) -> Graph:
     """Return the graph in which all CPU time is multiplied by `factor`. GPU times and launch latencies stay."""
     lags = zip(graph.lag, graph.on_cpu, strict=True)
     parts = round(factor * 65_536)  # shifting takes half as long as rounding each product, and changes it by 0.001%
-    return replace(graph, lag=array("q", [time * parts >> 16 if on_cpu else time for time, on_cpu in lags]))
+    return replace(graph, lag=[time * parts >> 16 if on_cpu else time for time, on_cpu in lags])
 
 
 def step_us_at(graph: Graph, factor: float) -> float:
