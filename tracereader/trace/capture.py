@@ -182,7 +182,7 @@ def _in_order(work: Sequence[Work]) -> list[Work] | None:
 
     Nodes are numbered in the order of their creation. Without numbers, work on a single stream has this order.
     """
-    nodes = [ties_of(one).node for one in work]
+    nodes = [ties.node for ties in ties_of(work)]
     if all(nodes) and len(set(nodes)) == len(nodes):
         return [one for _, one in sorted(zip(nodes, work, strict=True), key=lambda pair: pair[0])]
     return sorted(work, key=_start) if len({one.track for one in work}) == 1 else None

@@ -12,7 +12,7 @@ import re
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, compress, count, islice
 from operator import attrgetter, eq
@@ -728,11 +728,18 @@ class _Ties(msgspec.Struct):
 _ties = msgspec.json.Decoder(_Ties)
 
 
-def ties_of(one: _Slice) -> _Ties:
-    """Return the ids in a slice's arguments."""
-    if ties := decoded_as(_ties, one.raw):
-        return ties
-    args = one.args
+def ties_of(slices: Iterable[_Slice]) -> Iterator[_Ties]:
+    """Yield the ids in the slices' arguments."""
+    decode = _ties.decode
+    for one in slices:
+        try:
+            yield decode(one.raw)
+        except (ValueError, RecursionError):  # as in decoded_as(), whose call takes as long as the decoding
+            yield _ties_in(one.args)
+
+
+def _ties_in(args: dict) -> _Ties:
+    """Return the ids in arguments of which some have other types than torch's."""
     device, *numbers = (args.get(name) for name in ("device", "correlation", "original_stream", "graph id"))
     correlation, stream, graph = (number if type(number) is int else None for number in numbers)
     device = device if type(device) in (int, str, type(None)) else str(device)
@@ -742,9 +749,10 @@ def ties_of(one: _Slice) -> _Ties:
 def _calls(ops: list[Op]) -> dict[int, Op]:
     """Return the runtime calls by their correlation ids."""
     found = {}
-    for op in ops:
-        if op.kind == "runtime" and (correlation := ties_of(op).correlation) is not None:
-            found.setdefault(correlation, op)
+    calls = [op for op in ops if op.kind == "runtime"]
+    for op, ties in zip(calls, ties_of(calls), strict=True):
+        if ties.correlation is not None:
+            found.setdefault(ties.correlation, op)
     return found
 
 
@@ -755,8 +763,8 @@ def _link(calls: dict[int, Op], work: list[Work], nodes: list[Work]) -> None:
     """
     queued: dict[tuple, list[Work]] = {}  # by graph and node
     replays: dict[int, dict[int, Op]] = {}  # by graph, its launches by id
-    for one in chain(work, nodes):
-        ties = ties_of(one)
+    everything = [*work, *nodes]
+    for one, ties in zip(everything, ties_of(everything), strict=True):
         one.device = one.track[0] if ties.device is None else ties.device
         if ties.stream is not None:
             one.track = (one.track[0], ties.stream)
