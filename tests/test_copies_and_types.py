@@ -3,7 +3,8 @@
 Without the profiler the steps took: precision/images 12.0 ms in float64 and 1.8 to 2.1 in float32; precision/products
 6.5 to 6.8, 5.3 in float32 and 1.3 with TF32; copies (40 tensors) 2.5 to 3.2 from pageable memory and 1.7 to 2.0 as one
 tensor, 1.8 from pinned memory and 1.3 to 1.4 as one; offloaded 14.4 to 14.8 and 1.6 to 2.1 without save_on_cpu;
-solvers/cholesky 5.0 to 5.1 and 3.5 with cholesky_ex; three_dimensions/three 15.4 and 4.1 to 4.5 with four.
+solvers/cholesky 5.0 to 5.1 and 3.5 with cholesky_ex; three_dimensions/three 15.4 and 4.1 to 4.5 with four;
+strides/transposed 7.8 and 3.5 contiguous, 3.9 compiled.
 """
 
 import re
@@ -13,7 +14,7 @@ import pytest
 from raw_events import end, raw_work
 from test_later_workloads import edited, ms
 from test_loops import file_of, predicted_and_compared, typical_step
-from test_opportunities import priced_changes
+from test_opportunities import priced_changes, raw_events
 
 from tracereader.figures import summarize
 from tracereader.trace import read
@@ -212,6 +213,58 @@ def test_attention_of_three_dimensions_is_told_to_have_four(tmp_path):
 
     one = priced_changes(edited(file_of("three_dimensions/three"), tmp_path, of_four))["fused_attention"]
     assert "sdpa_kernel" in one.how
+
+
+def test_attention_of_transposed_tensors_is_told_to_make_them_contiguous(tmp_path):
+    events = raw_events(file_of("strides/transposed"))
+    calls = [e for e in events if e["name"] == "aten::_scaled_dot_product_attention_math"]
+    assert calls and all(e["args"]["Input Strides"][0][-1] == 1024 for e in calls)
+    one = priced_changes(file_of("strides/transposed"))["fused_attention"]
+    assert one.how == "call .contiguous() on q, k and v: its fused backends need a stride of 1 in the last dimension"
+    low, high = one.estimated_savings
+    assert low < 1 - 3.5 / 7.8 < high
+    assert "fused_attention" not in priced_changes(file_of("strides/contiguous"))
+
+    def without_strides(events):
+        for e in events:
+            e.get("args", {}).pop("Input Strides", None)
+
+    one = priced_changes(edited(file_of("strides/transposed"), tmp_path, without_strides))["fused_attention"]
+    assert "sdpa_kernel" in one.how and "falls back" in one.evidence
+
+
+def test_compiled_attention_that_is_not_fused_is_told_to_name_a_backend():
+    """Only the math backend calls aten::_safe_softmax, and Inductor names its kernels after such ops."""
+    work = raw_work(*typical_step("strides/transposed_compiled"))
+    assert sum("_safe_softmax" in e["name"] for e in work) == 12
+    one = priced_changes(file_of("strides/transposed_compiled"))["fused_attention"]
+    assert one.evidence.startswith("12 softmaxes") and one.evidence.endswith("falls back to them")
+    assert one.how.startswith("name a backend with torch.nn.attention.sdpa_kernel(…)")
+    assert "MultiheadAttention" not in one.how
+
+
+def test_non_maximum_suppression_is_not_told_to_use_more_blocks(tmp_path):
+    """Its kernel looks at one box after another in a single block."""
+    path = file_of("batch_norms/video")
+    name = re.search(r"the costliest is (\S+),", priced_changes(path)["small_grids"].evidence)[1]
+
+    def renamed(events):
+        for e in events:
+            if e.get("cat") == "kernel":
+                e["name"] = "vision::ops::(anonymous namespace)::gather_keep_from_mask(bool*, int)"
+
+    assert name and "small_grids" not in priced_changes(edited(path, tmp_path, renamed))
+
+
+def test_steps_with_packed_sequences_get_no_graph(tmp_path):
+    def packed(events):
+        for e in events:
+            if e["name"] == "aten::softplus":
+                e["name"] = "aten::_pack_padded_sequence"
+
+    path = file_of("loops/selective_scan")
+    assert "cuda_graph" in priced_changes(path)
+    assert "cuda_graph" not in priced_changes(edited(path, tmp_path, packed))
 
 
 def test_attention_in_bf16_is_priced_in_bf16_also_in_backward():

@@ -392,26 +392,37 @@ def test_only_waits_outside_forward_and_backward_leave_the_graphs_of_several_pas
     assert not found or re.search(r"; the CPU waits only outside forward and backward, in .*aten::item", found.evidence)
 
 
-def test_a_loss_that_launches_most_of_forward_and_backward_is_no_part_of_the_model(monkeypatch):
-    """A small policy of reinforcement learning: its loss computes distributions in Python."""
-    events = raw_events(file_of("rl"))
-    products = [e for e in events if e.get("cat") == "kernel" and re.search("gemm|cutlass|nvjet", e["name"])]
-    assert len(products) < 0.2 * sum(e.get("cat") == "kernel" for e in events)
-    case, before = case_of(file_of("rl")), priced_changes(file_of("rl"))
-    for step, mark in zip(case.steps, raw_steps(events), strict=True):
-        begins = [e["ts"] for e in passes_of(events, mark)]
-        loss = {id(one): one for one in gpu_changes.of_a_large_loss(case, step)}
-        assert len(begins) == 2 and len(loss) == 2 * 58
-        heavy = [e for e in in_step(events, mark, "cpu_op") if e["name"] in ("aten::addmm", "aten::mm")]
-        for begin in begins:
-            last = max(e["ts"] for e in heavy if e["ts"] < begin)
-            following = min(e["ts"] for e in heavy if e["ts"] > begin)
-            launches = [ts for ts in launches_in(events, mark) if last < ts < following]
-            assert 0 < len(launches) - 58 < 5, "those of the products' own ops"
-    monkeypatch.setattr(gpu_changes, "LARGE_LOSS", 2)
-    assert not any(gpu_changes.of_a_large_loss(case, step) for step in case.steps)
-    fused = [found["fuse_pointwise"].saves_us for found in (before, priced_changes(file_of("rl")))]
-    assert 0 < fused[0] < 0.2 * fused[1]
+def launches_of_the_loss(events, mark):
+    """Return, for each backward pass, the launches between the matrix products before and after its begin."""
+    heavy = [e["ts"] for e in in_step(events, mark, "cpu_op") if e["name"] in ("aten::addmm", "aten::mm")]
+    for begin in passes_of(events, mark):
+        last, following = max(ts for ts in heavy if ts < begin["ts"]), min(ts for ts in heavy if ts > begin["ts"])
+        yield [ts for ts in launches_in(events, mark) if last < ts < following]
+
+
+def test_a_loss_of_many_ops_is_named_where_the_model_is_to_be_compiled(tmp_path, monkeypatch):
+    """A small policy of reinforcement learning: its loss computes distributions in Python.
+
+    A step like it took 29.6 ms on an H100; 42.8 with a compiled model, and 20.8 with a compiled loss, too.
+    """
+    events, before = raw_events(file_of("rl")), priced_changes(file_of("rl"))["fuse_pointwise"]
+    losses = [list(launches_of_the_loss(events, mark)) for mark in raw_steps(events)]
+    assert all(len(some) == 2 and all(58 < len(one) < 63 for one in some) for some in losses)
+    assert before.how == "torch.compile the model and the loss"
+    monkeypatch.setattr(gpu_changes, "MANY_IN_LOSS", 58)
+    assert priced_changes(file_of("rl"))["fuse_pointwise"].how == "torch.compile(model)"
+
+    def waiting(events):
+        for step, (mark, some) in enumerate(zip(raw_steps(events), losses, strict=True)):
+            for number, launches in enumerate(some):
+                call = event("cudaStreamSynchronize", "cuda_runtime", launches[30] - 0.2, 0.1)
+                correlation = {"correlation": 10**8 + 2 * step + number}
+                events.append(call | {"pid": mark["pid"], "tid": mark["tid"], "args": correlation})
+
+    monkeypatch.setattr(gpu_changes, "MANY_IN_LOSS", 15)
+    waits = priced_changes(edited(file_of("rl"), tmp_path, waiting))["fuse_pointwise"]
+    assert waits.how == "torch.compile(model)", "compiled code ends where the loss waits"
+    assert 0 < waits.saves_us < 0.3 * before.saves_us
 
 
 def in_forward(events):

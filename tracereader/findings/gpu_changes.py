@@ -98,10 +98,10 @@ BATCH_NORM = "batch_norm"  # in its ops' names
 # If batch norms take this share of what can be fused, compiled calls take as long as eager's: a GAN, MobileNet and
 # three ResNet-18 that launches limit did not become faster. Batch norms of volumes took six times as long.
 MOSTLY_BATCH_NORM = 0.5
-# A loss is large if it launches more than this share of forward and backward, and more than so many activities in each
-# pass. The losses of recorded models launch at most 29% (29 activities), or at most 71 activities (5%), and that of a
-# small policy in reinforcement learning 72% (58).
-LARGE_LOSS, LOSS_LAUNCHES = 0.5, 35
+# The launches of a loss, in its forward and backward together, from which the proposals name it: cross entropy and
+# similar losses launch 5 to 12. With a loss of 58 in reinforcement learning, torch.compile of the model alone made a
+# step on an H100 45% longer; of the model and the loss, 30% shorter.
+MANY_IN_LOSS = 15
 # From this share of the saved time on, the loss is worth compiling. With a vocabulary of 128,256, a step of 19.6 ms
 # took 19.3 ms with a compiled model, and 12.0 ms if the loss was compiled, too.
 MUCH_IN_LOSS = 0.3
@@ -115,6 +115,10 @@ SPARSE_PRODUCT, GROUPED_PRODUCTS = "aten::_sparse_addmm", "grouped_mm"
 # Kernels that solve triangular systems work row by row, like cuSOLVER's factorizations. More blocks do not help, and in
 # float32 they took 0.8 times as long as in float64 on an H100.
 SOLVES = re.compile(r"trs[mv]")
+# A kernel of torchvision's non-maximum suppression, which looks at one box after another in a single block.
+KEEPS_BOXES = "gather_keep_from_mask"
+# An op that only the math backend of scaled_dot_product_attention calls, in names of compiled kernels, too.
+SAFE_SOFTMAX = "_safe_softmax"
 RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
 LAYER_NORM = "aten::native_layer_norm"  # does the same, and the layout of images does not depend on it
 HEAVY = ("GEMM", "attention", "convolution", "communication")
@@ -205,7 +209,9 @@ def fuse_pointwise(case: Case) -> Proposal | None:
     if saves_calls and saved_us > before - after:
         seen += f"; compiled code takes {duration(saved_us)} less CPU time"
     how = "torch.compile(model)"
-    if in_loss := _share_in_the_loss(case, chains):
+    if includes_the_loss(case):
+        how = "torch.compile the model and the loss"
+    elif in_loss := _share_in_the_loss(case, chains):
         part = "all" if round(in_loss, 2) == 1 else f"{in_loss:.0%}"
         what = "the loss, too" if compiled else "the model and the loss"
         how = f"torch.compile {what}; {part} of the saved GPU time is in the loss"
@@ -224,7 +230,7 @@ def fuse_pointwise(case: Case) -> Proposal | None:
 
 def _share_in_the_loss(case: Case, chains: Sequence[tuple[list[Entry], float]]) -> float:
     """Return the share of the chains' saved GPU time that is in the loss; 0 if it is small, or little of the step."""
-    loss = set(map(id, _of_the_loss(case.trace, case.step)))
+    loss = {id(one) for part in _of_the_loss(case.trace, case.step) for one in part}
     saved = [(sum(one.us for _, one, _ in chain) - us, chain) for chain, us in chains]
     in_loss = sum(us for us, chain in saved if all(id(work) in loss for work, _, _ in chain))
     share = in_loss / (sum(us for us, _ in saved) or 1)
@@ -348,26 +354,33 @@ def has_ffts(case: Case) -> bool:
     return case.has(lambda name: name.startswith(FFTS))
 
 
-def of_a_large_loss(case: Case, step: Step) -> list[Work]:
-    """Return the loss's activities if the loss is large. Changes of the model leave such a loss alone."""
-    found = _of_the_loss(case.trace, step)
-    of_model = len(step.work) - len(outside_model(case.trace, step))
-    least = LOSS_LAUNCHES * len(backward_begins(case.trace, step))
-    return found if len(found) > max(least, LARGE_LOSS * of_model) else []
+def includes_the_loss(case: Case) -> bool:
+    """Return whether changes of the model take in a loss of many ops, because it does not wait."""
+    least = MANY_IN_LOSS * len(backward_begins(case.trace, case.step))
+    return sum(map(len, _of_the_loss(case.trace, case.step))) > least and not _of_losses_that_wait(case)
+
+
+def _of_losses_that_wait(case: Case) -> set[int]:
+    """Return the ids of what losses launch that wait for the GPU. Compiled code ends where it waits."""
+    found = _of_the_loss(case.trace, case.step)
+    waits = [op.start for op in waits_of(case.step)] if found else []
+    waiting = (part for part in found if any(part[0].launch.start < wait < part[-1].launch.start for wait in waits))
+    return {id(one) for part in waiting for one in part}
 
 
 @kept_by_step
-def _of_the_loss(trace: Trace, step: Step) -> list[Work]:
+def _of_the_loss(trace: Trace, step: Step) -> list[list[Work]]:
     """Return what a step launches between two heavy activities if a backward pass begins between the two."""
     begins = backward_begins(trace, step)
     launched = sorted([one for one in step.work if one.launch is not None], key=lambda one: one.launch.start)
     starts = [one.launch.start for one in launched]
     heavy = [start for start, one in zip(starts, launched, strict=True) if says(one).family in HEAVY]
-    found: list[Work] = []
+    found: list[list[Work]] = []
     for place in {bisect.bisect_left(heavy, begin.start) for begin in begins}:
         if 0 < place < len(heavy):
             first, last = heavy[place - 1 : place + 1]
-            found += launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
+            part = launched[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, last)]
+            found += [part] if part else []
     return found
 
 
@@ -393,10 +406,10 @@ def _ops_of(chain: Sequence[Entry]) -> list[Op]:
 def _of_the_model(case: Case) -> list[Entry]:
     """Return the activities that the model itself launches, without copies to and from the GPU.
 
-    An uncompiled flex_attention is left out: see compile_flex. So is a large loss.
+    An uncompiled flex_attention is left out: see compile_flex. So is a loss that waits.
     """
     not_the_models = case.launched_in(OPTIMIZERS) | _accumulating(case) | outside_model(case.trace, case.step)
-    not_the_models.update(map(id, of_a_large_loss(case, case.step)))
+    not_the_models |= _of_losses_that_wait(case)
     wrapped = case.has(lambda name: name.startswith(WRAPPERS))
     return [
         (work, one, op)
@@ -537,7 +550,8 @@ def fused_attention(case: Case) -> Proposal | None:
     found = [one.scores for one in case.summary.attention.unfused if one.scores]
     scores = {one.batch * one.queries * one.keys: one for one in found}
     runs = _runs_on_scores(case, scores) if scores else _runs_between_products(case)
-    groups, before, forward, backward, math_calls, by_layer = [], 0.0, 0, 0, [], False
+    groups, before, forward, backward, math_calls = [], 0.0, 0, 0, []
+    by_layer, falls_back = False, False
     for run in ([entry for entry in some if _flex_call(case, entry[0]) is None] for some in runs):
         softmaxes = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=False)})
         gradients = len({id(op) for _, one, op in run if _is_softmax(one, op, backward=True)})
@@ -551,6 +565,7 @@ def fused_attention(case: Case) -> Proposal | None:
             around = (above for _, _, op in run if op is not None for above in op.above())
             math_calls += [above for above in around if above.name == SDPA_MATH]
             by_layer |= any(_is_of_the_layer(op) for _, _, op in run if op is not None)
+            falls_back |= any(SAFE_SOFTMAX in one.name for _, one, _ in run)
     if not groups:
         return None
     backwards = " and their backward" if backward else ""
@@ -560,20 +575,31 @@ def fused_attention(case: Case) -> Proposal | None:
         case.condensed(groups, TRAINED_ATTENTION_CALL_US if case.trace.trains else ATTENTION_CALL_US),
         f"{counted(forward, 'softmax', 'softmaxes')} between batched products{backwards}: {duration(before)}; "
         f"the scores{of} are written to memory and read again"
-        + ("; scaled_dot_product_attention falls back to them" if math_calls else ""),
-        how_to_fuse(math_calls) + ", or nn.MultiheadAttention with need_weights=False" * by_layer,
+        + ("; scaled_dot_product_attention falls back to them" if math_calls or falls_back else ""),
+        how_to_fuse(math_calls, falls_back)
+        + ", or nn.MultiheadAttention with need_weights=False" * (by_layer and not falls_back),
         assumed=True,
     )
 
 
-def how_to_fuse(math_calls: Sequence[Op]) -> str:
-    """Return how to get fused attention. math_calls: of scaled_dot_product_attention that use its math backend."""
-    if math_calls:
-        # torch/nn/attention and sdp_utils.cpp: the fused backends take (batch, heads, length, head size) only.
-        if all(op.inputs.dims and len(op.inputs.dims[0]) == 3 for op in math_calls):
-            return "give it four dimensions (batch, heads, length, head size); its fused backends do not take three"
+def how_to_fuse(math_calls: Sequence[Op], falls_back: bool = False) -> str:
+    """Return how to get fused attention.
+
+    math_calls: those of scaled_dot_product_attention that use its math backend. falls_back: compiled code does so, too.
+    """
+    # torch/nn/attention and sdp_utils.cpp: the fused backends take (batch, heads, length, head size) only.
+    if math_calls and all(op.inputs.dims and len(op.inputs.dims[0]) == 3 for op in math_calls):
+        return "give it four dimensions (batch, heads, length, head size); its fused backends do not take three"
+    if math_calls and all(map(_is_strided, math_calls)):
+        return "call .contiguous() on q, k and v: its fused backends need a stride of 1 in the last dimension"
+    if math_calls or falls_back:
         return "name a backend with torch.nn.attention.sdpa_kernel(…), which then says which input it does not take"
     return "torch.nn.functional.scaled_dot_product_attention(q, k, v, …)"
+
+
+def _is_strided(attention: Op) -> bool:
+    """Return whether neighbors along the last dimension of q, k or v are not neighbors in memory, as in transposes."""
+    return any(attention.inputs.last_stride_at(place) not in (None, 1) for place in range(3))
 
 
 def compile_flex(case: Case) -> Proposal | None:
@@ -881,7 +907,7 @@ def small_grids(case: Case) -> Proposal | None:
         # A kernel of a few µs ends before more blocks would help.
         if one.us < 10 or work.kind != "kernel" or one.family == "communication":
             continue
-        if one.maker == "cuSOLVER" or SOLVES.search(one.name):
+        if one.maker == "cuSOLVER" or SOLVES.search(one.name) or KEEPS_BOXES in one.name:
             continue
         blocks = math.prod(one.grid) if one.grid else 0
         if not 0 < blocks < sms / 2:

@@ -33,7 +33,7 @@ from tracereader.findings.gpu_changes import (
     has_batch_norms_of_volumes,
     has_ffts,
     has_rnns,
-    of_a_large_loss,
+    includes_the_loss,
 )
 from tracereader.findings.opportunity import Case, Change, Proposal, labels
 from tracereader.replay import cuda_graph as as_cuda_graph
@@ -69,6 +69,7 @@ WHOLE_STEP = "torch.cuda.graph around forward, backward and the optimizer's step
 # Ops that index with a tensor, and copy it to the GPU if it lies on the CPU.
 INDEXES = ("aten::index", "aten::_index_put_impl_")
 READS_A_TRUTH = "aten::is_nonzero"
+PACKS = "aten::_pack_padded_sequence"
 # A copy of a few values to the CPU takes less: 64 KB, the most that CUDA stages, take 8 µs.
 VALUE_US = 10
 # What synchronizes between the launches of a graph.
@@ -85,6 +86,8 @@ def cuda_graph(case: Case) -> Proposal | None:
         return None  # a graph is of one number of keys: see static_cache
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
+    if case.has(PACKS.__eq__):
+        return None  # what an RNN launches then depends on the lengths of the sequences
     many = summary.chosen.launches >= MANY_LAUNCHES
     if not (summary.llm.same_in_all_steps or single):
         if case.differentiates_twice:
@@ -208,7 +211,11 @@ def _ops_and_shapes(step: Step) -> tuple[Counter[str], Counter[str]]:
 def _compiled(case: Case) -> str:
     """Return how torch.compile makes graphs of a model, as the first of two ways; "" if it does not."""
     eager = has_batch_norms_of_volumes(case) or has_rnns(case) or has_ffts(case)
-    return "" if eager else 'torch.compile(model, mode="reduce-overhead"), or '
+    if eager:
+        return ""
+    if includes_the_loss(case):
+        return 'torch.compile the model and the loss with mode="reduce-overhead", or '
+    return 'torch.compile(model, mode="reduce-overhead"), or '
 
 
 def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None:
@@ -225,8 +232,7 @@ def _graphs_of_training(case: Case, only_model: bool = False) -> Proposal | None
         return None
     single, stays = case.is_single, {}
     for step in case.steps:
-        beside = {id(one) for one in of_a_large_loss(case, step)}
-        beside |= outside_model(case.trace, step) if only_model else set()
+        beside = outside_model(case.trace, step) if only_model else set()
         calls = [one.launch for one in step.work if id(one) in beside and one.launch is not None]
         stays[id(step)] = [*labels(step, (OPTIMIZER, LOADER)), *_beside_the_model(case, step), *calls]
     runs = _runs(case, stays)

@@ -131,6 +131,11 @@ class Inputs:
         """Return the shapes of the tensors."""
         return [one.shape for one in self.tensors]
 
+    def last_stride_at(self, place: int) -> int | None:
+        """Return how many elements apart neighbors along the last dimension of that input are; None if unknown."""
+        found = self._strides[place] if isinstance(self._strides, list) and len(self._strides) > place else None
+        return found[-1] if found and is_shape(found) else None
+
     def dims_at(self, place: int) -> list[int] | None:
         """Return the shape of the input at that position, [] for a single number, None if it was not recorded."""
         return self.recorded[place] if len(self.recorded) > place and is_shape(self.recorded[place]) else None
