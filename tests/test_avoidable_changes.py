@@ -699,7 +699,7 @@ def test_the_typical_step_need_not_be_replayed(tmp_path, monkeypatch):
     path.write_text(json.dumps({"traceEvents": events}))
     trace = read(path)
     summary = summarize(trace)
-    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    monkeypatch.setattr(graph_module, "SINGLE", 0)
     graph = graph_of(trace, trace.steps[summary.typical_index])
     case = Case(trace, summary, graph)
     assert [step.number for step in case.steps] == ["#1"] and case.step.number == "#0"

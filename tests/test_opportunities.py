@@ -1270,7 +1270,7 @@ def test_the_cpu_time_that_compiled_code_saves_is_said():
 def test_a_single_large_step_is_replayed_like_several(name, monkeypatch):
     trace, path = read(recording(name)), recording(name)
     of_several = {one.change: one.share for one in proposals(path)}
-    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    monkeypatch.setattr(graph_module, "SINGLE", 1)
     summary = summarize(trace)
     graph = graph_of(trace, trace.steps[summary.typical_index])
     assert len(graph.trace.steps) == 1 < len(trace.steps)

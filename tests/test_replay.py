@@ -20,6 +20,7 @@ from tracereader.replay import (
     is_wait,
     overlapped,
     spans_of,
+    with_cpu_speed,
     with_durations,
     with_smaller_graphs,
     without_cpu_time,
@@ -527,6 +528,7 @@ def test_one_large_step_is_replayed_if_the_gpu_keeps_up(made, monkeypatch, one_s
     trace = made(repeated(one_step, period, steps=60))
     whole = graph_of(trace)
     monkeypatch.setattr(graph_module, "REPLAYED", 1)  # a step has two activities
+    monkeypatch.setattr(graph_module, "SINGLE", 1)
     part = graph_of(trace, trace.steps[place])
     assert len(part.trace.steps) == count and trace.steps[place] in part.trace.steps
     assert cuda_graph(part).step_us() == cuda_graph(whole).step_us()
@@ -535,13 +537,56 @@ def test_one_large_step_is_replayed_if_the_gpu_keeps_up(made, monkeypatch, one_s
         assert changed[0] == changed[1]
 
 
+def waiting(*waits):
+    """Return a function that makes a step of 200 with two kernels of 40, and calls that wait: (start, duration)."""
+
+    def one_step(n, t, c):
+        return [
+            step(n, t, 200), op(t + 1, 198),
+            call(t + 50, c), kernel(t + 57, 40, c, name="first"), call(t + 110, c + 1), kernel(t + 117, 40, c + 1),
+            *(call(t + at, c + 2 + number, dur, "cudaStreamSynchronize") for number, (at, dur) in enumerate(waits)),
+        ]  # fmt: skip
+
+    return one_step
+
+
+@pytest.mark.parametrize("waits", [(), ((5, 3),), ((102, 3),), ((5, 3), (102, 3)), ((160, 3),)])
+@pytest.mark.parametrize("factor", [1.0, 0.7, 0.5, 0.4, 0.3, 0.1, 0.0])
+def test_steps_after_a_single_one_start_before_the_gpu_has_ended_its_work(made, monkeypatch, waits, factor):
+    """A faster CPU, or longer kernels, put the GPU behind the CPU, and the next step's kernels wait for this step's."""
+    trace = made(repeated(waiting(*waits), 200, steps=60))
+    whole = graph_of(trace)
+    monkeypatch.setattr(graph_module, "SINGLE", 1)  # a step has two activities
+    single = graph_of(trace, trace.steps[30])
+    assert len(single.trace.steps) == 1 and single.step_us() == whole.step_us() == 200
+    for name in ("first", "kernel"):
+        for us in (1, 40, 150):
+            after = [
+                with_cpu_speed(with_durations(one, dict.fromkeys(work_named(one, name), us)), factor).step_us()
+                for one in (single, whole)
+            ]
+            assert after[0] == pytest.approx(after[1], abs=2), (name, us)
+
+
+def test_no_single_step_is_replayed_of_steps_that_launch_different_amounts(made, monkeypatch):
+    """In each fourth step an optimizer follows the backward pass, and what is proposed depends on all four."""
+
+    def with_an_update(n, t, c):
+        return overhead_bound(n, t, c) + [call(t + 92, c + 2, 4), kernel(t + 97, 1, c + 2)] * (n % 4 == 3)
+
+    trace = made(repeated(with_an_update, 100, steps=60))
+    monkeypatch.setattr(graph_module, "SINGLE", 1)
+    monkeypatch.setattr(graph_module, "REPLAYED", 20)
+    assert len(graph_of(trace, trace.steps[30]).trace.steps) == 8
+
+
 def test_only_steps_that_reproduce_the_recorded_step_are_replayed_alone(made, monkeypatch):
     def slower_at_the_end(n, t, c):
         mark, *others = [one | {"ts": one["ts"] + 300 * max(0, n - 40)} for one in overhead_bound(n, t, c)]
         return [mark | {"dur": 400 if n > 40 else 100}, *others]
 
     trace = made(repeated(slower_at_the_end, 100, steps=60))
-    monkeypatch.setattr(graph_module, "REPLAYED", 1)
+    monkeypatch.setattr(graph_module, "SINGLE", 1)
     for place, numbers in ((20, [20]), (43, [40]), (59, range(60))):
         graph = graph_of(trace, trace.steps[place])
         assert graph.step_us() == graph.recorded_us == 100

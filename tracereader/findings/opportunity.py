@@ -236,11 +236,12 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def compared(self) -> tuple[Step, ...]:
-        """Return the replayed steps; of a single one also its neighbors, to see what differs from step to step."""
+        """Return the replayed steps; of a single one three with it, to see what differs from step to step."""
         if len(self.steps) > 1:
             return self.steps
-        place = self.trace.steps.index(self.replayed)
-        return self.trace.steps[max(0, place - 1) : place + 2]
+        steps = self.trace.steps
+        first = max(0, min(steps.index(self.replayed) - 1, len(steps) - 3))
+        return steps[first : first + 3]
 
     @cached_property
     def growing_keys(self) -> tuple[int, int] | None:

@@ -63,10 +63,9 @@ LATENCY_NS, GAP_NS = 7_000, 1_200
 ENOUGH = 10
 # No known cause delays an activity longer than this once its launch call has returned and its stream is free.
 EXPLAINED_NS = 100_000
-# Of a trace with more activities than this, only the steps near one are replayed, and at least so many: a single one if
-# each has more than half of these activities. So many places are tried until the steps there take as long as the
-# recorded one.
-REPLAYED, REPLAYED_STEPS, TRIED = 5_000, 3, 10
+# Of a trace with more activities than this, only the steps near one are replayed, and at least so many; a single one if
+# each has more than SINGLE activities. So many places are tried until the steps there take as long as the recorded one.
+REPLAYED, REPLAYED_STEPS, SINGLE, TRIED = 5_000, 3, 1_000, 10
 # The clocks of CPU and GPU agree within this time.
 SKEW_NS = 3_000
 # The time of a waiting call if there is nothing to wait for.
@@ -151,6 +150,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
     gap_ns: int  # the trace's typical gap between two activities of a stream
     recorded_us: float  # over all recorded steps
     trace: Trace  # with the replayed steps only
+    repeats: bool = False  # whether steps like the single one of this graph follow it
     replayed_us: float = 0.0  # the step's time in the replay of the unchanged graph
     aside: frozenset[int] = frozenset()  # activities moved to a stream of their own; no step starts with them
     gone: Mapping[tuple, Intervals] = {}  # by track, the CPU time that changes have removed
@@ -234,10 +234,35 @@ class Graph(msgspec.Struct, frozen=True, eq=False, dict=True):
         on_cpu = pace([ends[step.start] for step in steps], ends[steps[-1].end])  # points of a thread take no time
         if not self.activity:
             return on_cpu / 1e3, 0.0
+        if self.repeats and (again := self._ends_of_the_next(ends)):
+            # The CPU starts the next step when it ends this one.
+            start, end, last = steps[0].start, steps[0].end, max(steps[0].work, key=ends.__getitem__)
+            to_the_next = ends[end] - ends[start] + again[last] - ends[last]
+            return (again[end] - again[start]) / 1e3, to_the_next / 1e3
         works = [set(step.work) - aside or step.work if aside else step.firsts for step in steps]
         firsts = [min([ends[node] - dur[node] for node in work]) for work in works]
         on_gpu = pace(firsts, max(map(ends.__getitem__, steps[-1].work)))
         return on_cpu / 1e3, on_gpu / 1e3
+
+    def _ends_of_the_next(self, ends: list[int]) -> list[int] | None:
+        """Return the end of each node (ns) in a next step like this one, as if both steps started at the same time.
+
+        Each stream is busy until it has ended this step's work. None if that is before the next step needs it.
+        """
+        (step,) = self.steps
+        start, period = ends[step.start], ends[step.end] - ends[step.start]
+        latest = max(map(ends.__getitem__, step.work)) - period
+        waits = [node for node in self.returns.values() if NOBODY < self.via[node] <= step.start < node]
+        if latest <= min([ends[node] - self.dur[node] for node in (*step.firsts, *waits)]):
+            return None
+        before, lag, wait, wait_lag = (list(getattr(self, name)) for name in ("before", "lag", "wait", "wait_lag"))
+        for nodes in self.streams.values():
+            place = bisect.bisect_right(nodes, step.start)  # after activities of earlier steps
+            if place < len(nodes):
+                before[nodes[place]], lag[nodes[place]] = step.start, ends[nodes[-1]] - period + self.gap_ns - start
+        for node in waits:  # for the work of earlier steps
+            wait[node], wait_lag[node] = step.start, latest - start
+        return replace(self, before=before, lag=lag, wait=wait, wait_lag=wait_lag).ends()
 
 
 def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None = None) -> Graph | Refused:
@@ -265,7 +290,7 @@ def graph_of(trace: Trace, around: Step | None = None, recorded_us: float | None
     if trace.work and around is not None and (near := _steps_near(trace, around, recorded_us)) is not trace:
         parts.insert(0, near)
     for part in parts:
-        graph = _Builder(part, recorded_us).built()
+        graph = _Builder(part, recorded_us, len(part.steps) == 1 < len(trace.steps)).built()
         replayed_us = graph.step_us()
         off = replayed_us / recorded_us
         if abs(off - 1) <= TOLERANCE:
@@ -288,12 +313,14 @@ def _steps_near(trace: Trace, around: Step, recorded_us: float) -> Trace:
     """Return the trace with only the steps near one that have about REPLAYED activities together.
 
     They take as long as the recorded step. If no such steps are found, all steps stay. Activities of earlier steps that
-    still run when the first of these steps starts are kept without their launches.
+    still run when the first of these steps starts are kept without their launches. A single step stays only if all
+    steps launch about as much: not if a few passes before an optimizer's step are a step each.
     """
     usual, total = typical(trace), len(trace.steps)
     least = recorded_us * TOLERANCE
     counts = [max(REPLAYED_STEPS, REPLAYED * total // max(1, len(trace.work)))]
-    if 2 * len(trace.work) > REPLAYED * total:
+    launched = [len(step.work) for step in working_steps(trace, usual)]
+    if len(trace.work) > SINGLE * total and min(launched) > (1 - TOLERANCE) * max(launched):
         counts.insert(0, 1)
     for count in counts:
         if count >= total:
@@ -347,8 +374,8 @@ def may_wait(name: str) -> bool:
 class _Builder:
     """Collects the nodes thread by thread and stream by stream, then numbers them by time."""
 
-    def __init__(self, trace: Trace, recorded_us: float):
-        self.trace, self.recorded_us = trace, recorded_us
+    def __init__(self, trace: Trace, recorded_us: float, repeats: bool):
+        self.trace, self.recorded_us, self.repeats = trace, recorded_us, repeats
         self.columns = {name: array("q") for name in COLUMNS}
         self.order = array("q")  # sort keys for numbering; no node may come before one that it depends on
         self.threads: dict[tuple, range] = {}
@@ -370,6 +397,8 @@ class _Builder:
         self._add_activities()
         for call, node in self.calls.values():
             self._tie_return(call, node)
+            if self.repeats and self.columns["via"][node] == NOBODY:  # it waits for the work of earlier steps
+                self._tie(node, "via", marks[0][0], 0)
         return self._numbered(steps, marks)
 
     def _tie(self, node: int, to: str, other: int, lag: int) -> None:
@@ -612,6 +641,7 @@ class _Builder:
             gap_ns=self.gap_ns,
             recorded_us=self.recorded_us,
             trace=self.trace,
+            repeats=self.repeats,
         )
 
 
