@@ -16,6 +16,7 @@ from tracereader.findings import cpu_only_changes as cpu_only
 from tracereader.findings import debugging_changes as debugging
 from tracereader.findings import gpu_changes as gpu
 from tracereader.findings import graph_changes as graphs
+from tracereader.findings import inference_changes as inference
 from tracereader.findings import made, rank_changes
 from tracereader.findings import parallel_changes as parallel
 from tracereader.findings import precision_changes as precision
@@ -51,7 +52,13 @@ ASSUMES = {
     f"takes the CPU {gpu.CALLING_LAUNCHES} times as long as a launch (the lower quartile of the step's), and each "
     f"backward pass with its forward {graphs.PASS_LAUNCHES} times as long",
     "update_graph": "as `cuda_graph`; the code computes with no numbers of Python that change from step to step",
-    "static_cache": "as `cuda_graph`; attention takes as long on the cache of fixed size, which has an empty part",
+    "kv_cache": "a model is causal; for one token, an activity whose sizes grow with the tokens takes its share of the "
+    f"time, a product at least {gpu.SMALL_PRODUCT_US:g} µs and the time of its weight at {gpu.BANDWIDTH:.0%} of the "
+    f"memory bandwidth, any other at least {gpu.LEAST_KERNEL_US:g} µs; each call of attention takes the CPU "
+    f"{inference.APPENDS} launches more",
+    "merge_adapters": "the adapters do not change between the steps",
+    "static_cache": "as `cuda_graph` (and as `kv_cache` without a cache); "
+    "attention takes as long on the cache of fixed size, which has an empty part",
     "remove_sync": "nothing reads the value on the CPU in that step",
     "fused_optimizer": f"the fused step takes the CPU {cpu.OPTIMIZER_LAUNCHES} times as long as a launch (the lower "
     f"quartile of the step's), and {cpu.FUSED_TENSOR_LAUNCHES} times for each parameter with a gradient (foreach: "
@@ -59,6 +66,8 @@ ASSUMES = {
     f"is unknown; each further parameter group takes {cpu.GROUP_LAUNCHES} launches; the GPU takes twice as long as for "
     "the loop's costliest kind of kernel",
     "fewer_groups": "as `fused_optimizer`, with one group; the groups have equal settings",
+    "norms_at_once": f"one call takes the CPU {cpu.NORM_LAUNCHES} times as long as a launch (the lower quartile of the "
+    "step's) for each tensor, and the GPU as long as the norms; nothing needs a single tensor's norm on the CPU",
     "data_loader": f"a batch that is ready is handed over in {cpu.READY_BATCH_US} µs",
     "anomaly_detection": "forward takes as long as with its tracebacks",
     "blocking": f"a launch takes the CPU at most {debugging.LAUNCH_US} µs",

@@ -11,7 +11,7 @@ from references import CHANGES, H200, OTHERS, ROOT, measured, opened, proposals
 from tracereader import cli
 from tracereader.figures import compare, summarize
 from tracereader.findings import avoidable_changes as changes
-from tracereader.findings import graph_changes, made
+from tracereader.findings import inference_changes, made
 from tracereader.findings.opportunities import CHANGES as CHANGES_OF_A_REPORT
 from tracereader.findings.opportunities import each_priced, opportunities
 from tracereader.findings.opportunity import Case
@@ -543,7 +543,7 @@ def test_a_slow_call_with_the_shapes_and_strides_of_an_earlier_one_builds_no_pla
 )
 def test_a_cache_grows_only_if_every_token_has_one_key_more_for_the_same_sequences(case_of, size_of, grows):
     case = case_of(CHANGES / "lengths/flash.json.gz", with_sizes(size_of))
-    assert (graph_changes.static_cache(case) is not None) == grows
+    assert (inference_changes.static_cache(case) is not None) == grows
 
 
 def attention_shapes(events):
@@ -599,12 +599,12 @@ def test_a_static_cache_is_not_proposed_for_shapes_that_do_not_grow_token_by_tok
         for e in slices(document):
             e.get("args", {}).pop("Input Dims", None)
 
-    assert graph_changes.static_cache(case_of(path)) is not None
-    assert graph_changes.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
-    assert graph_changes.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
-    assert graph_changes.static_cache(case_of(path, without_shapes)) is None
-    assert graph_changes.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
-    assert graph_changes.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
+    assert inference_changes.static_cache(case_of(path)) is not None
+    assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 1024))) is None, "a cache of fixed size"
+    assert inference_changes.static_cache(case_of(path, with_keys(lambda keys: 2 * keys))) is None, "no growing cache"
+    assert inference_changes.static_cache(case_of(path, without_shapes)) is None
+    assert inference_changes.static_cache(case_of(CHANGES / "lengths/static.json.gz")) is None
+    assert inference_changes.static_cache(case_of(LLM / "1x512_bf16_warm_eager_active2_shapes.json.gz")) is None
 
 
 @pytest.mark.parametrize(

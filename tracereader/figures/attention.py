@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +26,8 @@ SDPA = "aten::scaled_dot_product_attention"
 # flex_attention's forward kernel, which is an op of its own in compiled code. Its mask is code, so no argument shows
 # it.
 FLEX, FLEX_ORDER = re.compile(r"triton_tem_fused_(?!\w*backward)\w*flex_attention"), ((0, 1, 2), None)
+# From so many passes on, a number of tokens that grows by one shows that each pass adds one.
+MANY_PASSES = 3
 # The values in "Concrete Inputs": a flag, or 1 and 2 of the memory-efficient kernel's kinds of mask.
 CAUSAL = {"True": True, "1": True, "2": True, "False": False, "0": False}
 
@@ -98,6 +102,46 @@ def queries_and_keys(op: Op) -> tuple[int, int] | None:
     if len(sizes) < 2 or any(len(size) != 4 for size in sizes):
         return None
     return sizes[0][sequence], sizes[1][sequence]
+
+
+class Pass(NamedTuple):
+    """Calls of self-attention of one pass through a model. tokens: in each sequence of the batch."""
+
+    tokens: int
+    batch: int
+    calls: list[Op]
+
+
+def passes(steps: Iterable[Step]) -> list[Pass]:
+    """Return the passes through a model by their calls of self-attention, which have as many queries as keys.
+
+    A pass ends where the number of tokens changes. No passes if any call has other numbers of queries than of keys, or
+    if its shapes were not recorded.
+    """
+    found: list[Pass] = []
+    for op in (op for step in steps for op in attention_calls(step)):
+        queries, keys = queries_and_keys(op) or (None, None)
+        if queries is None or queries != keys:
+            return []
+        batch = op.inputs.dims[0][0]
+        if not found or (found[-1].tokens, found[-1].batch) != (queries, batch):
+            found.append(Pass(queries, batch, []))
+        found[-1].calls.append(op)
+    return found
+
+
+def recomputed_tokens(some: Sequence[Pass]) -> tuple[int, int] | None:
+    """Return the fewest and the most tokens of a pass, if each pass computes all tokens again and one more.
+
+    A pass with no more tokens than the first one starts a new sequence. The first and the last pass may have fewer
+    calls, because the recording may begin or end inside them. None for fewer than MANY_PASSES passes.
+    """
+    first, tokens = some[0].tokens if some else 0, [one.tokens for one in some]
+    each = {len(one.calls) for one in some[1:-1]}
+    if len(some) < MANY_PASSES or len({one.batch for one in some}) > 1 or len(each) > 1:
+        return None
+    grows = all(after == before + 1 or after <= first < before for before, after in pairwise(tokens))
+    return (min(tokens), max(tokens)) if grows and min(tokens) > 1 else None
 
 
 def growing_keys(steps: Sequence[Step]) -> tuple[int, int] | None:

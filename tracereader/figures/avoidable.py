@@ -22,12 +22,20 @@ SDPA_MATH = "aten::_scaled_dot_product_attention_math"
 DISPATCHERS = ("aten::matmul", "aten::linear", "aten::einsum", "aten::to", "aten::_to_copy", *MATMULS)
 # Ops that copy a tensor, also to another device, and do nothing else.
 COPYING = ("aten::copy_", "aten::_to_copy", "aten::to")
+# What adds a low-rank adapter's result to its layer's, the products of both, and what else an adapter may do. peft's
+# ranks are 8 to 64 by default and in its examples; a product of a rank that is not small saves little arithmetic.
+ADDS, LINEAR = ("aten::add", "aten::add_"), ("aten::linear", "aten::matmul")
+BESIDE_ADAPTERS = ("aten::mul", "aten::mul_", "aten::div", "aten::to", "aten::dropout", "aten::view", "aten::reshape")
+LARGEST_RANK, LOWER = 256, 4
 # Activations of fewer bytes are not offloaded. Some ops copy small inputs to the CPU, such as the lengths of ctc_loss.
 OFFLOADED_BYTES = 1 << 20
 # cuDNN's attention builds a plan for each shape that is new to the process. Such a call takes the CPU 34 ms beside an
 # H200, 73 ms beside an H100 and 440 ms beside a B200 (github.com/modelscope/FunASR, issue 3704). Any other call takes
 # 0.05 to 0.2 ms while the profiler records, and does not reach this time (µs) even on a CPU that is much slower.
 CUDNN_ATTENTION, PLAN_US = "_cudnn_attention", 5_000
+
+
+_Linear = tuple[list[int], list[int]]  # the sizes of a product's input and of its result
 
 
 class HiddenCopy(msgspec.Struct, frozen=True):
@@ -110,6 +118,51 @@ def _outgrows(op: Op, in_place: Op) -> bool:
     """Return whether recorded shapes show a result larger than the input, which cannot be written in place."""
     given, made = op.inputs.dims[:1], in_place.inputs.dims[:1]
     return bool(given and made) and math.prod(made[0]) > math.prod(given[0])
+
+
+def adapters(step: Step) -> list[tuple[Op, list[Op]]]:
+    """Return for each low-rank adapter the product of its layer, and the ops that its own product takes.
+
+    layer(x) + scale * b(a(x)) becomes one product if b @ a is added to the layer's weight. Between the three products
+    and the addition there are only casts, views, dropout and scaling. Needs recorded shapes.
+    """
+    found, tops = [], [op for op in step.outermost if op.kind == "op"]
+    for place, op in enumerate(tops):
+        if op.name not in ADDS or len(added := op.inputs.dims[:2]) < 2 or added[0] != added[1]:
+            continue
+        products: list[int] = []
+        for before in range(place - 1, -1, -1):
+            if tops[before].name in LINEAR:
+                products.append(before)
+            elif tops[before].name not in BESIDE_ADAPTERS:
+                break
+            if len(products) == 3:
+                last, middle, first = products
+                for layer, down, up in ((first, middle, last), (last, first, middle)):
+                    if _adapts(*(_linear(tops[one]) for one in (layer, down, up)), added[0]):
+                        spared = [one for one in tops[first : place + 1] if one is not tops[layer]]
+                        found.append((tops[layer], spared))
+                        break
+                break
+    return found
+
+
+def _linear(op: Op) -> _Linear | None:
+    """Return the sizes of the input and of the result of a product with a weight; None if it is none."""
+    dims = op.inputs.dims[:2]
+    if len(dims) < 2 or len(dims[1]) != 2:
+        return None
+    size, columns = reversed(dims[1]) if op.name == "aten::linear" else dims[1]
+    return (dims[0], [*dims[0][:-1], columns]) if dims[0][-1] == size else None
+
+
+def _adapts(layer: _Linear | None, down: _Linear | None, up: _Linear | None, result: list[int]) -> bool:
+    """Return whether the products, as sizes of inputs and results, are a layer's and its low-rank adapter's."""
+    if None in (layer, down, up):
+        return False
+    rank = down[1][-1]
+    of_low_rank = rank <= LARGEST_RANK and LOWER * rank <= min(layer[0][-1], layer[1][-1])
+    return of_low_rank and down[0] == layer[0] and up == (down[1], result) and layer[1] == result
 
 
 def offloading(step: Step) -> list[Op]:

@@ -8,7 +8,6 @@ from statistics import median_low
 
 import msgspec
 
-from tracereader.figures.attention import attention_calls, queries_and_keys
 from tracereader.figures.autograd import (
     added_gradients,
     backward_begins,
@@ -80,9 +79,9 @@ ONLY_COPIES = "; only copies of inputs synchronize between them"
 def cuda_graph(case: Case) -> Proposal | None:
     summary = case.summary
     single = case.is_single  # whether other steps make the same launches is not known
-    if summary.chosen.launches < 2 or not _can_be_captured(case):
+    if summary.chosen.launches < 2 or not can_be_captured(case):
         return None
-    if case.growing_keys is not None:
+    if case.growing_keys is not None or case.recomputed_tokens is not None:
         return None  # a graph is of one number of keys: see static_cache
     if case.in_flex:
         return None  # it copies from pageable memory in each call: see compile_flex
@@ -457,7 +456,7 @@ def _first_of_backward(step: Step) -> int:
     return min((node.start for node in backward_nodes(step)), default=step.end)
 
 
-def _can_be_captured(case: Case) -> bool:
+def can_be_captured(case: Case) -> bool:
     """Return whether the step launches no CUDA graph, does not communicate, and uses one device."""
     return not case.summary.launches_graphs and _computes_alone(case)
 
@@ -467,25 +466,7 @@ def _computes_alone(case: Case) -> bool:
     return len({work.device for work in case.step.work}) <= 1 and "communication" not in case.us_by_family
 
 
-def static_cache(case: Case) -> Proposal | None:
-    """Return a proposal to decode with a KV cache of fixed size: then the tokens can be replayed as CUDA graphs."""
-    if case.trace.trains or not _can_be_captured(case) or (keys := case.growing_keys) is None:
-        return None
-    attending = (op for step in case.steps for op in attention_calls(step))
-    decodes = {id(op) for call in attending if queries_and_keys(call)[0] == 1 for op in (call, *call.above())}
-    runs, captured, _ = _long_runs(case, decodes)
-    if not captured:
-        return None
-    return Proposal(
-        as_cuda_graph(case.graph, runs),
-        f"attention's keys grow by one with each token, here from {keys[0]:,} to {keys[1]:,}, so the shapes change "
-        f"with each token; with a KV cache of fixed size, {captured:,} launches can be replayed as CUDA graphs",
-        'generate(…, cache_implementation="static"), or a StaticCache and torch.compile(model, mode="reduce-overhead")',
-        assumed=True,  # attention also reads the empty part of the cache
-    )
-
-
-def _long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Run], int, int]:
+def long_runs(case: Case, around: Container[int] | None = None) -> tuple[list[Run], int, int]:
     """Return the runs that are worth a graph, and the number of launches and of graphs of a replayed step.
 
     Each run of launches between two waits is a graph. The ops of a run with few launches stay. around: the ids of ops;
@@ -633,7 +614,7 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
     """
     if any(above.name.startswith(OF_UNKNOWN_SIZE) for op in waits for above in op.above()):
         return None
-    runs, captured, graphs = _long_runs(case)
+    runs, captured, graphs = long_runs(case)
     if not graphs:
         return None
     names = listed(dict.fromkeys(map(waits_in, waits)))
@@ -649,5 +630,4 @@ def _graphs_between_reads(case: Case, waits: Sequence[Op]) -> Proposal | None:
 GRAPH_CHANGES = (
     Change("cuda_graph", "replay the step as a CUDA graph", cuda_graph),
     Change("update_graph", "replay the code after backward as a CUDA graph", update_graph),
-    Change("static_cache", "use a static KV cache and CUDA graphs", static_cache),
 )

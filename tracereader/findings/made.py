@@ -12,13 +12,15 @@ import msgspec
 
 from tracereader.figures.attention import ATTENTION
 from tracereader.figures.autograd import BACKWARD, FORWARD
-from tracereader.figures.avoidable import CUDNN_ATTENTION
+from tracereader.figures.avoidable import CUDNN_ATTENTION, LARGEST_RANK, LOWER
 from tracereader.figures.gpu_time import BETWEEN_OPS
 from tracereader.figures.gpu_work import GpuWork
 from tracereader.figures.places import OUTSIDE_PHASES
 from tracereader.figures.side import Side
+from tracereader.figures.sizes import Product
 from tracereader.figures.unfused import BATCHED
 from tracereader.findings.avoidable_changes import COPIES_INPUTS, MANY_ZEROED
+from tracereader.findings.cpu_changes import MANY_NORMS, NORM
 from tracereader.findings.decoding import filled_part, head_of_all
 from tracereader.findings.faster import (
     ALMOST,
@@ -129,6 +131,12 @@ def _fewer_groups(before: Side, after: Side) -> bool:
     )
     loops = [[(one.name, one.how) for one in side.summary.training.optimizers] for side in (before, after)]
     return 0 < now <= LEFT * was and loops[0] == loops[1] and _same_products(before, after)
+
+
+def _norms_at_once(before: Side, after: Side) -> bool:
+    """At most half as many norms of single tensors are computed, and the number of products is the same."""
+    was, now = (side.ops[NORM] for side in (before, after))
+    return was >= MANY_NORMS and now <= LEFT * was and _same_products(before, after) and _by_calls(before, after)
 
 
 def _data_loader(before: Side, after: Side) -> bool:
@@ -300,6 +308,27 @@ def _last_logits(before: Side, after: Side) -> bool:
     shapes = [one.product for one in _single_products(after)]
     now = [one for one in shapes if (one.k, one.n) == (head.product.k, head.product.n)]
     return bool(now) and all(one.m <= needed for one in now) and _same_products(before, after)
+
+
+def _kv_cache(before: Side, after: Side) -> bool:
+    """Attention has as many calls, and fewer than half of the queries; the number of products is the same."""
+    was, now = (
+        sum(one.attention.queries for one in side.summary.gpu_work if one.attention) for side in (before, after)
+    )
+    return 0 < now <= LEFT * was and _by_calls(before, after) and _same_products(before, after)
+
+
+def _merge_adapters(before: Side, after: Side) -> bool:
+    """Products of a small rank are gone, and the number of all other products is the same."""
+    was, now = ([one.product for one in _single_products(side)] for side in (before, after))
+    of_rank, others = ([one for one in was if _is_of_rank(one) == low] for low in (True, False))
+    gone = sum(map(_is_of_rank, now)) <= LEFT * len(of_rank) and bool(of_rank)
+    return gone and Counter(others) == Counter(one for one in now if not _is_of_rank(one))
+
+
+def _is_of_rank(one: Product) -> bool:
+    """Return whether a product has few rows of a weight or few columns, as those of a low-rank adapter have."""
+    return min(one.k, one.n) <= LARGEST_RANK and LOWER * min(one.k, one.n) <= max(one.k, one.n)
 
 
 def _shorter_cache(before: Side, after: Side) -> bool:
@@ -588,6 +617,7 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "remove_sync": _remove_sync,
     "fused_optimizer": _fused_optimizer,
     "fewer_groups": _fewer_groups,
+    "norms_at_once": _norms_at_once,
     "data_loader": _data_loader,
     "cpu_tensors": _cpu_tensors,
     "python": _python,
@@ -605,6 +635,8 @@ MADE: dict[str, Callable[[Side, Side], bool]] = {
     "shared_keys": _shared_keys,
     "cast_weights": _cast_weights,
     "last_logits": _last_logits,
+    "kv_cache": _kv_cache,
+    "merge_adapters": _merge_adapters,
     "shorter_cache": _shorter_cache,
     "static_inputs": _static_inputs,
     "attention_plans": _attention_plans,

@@ -14,6 +14,7 @@ from tracereader.findings.cpu_only_changes import CPU_ONLY_CHANGES
 from tracereader.findings.debugging_changes import DEBUGGING_CHANGES
 from tracereader.findings.gpu_changes import GPU_CHANGES
 from tracereader.findings.graph_changes import GRAPH_CHANGES
+from tracereader.findings.inference_changes import INFERENCE_CHANGES
 from tracereader.findings.opportunity import Case, Opportunity, Unprofiled, is_worth_showing, priced, worth_showing
 from tracereader.findings.parallel_changes import PARALLEL_CHANGES
 from tracereader.findings.precision_changes import PRECISION_CHANGES
@@ -30,6 +31,7 @@ CHANGES = (
     + COPY_CHANGES
     + PARALLEL_CHANGES
     + AVOIDABLE_CHANGES
+    + INFERENCE_CHANGES
     + DEBUGGING_CHANGES
 )
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from tracereader.figures import Summary
-from tracereader.figures.attention import growing_keys
+from tracereader.figures.attention import growing_keys, passes, recomputed_tokens
 from tracereader.figures.autograd import in_backward
 from tracereader.figures.avoidable import offloading
 from tracereader.figures.gpu_work import GpuWork, numbered
@@ -247,6 +247,11 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     def growing_keys(self) -> tuple[int, int] | None:
         """Return the fewest and the most keys of a growing KV cache: see growing_keys()."""
         return growing_keys(self.compared)
+
+    @cached_property
+    def recomputed_tokens(self) -> tuple[int, int] | None:
+        """Return the fewest and the most tokens that a pass computes again: see recomputed_tokens()."""
+        return None if self.trace.trains else recomputed_tokens(passes(self.compared))
 
     @cached_property
     def replayed(self) -> Step:

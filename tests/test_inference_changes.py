@@ -1,0 +1,247 @@
+"""Low-rank adapters, generation that computes all tokens again, and norms of many tensors. The traces are of an H100.
+
+Without the profiler the steps took: adapters (8 layers of 512 rows) 1.6 ms apart and 0.43 merged, with 16,384 rows 3.74
+and 2.01; generation of 6 tokens 19.1 (its step is limited by the CPU) and 15.8 with a cache; norms of 36 tensors 9.4 to
+10.7 one by one and 9.9 at once, which their noise hides. With 8 layers and 768 to 783 tokens, generation took 152.8 and
+68.5 ms, and the norms of 96 tensors 20.0 and 15.7.
+"""
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+from raw_events import end, raw_steps, raw_work
+from test_later_workloads import case_of, edited, ms
+from test_loops import file_of, predicted_and_compared, typical_step
+from test_opportunities import priced_changes, raw_events
+
+from tracereader.figures.hardware import common_peaks
+from tracereader.findings import inference_changes
+from tracereader.findings.gpu_changes import BANDWIDTH
+
+AGAIN, EACH_STEP = "generation/all_tokens_again", "generation/a_token_per_step"
+APART, MANY_ROWS = "adapters/apart", "adapters/many_rows_apart"
+
+
+def ops_of(events, mark, *names):
+    found = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in names and mark["ts"] <= e["ts"] < end(mark)]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def launched_in(events, mark, spans):
+    """Return the GPU work of the step that these ops launch."""
+    launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    return [
+        e for e in raw_work(events, mark)
+        if any(one["ts"] <= launches[e["args"]["correlation"]] < end(one) for one in spans)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "change", "after", "within"), [
+    (APART, "merge_adapters", "adapters/merged", (0.7, 1.4)),
+    ("adapters/first", "merge_adapters", "adapters/merged", (0.7, 1.4)),
+    (MANY_ROWS, "merge_adapters", "adapters/many_rows_merged", (0.95, 1.05)),
+    ("norms/one_by_one", "norms_at_once", "norms/at_once", (0.9, 1.2)),
+])  # fmt: skip
+def test_the_predicted_step_is_near_the_one_that_was_recorded_after_the_change(before, change, after, within, capsys):
+    title, said = predicted_and_compared(before, change, after, within, capsys)
+    assert f"proposed it ({title})" in said
+    assert change not in priced_changes(file_of(after))
+
+
+@pytest.mark.parametrize("name", [APART, "adapters/first", MANY_ROWS])
+def test_an_adapter_is_two_products_of_a_small_rank_and_what_adds_them(name):
+    events, mark = typical_step(name)
+    linear = ops_of(events, mark, "aten::linear")
+    spared = [e for e in linear if 16 in e["args"]["Input Dims"][1]]
+    spared += ops_of(events, mark, "aten::mul", "aten::add")
+    one = priced_changes(file_of(name))["merge_adapters"]
+    count, spent = re.match(r"(\d+) layers have .*: ([\d.]+ \w+) of GPU work", one.evidence).groups()
+    assert int(count) == len(linear) // 3 == 8
+    assert ms(spent) == pytest.approx(sum(e["dur"] for e in launched_in(events, mark, spared)) / 1e3, rel=0.02)
+
+
+def with_a_nonlinearity(events):
+    """A function between the two products, as in other adapters, cannot be merged."""
+    for e in events:
+        if e["name"] == "aten::mul":
+            e["name"] = "aten::relu"
+
+
+def of_a_large_rank(events):
+    """Let the small products have half as many columns as the layer."""
+    for e in events:
+        if "Input Dims" in e.get("args", {}):
+            e["args"]["Input Dims"] = [
+                [512 if size == 16 else size for size in dim] if isinstance(dim, list) else dim
+                for dim in e["args"]["Input Dims"]
+            ]
+
+
+def in_training(events):
+    events.append(next(e for e in events if e["name"] == "aten::add") | {"name": "Optimizer.step#SGD.step"})
+
+
+def with_another_input(events):
+    """The adapter's first product reads another tensor than the layer."""
+    for e in events:
+        if e["name"] == "aten::linear" and e["args"]["Input Dims"][1][0] == 16:
+            e["args"]["Input Dims"][0][0] += 1
+
+
+@pytest.mark.parametrize("edit", [with_a_nonlinearity, of_a_large_rank, in_training, with_another_input])
+def test_what_is_no_adapter_is_not_merged(tmp_path, edit):
+    assert "merge_adapters" in priced_changes(file_of(MANY_ROWS))
+    assert "merge_adapters" not in priced_changes(edited(file_of(MANY_ROWS), tmp_path, edit))
+
+
+def attention_of(events, mark):
+    """Return the step's calls of attention by their numbers of queries and keys."""
+    calls = ops_of(events, mark, "aten::scaled_dot_product_attention")
+    return calls, [(e["args"]["Input Dims"][0][2], e["args"]["Input Dims"][1][2]) for e in calls]
+
+
+def test_a_kv_cache_leaves_one_token_of_each_pass_but_the_first():
+    """Products of the later passes take as long as reading their weight, and other work as one token of theirs."""
+    events, mark = typical_step(AGAIN)
+    _, sizes = attention_of(events, mark)
+    lengths = sorted({queries for queries, _ in sizes})
+    assert all(queries == keys for queries, keys in sizes) and lengths == list(range(768, 774))
+    case = case_of(file_of(AGAIN))
+    proposal = inference_changes.kv_cache(case)
+    assert "here from 768 to 773:" in proposal.evidence
+    ops = [e for e in events if e.get("cat") == "cpu_op" and "Input Dims" in e["args"]]
+    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    shorter = 0
+    peaks = common_peaks(case.trace.devices)
+    by_start = {round(one.start / 1e3 + case.trace.zero_us, 3): one for one in case.step.work}
+    for kernel in raw_work(events, mark):
+        launch = launches[kernel["args"]["correlation"]]
+        around = [e for e in ops if e["tid"] == launch["tid"] and e["ts"] <= launch["ts"] and end(launch) <= end(e)]
+        inner = max(around, key=lambda e: e["ts"], default=None)
+        dims = inner["args"]["Input Dims"] if inner else []
+        flat = {size for dim in dims for size in dim if isinstance(size, int)}
+        tokens = max((n for n in lengths if flat & {n, 8 * n}), default=None)
+        work = by_start[round(kernel["ts"], 3)]
+        us = proposal.graph.dur[case.graph.activity[id(work)]] / 1e3
+        if tokens in (None, 768):  # the last tokens' work, and the prompt's, where a token also has 768 features
+            assert us == pytest.approx(kernel["dur"], abs=0.01)
+            continue
+        shorter += kernel["dur"]
+        least = 1.0
+        if inner["name"] == "aten::addmm" and "nvjet" in kernel["name"]:
+            weight = 2 * math.prod(dims[2])
+            least = max(4.0, weight / (BANDWIDTH * peaks.gb_s) / 1e3)
+        if "nvjet" in kernel["name"] and inner["name"] != "aten::addmm":
+            assert us < kernel["dur"]  # the product with the vocabulary
+        else:
+            assert us == pytest.approx(min(kernel["dur"], max(kernel["dur"] / tokens, least)), abs=0.3)
+    spent = re.search(r": ([\d.]+ \w+) of GPU work", proposal.evidence)[1]
+    assert ms(spent) == pytest.approx(shorter / 1e3, rel=0.02)
+
+
+def test_each_call_of_attention_with_a_cache_takes_two_launches_more():
+    """Without shorter kernels the step is as long as before, and these launches are the CPU's."""
+    case = case_of(file_of(AGAIN))
+    graph = inference_changes.kv_cache(case).graph
+    passes, layers = 5, 2  # without the prompt's
+    added = sum(graph.lag) - sum(case.graph.lag)
+    assert added / 1e3 == pytest.approx(3 * passes * layers * 2 * case.launch_us, rel=0.01)
+
+
+def test_tokens_that_are_computed_again_are_told_to_use_a_static_cache():
+    events, mark = typical_step(AGAIN)
+    one = priced_changes(file_of(AGAIN))["static_cache"]
+    least, most, launches = re.search(r"from (\d+) to (\d+); .* ([\d,]+) launches can", one.evidence).groups()
+    assert (int(least), int(most)) == (768, 773)
+    assert 0 < int(launches) <= len({e["args"]["correlation"] for e in raw_work(events, mark)})
+    assert "cuda_graph" not in priced_changes(file_of(AGAIN)), "a graph is of one number of tokens"
+
+
+def test_each_step_may_be_one_pass():
+    lengths = []
+    for mark in raw_steps(raw_events(file_of(EACH_STEP))):
+        _, sizes = attention_of(raw_events(file_of(EACH_STEP)), mark)
+        assert len(set(sizes)) == 1 and len(sizes) == 3
+        lengths.append(sizes[0][0])
+    assert all(after == before + 1 for before, after in pairwise(lengths))
+    case = case_of(file_of(EACH_STEP))
+    assert case.recomputed_tokens == (lengths[0], lengths[-1])
+    evidence = inference_changes.kv_cache(case).evidence
+    assert f"here from {lengths[0]} to {lengths[-1]}:" in evidence
+
+
+def of_lengths(length_of):
+    """Return the function that gives each length another one, in all recorded sizes."""
+
+    def edit(events):
+        for e in events:
+            if "Input Dims" in e.get("args", {}):
+                e["args"]["Input Dims"] = [
+                    [length_of(size) if 769 <= size <= 773 else size for size in dim]
+                    if isinstance(dim, list) and all(isinstance(size, int) for size in dim) else dim
+                    for dim in e["args"]["Input Dims"]
+                ]  # fmt: skip
+
+    return edit
+
+
+def with_other_keys(events):
+    """As many queries as before, and more keys: attention to another sequence."""
+    for e in events:
+        if e["name"] == "aten::scaled_dot_product_attention":
+            e["args"]["Input Dims"][1][2] = e["args"]["Input Dims"][2][2] = 1024
+
+
+def without_shapes(events):
+    for e in events:
+        e.get("args", {}).pop("Input Dims", None)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [of_lengths(lambda n: 768 + 2 * (n - 768)), of_lengths(lambda n: 768), with_other_keys, without_shapes],
+    ids=["by two", "the same", "other keys", "no shapes"],
+)
+def test_only_passes_that_each_have_one_token_more_compute_tokens_again(tmp_path, edit):
+    case = case_of(edited(file_of(AGAIN), tmp_path, edit))
+    assert case.recomputed_tokens is None
+    assert inference_changes.kv_cache(case) is None and inference_changes.static_cache(case) is None
+
+
+def test_a_growing_cache_and_training_compute_no_tokens_again(tmp_path):
+    assert case_of(file_of("generation/cached")).recomputed_tokens is None
+    assert case_of(edited(file_of(AGAIN), tmp_path, in_training)).recomputed_tokens is None
+
+
+def test_norms_in_a_row_are_counted_with_the_values_that_are_read_between_them():
+    events, mark = typical_step("norms/one_by_one")
+    norms = ops_of(events, mark, "aten::linalg_vector_norm")
+    reads = [e for e in ops_of(events, mark, "aten::item") if norms[0]["ts"] < e["ts"] < norms[-1]["ts"]]
+    one = priced_changes(file_of("norms/one_by_one"))["norms_at_once"]
+    tensors, times, spent = re.match(
+        r"the norms of (\d+) tensors are computed one by one; between them the CPU waits (\d+) times; this takes (.*)",
+        one.evidence,
+    ).groups()
+    assert (int(tensors), int(times)) == (len(norms), len(reads)) == (36, 35)
+    took = end(norms[-1]) - norms[0]["ts"]
+    assert ms(spent) == pytest.approx(took / 1e3, rel=0.03) and 0 < one.saves_us < took
+
+
+def over_a_dimension(events):
+    for e in events:
+        if e["name"] == "aten::linalg_vector_norm":
+            e["args"]["Concrete Inputs"][2] = "[1]"
+
+
+def with_an_update_between(events):
+    """A program that scales each tensor by its norm cannot compute all norms first without another loop."""
+    for e in events:
+        if e["name"] == "aten::item":
+            e["name"] = "aten::mul_"
+
+
+@pytest.mark.parametrize("edit", [over_a_dimension, with_an_update_between])
+def test_other_norms_stay_one_by_one(tmp_path, edit):
+    assert "norms_at_once" not in priced_changes(edited(file_of("norms/one_by_one"), tmp_path, edit))
