@@ -1,7 +1,9 @@
 """All measurements of one trace, in one object. Report, findings, comparison and --json use it."""
 
+import bisect
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -44,7 +46,7 @@ from tracereader.figures.source import Source, source
 from tracereader.figures.steps import StepFacts, Uneven, spanned, step_facts, typical, uneven, usual_busy_us
 from tracereader.figures.training import Training, training
 from tracereader.figures.unfused import Unfused, unfused
-from tracereader.trace import Step, Trace, Work
+from tracereader.trace import Step, Trace
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -231,7 +233,7 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
         gpu_work=measured,
         repeats=repeats(step.work, measured),
         kernels=kernel_times(trace),
-        step_gpu=_alone(step.work, parts if len(step.work) == len(trace.work) else ()) if step.work else None,
+        step_gpu=_alone(trace, step, parts, start, end) if step.work else None,
         idle_in=waits_in,
         first_wait_us=_first_wait_us(trace, start),
         idle_in_graphs_us=idle_in_graphs_us(step),
@@ -254,13 +256,17 @@ def summarize(trace: Trace, step: Step | None = None) -> Summary:
     )
 
 
-def _alone(work: Sequence[Work], parts: Sequence[Parts]) -> GpuTime | None:
-    """Return the time of some work alone, from its first start to its last end. None if it takes no time.
+def _alone(trace: Trace, step: Step, parts: Sequence[Parts], left: int, right: int) -> GpuTime | None:
+    """Return the time of a step's work alone, from its first start to its last end. None if it takes no time.
 
-    parts: those of the window, if the trace has no other work.
+    parts: those of the window from left to right, which are used if no other work runs while the step's does.
     """
-    start, end = spanned(work)
-    return gpu_time(parts or parts_by_device(work, start, end), start, end)
+    start, end = spanned(step.work)
+    first, until = (bisect.bisect_left(trace.work, time, key=attrgetter("start")) for time in (start, end))
+    only_its = until - first == len(step.work) and all([one.start + one.dur <= start for one in trace.work[:first]])
+    if not (only_its and left <= start and end <= right):
+        parts = parts_by_device(step.work, start, end)
+    return gpu_time(parts, start, end)
 
 
 def _first_wait_us(trace: Trace, start: int) -> float | None:
